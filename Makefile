@@ -1,0 +1,133 @@
+# transformer.h: `make run` writes a text, `make test` checks all, `make help` lists the rest.
+# Nothing is configured and nothing is written outside build/. Set on the command line as you like:
+#   make CC=clang CFLAGS='-O2 -g'      another compiler, other flags
+#   make CUDA=1                        link transformer_cuda.cu into the tools (needs nvcc)
+
+CC      ?= cc
+CXX     ?= c++
+CFLAGS  ?= -O3 -march=native
+NVCC    ?= nvcc
+PREFIX  ?= /usr/local
+T       ?= 60
+WARN     = -Wall -Wextra
+LIBS     = -lm -lpthread
+SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
+VERSION := $(shell sed -n 's/^.define TFM_VERSION "\(.*\)"/\1/p' transformer.h 2>/dev/null)
+
+B        = build
+HEADERS  = transformer.h examples/common.h $(wildcard tests/*.h)
+EXAMPLES = $(patsubst examples/%.c,$B/%,$(wildcard examples/*.c)) $B/cpp
+UNITS    = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
+FUZZERS  = $(patsubst tests/%.c,%,$(wildcard tests/fuzz_*.c))
+TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%)
+LIBRARY  = $B/libtransformer.a
+
+# What the tools are linked with. A companion that declines its kernels is passed over at run time.
+USE      = -DTFM_USE_CPU
+OBJECTS  = $B/transformer_cpu.o
+ifdef CUDA
+USE     += -DTFM_USE_CUDA
+OBJECTS += $B/transformer_cuda.o
+LIBS    += -L$(dir $(shell command -v $(NVCC)))../lib64 -lcudart -lstdc++
+endif
+
+all: examples tests bench ## the tools, the tests and the benchmark, in build/
+examples: $(EXAMPLES) ## the programs of examples/
+tests: $(TESTS) ## the unit tests, plain and with sanitizers
+bench: $B/bench ## the benchmark: build/bench --help
+lib: $(LIBRARY) ## the static library
+
+# ---- Building ----
+
+$B $B/asan $B/tsan $B/fuzz:
+	@mkdir -p $@
+
+$B/%: examples/%.c $(HEADERS) $(OBJECTS) | $B
+	$(CC) $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
+
+$B/cpp: examples/cpp.cpp $(HEADERS) $(OBJECTS) | $B
+	$(CXX) -std=c++17 $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
+
+$B/bench: bench/bench.c $(HEADERS) $(OBJECTS) | $B
+	$(CC) $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
+
+$B/test_%: tests/test_%.c $(HEADERS) $(OBJECTS) | $B
+	$(CC) $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
+
+$B/asan/test_%: tests/test_%.c $(HEADERS) | $B/asan
+	$(CC) $(SANITIZE) $(WARN) -o $@ $< $(LIBS)
+
+$B/tsan/test_%: tests/test_%.c $(HEADERS) | $B/tsan
+	$(CC) -O1 -g -fsanitize=thread $(WARN) -o $@ $< $(LIBS)
+
+$B/fuzz/fuzz_%: tests/fuzz_%.c $(HEADERS) | $B/fuzz
+	clang -O1 -g -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=undefined -o $@ $< $(LIBS)
+
+$B/transformer.o: transformer.h | $B
+	$(CC) $(CFLAGS) $(WARN) $(USE) -DTRANSFORMER_IMPLEMENTATION -x c -c -o $@ $<
+
+$B/transformer_cpu.o: transformer_cpu.c transformer.h | $B
+	$(CC) $(CFLAGS) $(WARN) -c -o $@ $<
+
+$B/transformer_cuda.o: transformer_cuda.cu transformer.h | $B
+	$(NVCC) -arch=sm_90a -O3 -Xcompiler -Wall,-Wextra -c -o $@ $<
+
+$(LIBRARY): $B/transformer.o $(OBJECTS)
+	@rm -f $@
+	$(AR) rcs $@ $^
+
+# ---- Using ----
+
+STORIES = ../shared/data/stories260K/stories260K.bin
+TINY    = tests/data/models/tiny
+
+deps: ## install what is missing (Debian, Ubuntu); does nothing when all is there
+	@.ci/deps all
+run: ## generate a text, with a real model where there is one
+	@.ci/deps build && $(MAKE) --no-print-directory $B/generate
+	@if [ -f $(STORIES) ]; then echo "model: $(STORIES), trained on children's stories"; \
+	  $B/generate $(STORIES) -p "Once upon a time"; \
+	else echo "model: $(TINY), random weights: expect nonsense"; \
+	  $B/generate $(TINY) -p "Once upon a time"; fi
+
+# ---- Checking: each suite closes with "N passed, N failed, N skipped"; run.sh adds them up ----
+
+test: ## everything below but tsan and fuzz, with one closing line
+	@.ci/deps all
+	@$(MAKE) --no-print-directory -k tests examples bench || echo "not all could be built"
+	@tests/run.sh $(TESTS) "tests/fuzz.sh replay $(FUZZERS)" tests/examples.sh tests/lint.py \
+	  tests/compat.sh
+lint: ## style, budgets, symbols, the list of public functions
+	@tests/lint.py
+compat: ## gcc and clang, C11 to C++17, strict warnings, beside the application's stb_ds
+	@tests/compat.sh
+tsan: $(UNITS:%=$B/tsan/%) ## the unit tests under the thread sanitizer
+	@tests/run.sh $^
+fuzz: ## every fuzzer for T=60 seconds
+	@tests/fuzz.sh run $(T) $(FUZZERS)
+cuda-check: $B/transformer_cuda.o ## compile the CUDA companion, no GPU needed
+format: ## clang-format on the lines that differ from the last commit
+	git clang-format --extensions c,h,cu,cpp
+
+# ---- Installing ----
+
+DEST = $(DESTDIR)$(PREFIX)
+install: $(LIBRARY) ## header, companions, static library, pkg-config file; PREFIX= DESTDIR=
+	install -d $(DEST)/include $(DEST)/lib/pkgconfig
+	install -m 644 transformer.h transformer_cpu.c transformer_cuda.cu $(DEST)/include
+	install -m 644 $(LIBRARY) $(DEST)/lib
+	printf '%s\n' 'prefix=$(PREFIX)' 'Name: transformer' 'Description: transformer language models' \
+	  'Version: $(VERSION)' 'Cflags: -I$${prefix}/include' \
+	  'Libs: -L$${prefix}/lib -ltransformer $(LIBS)' > $(DEST)/lib/pkgconfig/transformer.pc
+uninstall: ## remove these files again
+	rm -f $(addprefix $(DEST)/include/,transformer.h transformer_cpu.c transformer_cuda.cu)
+	rm -f $(DEST)/lib/libtransformer.a $(DEST)/lib/pkgconfig/transformer.pc
+clean: ## remove build/
+	rm -rf $B
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
+
+.PHONY: all examples tests bench lib deps run test lint compat tsan fuzz cuda-check format install \
+  uninstall clean help
+.DELETE_ON_ERROR:
+.SUFFIXES:

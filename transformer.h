@@ -1,0 +1,10271 @@
+/* transformer.h - transformer language models in one C header                      MIT licence, below
+
+   Do this in ONE C or C++ file, and include the header plainly everywhere else:
+
+     #define TRANSFORMER_IMPLEMENTATION
+     #include "transformer.h"
+
+     int main(int argc, char **argv) {                      // ./hello MODEL "Once upon a time"
+       tfm_model *m = argc > 2 ? tfm_model_load(argv[1], NULL) : NULL;
+       tfm_tokenizer *t = argc > 2 ? tfm_tokenizer_load(argv[1], NULL) : NULL;
+       tfm_session *s = tfm_session_create(m, NULL);        // NULL: every default
+       tfm_sampling how = {.temperature = 0.8f, .top_p = 0.95f, .seed = 1};
+       int id = tfm_feed_text(s, t, argc > 2 ? argv[2] : NULL);
+       while (id >= 0 && (id = tfm_next(s, &how)) >= 0) fputs(tfm_text(s), stdout);
+       if (id != TFM_END) fprintf(stderr, "%s\n", tfm_error());
+       tfm_session_free(s); tfm_tokenizer_free(t); tfm_model_free(m);
+     }
+
+   cc -O3 -march=native hello.c -lm -lpthread              portable C: the reference
+   cc -O3 -DTFM_USE_CPU hello.c transformer_cpu.c ...      with tuned kernels, where they are written
+   nvcc -DTFM_USE_CUDA hello.c transformer_cuda.cu ...     with a GPU, where they are written
+
+   IT reads Hugging Face folders, safetensors, GGUF and llama2.c checkpoints of the families in the
+   table of >>families; tokenizes exactly as Hugging Face does; runs prompts and many sequences at a
+   time over a paged cache; computes what transformers computes in float32, to rounding. It returns a
+   status and one sentence for whatever goes wrong, tells its memory in advance, and takes it from you.
+   IT DOES NOT exit, abort, assert or print; keep global state; allocate while generating; execute
+   anything from a model; read pickles; fetch models; guess at what it does not know.
+
+   Needs: a C11 or C++17 compiler (gcc or clang), POSIX, stb_ds.h on the include path (as stb_ds.h or
+   stb/stb_ds.h; hidden from your program, which may use it too). Under -std=c11 include this header
+   before the C library's, or define _POSIX_C_SOURCE yourself.
+
+   Contents; search for the anchor:
+     >>api        types, contracts, declarations    >>families   models as rows of data, loading
+     >>backend    the table of kernels              >>device     opening a table; the thread pool
+     >>base       errors, memory, files             >>kernels    the reference, in portable C
+     >>objects    what the sections share           >>forward    one pass through the network
+     >>json       a strict pull parser              >>engine     memory, pages, many sequences
+     >>unicode    letters, numbers, white space     >>session    feeding, choosing, text
+     >>gguf       the GGUF container                >>generate   prompt in, text out
+     >>tokenizer  text to ids and back
+     >>formats    safetensors, shards, llama2.c
+
+   Options, defined before the include:
+     TRANSFORMER_IMPLEMENTATION         this file gets the code
+     TFM_STATIC                         everything static: for one-file programs without companions
+     TFM_API                            your own linkage, for example a DLL export
+     TFM_MALLOC, TFM_REALLOC, TFM_FREE  all three; default allocator of instances without one
+     TFM_ASSERT(c)                      checks of the library's own reasoning; default: nothing
+     TFM_USE_CPU, TFM_USE_CUDA          the companions are linked
+
+   How it is built. Three layers, each written once. Files become a tfm_net, numbers and pointers, and
+   a family is a row of data about how (>>families). One forward pass (>>forward) runs a tfm_net over a
+   table of kernels (>>backend), of which the portable one (>>kernels) is the specification of all
+   others. An engine (>>engine) feeds the pass with rows of tokens from any number of sessions and
+   keeps their keys and values in pages. */
+
+#if defined(TRANSFORMER_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE)
+#define _POSIX_C_SOURCE 200809L /* -std=c11 hides what POSIX adds to the C library's headers */
+#endif
+#ifndef TRANSFORMER_H
+#define TRANSFORMER_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* =================================================================================================
+   >>api   types, contracts, declarations
+   =================================================================================================
+
+   Letters used in shapes, here and in the implementation:
+     B sequences   T rows (tokens) of one call   C model width   H query heads   K key/value heads
+     D head width  F feed-forward width          V vocabulary    L layers        E experts
+
+   Objects are opaque and belong to whoever created them; every _free accepts NULL. Structs are
+   transparent, and zero is the default of every field: pass NULL, or write only what you change.
+
+   Errors. Constructors return NULL and most functions a tfm_status below zero; tfm_error() then
+   holds one sentence: object, expected, found, remedy. A NULL object yields TFM_E_ARG and keeps the
+   earlier sentence, so that a short program may check once, at its end.
+
+   Threads. A model and a tokenizer are immutable once loaded: share them freely. An engine with its
+   sessions belongs to one thread at a time. tfm_cancel may be called from any thread and from a
+   signal handler. There is no global state but the error sentence, which is per thread. */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#ifndef TFM_API
+#  if defined(TFM_STATIC) && defined(__GNUC__)
+#    define TFM_API __attribute__((unused)) static
+#  elif defined(TFM_STATIC)
+#    define TFM_API static
+#  else
+#    define TFM_API extern
+#  endif
+#endif
+
+#define TFM_VERSION_MAJOR 0
+#define TFM_VERSION_MINOR 1
+#define TFM_VERSION_PATCH 0
+#define TFM_VERSION "0.1.0"
+
+typedef enum tfm_status {
+  TFM_OK = 0,
+  TFM_E_ARG = -1,         /* an argument is outside its contract */
+  TFM_E_MEMORY = -2,      /* the allocator or the memory limit said no */
+  TFM_E_IO = -3,          /* a file could not be opened, mapped or read */
+  TFM_E_FORMAT = -4,      /* a file's bytes contradict its format */
+  TFM_E_UNSUPPORTED = -5, /* well formed, but not something this build can reproduce exactly */
+  TFM_E_DEVICE = -6,      /* a device failed, or is not there */
+  TFM_E_FULL = -7,        /* the context, or the engine's sequences, are used up */
+  TFM_E_STATE = -8,       /* the call does not fit what was called before */
+  TFM_E_CANCELLED = -9    /* tfm_cancel, the cancel flag, or a progress callback stopped the work */
+} tfm_status;
+
+#define TFM_END (-100) /* tfm_next met an end token: not an error */
+
+/* Number formats of weights, activations and caches. Block formats are GGML's, 32 values a
+   block. */
+typedef enum tfm_type {
+  TFM_TYPE_DEFAULT = 0, /* in a config: choose for me */
+  TFM_F32 = 1,
+  TFM_F16 = 2,
+  TFM_BF16 = 3,
+  TFM_Q8_0 = 4, /* f16 scale, 32 x int8 */
+  TFM_Q4_0 = 5, /* f16 scale, 32 x 4 bits, offset 8 */
+  TFM_Q4_1 = 6, /* from here on: named, sized, not computed with yet */
+  TFM_Q5_0 = 7,
+  TFM_Q5_1 = 8,
+  TFM_Q4_K = 9,
+  TFM_Q5_K = 10,
+  TFM_Q6_K = 11,
+  TFM_F8_E4M3 = 12,
+  TFM_F8_E5M2 = 13,
+  TFM_TYPE_COUNT = 14
+} tfm_type;
+
+typedef enum tfm_device { /* which table of kernels computes; chosen when a model is loaded */
+  TFM_AUTO = 0,           /* the first of CUDA, CPU, REF that is compiled in and usable */
+  TFM_REF = 1,            /* transformer.h alone: portable C, the specification of the others */
+  TFM_CPU = 2,            /* transformer_cpu.c, with TFM_USE_CPU */
+  TFM_CUDA = 3            /* transformer_cuda.cu, with TFM_USE_CUDA */
+} tfm_device;
+
+typedef enum tfm_log_level {
+  TFM_LOG_INFO = 1,
+  TFM_LOG_WARNING = 2,
+  TFM_LOG_ERROR = 3
+} tfm_log_level;
+
+/* ---- What an application lends to an instance ------------------------------------------------ */
+
+/* Files by callback, for archives, encrypted stores, consoles. `name` is the path that was
+   passed to the load function, or that path's folder joined with a plain file name by '/'. All
+   four may be called only during the load call, except that mapped memory must stay until the
+   object is freed. */
+typedef struct tfm_io {
+  void *user;
+  /* A handle, with the size in *bytes, or NULL when there is no such file. */
+  void *(*open)(void *user, const char *name, uint64_t *bytes);
+  /* Fill dst with exactly `bytes` bytes from `offset`; false on failure. */
+  bool (*read)(void *user, void *file, uint64_t offset, void *dst, size_t bytes);
+  /* Optional: the whole file as memory that stays valid until close. NULL: it is read instead. */
+  const void *(*map)(void *user, void *file);
+  /* Files that were mapped are closed when the model is freed, others before the load returns. */
+  void (*close)(void *user, void *file);
+} tfm_io;
+
+typedef struct tfm_host {
+  void *user; /* passed to every callback below */
+  /* As realloc, with the old size told; bytes 0 frees; results are aligned for any C object.
+     NULL: TFM_REALLOC and TFM_FREE. Called by the thread that called the library, only. */
+  void *(*alloc)(void *user, void *old, size_t old_bytes, size_t bytes);
+  /* One line, no newline at its end. NULL: silence. */
+  void (*log)(void *user, tfm_log_level level, const char *line);
+  /* Long work reports its phase and the share done, 0 to 1; returning false cancels. NULL: none. */
+  bool (*progress)(void *user, const char *phase, double done);
+  /* Becomes nonzero when the work should stop; read often, so a signal handler may set it. */
+  const volatile int32_t *cancel;
+  /* Runs job(context, 0 .. workers-1) and returns when all have returned, on the caller's own
+     threads, which must run concurrently. NULL: the engine keeps a pool of its own. */
+  void (*parallel)(void *user, int32_t workers, void (*job)(void *context, int32_t worker),
+                   void *context);
+  uint64_t memory_limit_bytes; /* for this instance; 0: no limit */
+  const tfm_io *io;            /* NULL: the file system */
+} tfm_host;
+
+/* ---- Errors and version ---------------------------------------------------------------------- */
+
+TFM_API const char *tfm_version(void); /* TFM_VERSION of the implementation that was linked */
+/* The calling thread's last error, one sentence; "" when there was none. Valid until the next call
+   into the library on this thread. */
+TFM_API const char *tfm_error(void);
+TFM_API tfm_status tfm_error_status(void);         /* the status that belongs to that sentence */
+TFM_API const char *tfm_status_name(int status);   /* "TFM_E_FORMAT"; never NULL */
+TFM_API const char *tfm_type_name(tfm_type type);  /* "Q8_0"; "?" outside the enum */
+
+/* ---- Models ---------------------------------------------------------------------------------- */
+
+/* weights and shape; immutable, shared by any number of threads */
+typedef struct tfm_model tfm_model;
+
+typedef struct tfm_model_config {
+  tfm_host host;           /* zero: libc, silent, unlimited */
+  tfm_device device;       /* 0: TFM_AUTO */
+  int32_t device_index;    /* 0: the first GPU */
+  tfm_type weights;        /* 0: as in the file; else every matrix is converted while loading */
+  /* text of a config.json, for .safetensors from memory; NULL: look beside */
+  const char *config_json;
+  /* "attn,norm": these entries of the table run the reference; NULL: none */
+  const char *override;
+  int32_t threads;         /* workers while loading; 0: one per core */
+  bool no_mmap;            /* read files instead of mapping them */
+  bool no_fallback;        /* an unusable requested device is an error, not a warning */
+} tfm_model_config;
+
+/* Loads a Hugging Face folder (config.json, *.safetensors, *.index.json), a .safetensors file with
+   its config.json beside it, a GGUF file, or a llama2.c checkpoint (version 0 and "ak42" 1). The
+   file must not change while the model lives (it is mapped). NULL on failure. */
+TFM_API tfm_model *tfm_model_load(const char *path, const tfm_model_config *config);
+/* The same from memory, which is borrowed until tfm_model_free; one file (GGUF, llama2.c, or
+   .safetensors together with config->config_json). */
+TFM_API tfm_model *tfm_model_load_memory(const void *data, size_t bytes,
+                                         const tfm_model_config *config);
+TFM_API void tfm_model_free(tfm_model *model); /* after its engines and sessions */
+
+typedef struct tfm_model_info {
+  const char *family;    /* "gpt2", "llama"; strings live as long as the model */
+  const char *format;    /* "safetensors", "gguf", "llama2.c" */
+  const char *device;    /* name of the table: "ref", "cpu", "cuda" */
+  int32_t layers, width, heads, kv_heads, head_width, ffn_width, vocabulary, experts;
+  int32_t context;       /* positions the model was made for */
+  bool tied;             /* the head is the embedding table */
+  tfm_type weights;      /* type of most weight bytes */
+  int32_t bos;           /* -1: none */
+  const int32_t *end;    /* [end_count] ids that end a text */
+  int32_t end_count;
+  uint64_t parameters;
+  uint64_t token_bytes;  /* weight bytes read to compute one token */
+  uint64_t mapped_bytes; /* of files that stay mapped */
+  uint64_t memory_bytes; /* held now from the allocator and the device, mapped files not counted */
+  uint64_t peak_bytes;   /* high-water mark of the load */
+} tfm_model_info;
+
+TFM_API tfm_status tfm_model_describe(const tfm_model *model, tfm_model_info *out);
+
+/* ---- Tokenizers ------------------------------------------------------------------------------ */
+
+typedef struct tfm_tokenizer tfm_tokenizer; /* immutable, shared by any number of threads */
+
+typedef struct tfm_tokenizer_config {
+  tfm_host host;
+  int32_t vocabulary; /* llama2.c's tokenizer.bin does not say its size: expect it; 0: to its end */
+} tfm_tokenizer_config;
+
+/* Loads tokenizer.json (byte-level BPE; BPE with byte fallback), vocab.json with merges.txt beside
+   it, SentencePiece BPE .model, llama2.c tokenizer.bin, or the vocabulary inside a GGUF file. Given
+   a folder, or a model file without a vocabulary, looks there and beside it for tokenizer.json,
+   tokenizer.model, tokenizer.bin, tok512.bin, vocab.json + merges.txt, in this order. What cannot
+   be reproduced exactly is refused. NULL on failure. */
+TFM_API tfm_tokenizer *tfm_tokenizer_load(const char *path, const tfm_tokenizer_config *config);
+/* The same from memory, which may be released afterwards; the kind is recognised by its bytes. */
+TFM_API tfm_tokenizer *tfm_tokenizer_load_memory(const void *data, size_t bytes,
+                                                 const tfm_tokenizer_config *config);
+/* One token per distinct code point of `text`, in code point order; others are an error to
+   encode. */
+TFM_API tfm_tokenizer *tfm_tokenizer_from_text(const char *text, size_t bytes,
+                                               const tfm_tokenizer_config *config);
+TFM_API void tfm_tokenizer_free(tfm_tokenizer *tokenizer);
+
+typedef struct tfm_tokenizer_info {
+  const char *kind;    /* "byte-level BPE", "SentencePiece BPE", "characters" */
+  int32_t vocabulary;  /* ids are 0 .. vocabulary-1; gaps have no text */
+  int32_t bos, eos, unk, pad; /* -1: none */
+  bool adds_bos, adds_eos;    /* what TFM_ENCODE_SPECIAL adds */
+} tfm_tokenizer_info;
+
+TFM_API tfm_status tfm_tokenizer_describe(const tfm_tokenizer *tokenizer, tfm_tokenizer_info *out);
+
+enum {
+  TFM_ENCODE_SPECIAL = 1,      /* add BOS / EOS as the tokenizer's template says */
+  /* "<|endoftext|>" in the text becomes that token: trusted text only */
+  TFM_ENCODE_PARSE_SPECIAL = 2
+};
+
+/* Encodes `bytes` bytes of UTF-8 into ids[0 .. cap-1]. Returns how many ids the text has, which may
+   exceed cap (then only cap are written; cap 0 with ids NULL asks), or a negative status. Without
+   flags, text that looks like a special token stays text. Bytes that are not UTF-8 are encoded as
+   bytes where the vocabulary has bytes, else as U+FFFD. Time is near linear in `bytes`. */
+TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
+                           unsigned flags, int32_t *ids, size_t cap);
+/* The text of n ids as UTF-8, snprintf fashion: returns its length in bytes, writes at most cap - 1
+   and a terminating NUL. Bytes that form no character become U+FFFD. Special tokens are written
+   out. A negative status when an id is outside the vocabulary. */
+TFM_API int64_t tfm_decode(const tfm_tokenizer *tokenizer, const int32_t *ids, size_t n, char *text,
+                           size_t cap);
+
+/* Decoding as ids arrive: a character may span tokens, so the state is an object (zero to
+   start). */
+typedef struct tfm_decoder {
+  uint8_t pending[8]; /* bytes of a character that is not complete yet */
+  uint8_t pending_bytes;
+  bool started; /* the leading space of SentencePiece has been dealt with */
+} tfm_decoder;
+/* Longest text that one id can complete, for the buffer of tfm_decode_next: bytes with the NUL. */
+TFM_API size_t tfm_decode_bound(const tfm_tokenizer *tokenizer);
+/* Appends one id (or ends the stream: id -1, which releases a broken tail as U+FFFD) and writes the
+   characters that are now whole, with a NUL. Returns their bytes, 0 for "not yet", or a status.
+   The concatenation equals tfm_decode of all ids. cap must be at least tfm_decode_bound. */
+TFM_API int64_t tfm_decode_next(const tfm_tokenizer *tokenizer, tfm_decoder *state, int32_t id,
+                                char *text, size_t cap);
+
+/* The vocabulary's own spelling of an id ("\xc4\xa0the", "<0x0A>"), *bytes long, or NULL. */
+TFM_API const char *tfm_token_text(const tfm_tokenizer *tokenizer, int32_t id, size_t *bytes);
+/* The id of that spelling, special tokens included, or -1. */
+TFM_API int32_t tfm_token_id(const tfm_tokenizer *tokenizer, const char *text, size_t bytes);
+
+/* ---- Engines and sessions -------------------------------------------------------------------- */
+
+/* An engine owns what computing takes: threads, workspace, and the pages of the key/value cache.
+   A session is one sequence in it. All memory is allocated by the constructors, none while
+   running. */
+typedef struct tfm_engine tfm_engine;
+typedef struct tfm_session tfm_session;
+
+/* Called after each named step of the forward pass with its result, float32 [rows, cols]; names as
+   in the forward section ("embed", "norm1", "qkv", "probs", ...); layer -1 outside the layers. */
+typedef void (*tfm_tap)(void *user, const char *name, int32_t layer, const float *data,
+                        int32_t rows, int32_t cols);
+
+typedef struct tfm_engine_config {
+  tfm_host host;       /* zero: libc, silent, unlimited */
+  int32_t context;     /* positions per sequence; 0: the model's, at most 4096 */
+  int32_t sequences;   /* sessions at a time; 0: 1 */
+  int32_t batch_rows;  /* rows of one forward pass; 0: 256, or fewer for a shorter context */
+  int32_t page_tokens; /* positions per cache page; 0: 64. context: one page, contiguous */
+  /* of the cache, shared by the sequences; 0: enough for all at full context */
+  int32_t pages;
+  tfm_type cache;      /* keys and values; 0: the device's activation type */
+  int32_t threads;     /* workers; 0: one per core */
+  tfm_tap tap;         /* NULL: none. Slows everything down */
+  void *tap_user;
+} tfm_engine_config;
+
+TFM_API tfm_engine *tfm_engine_create(const tfm_model *model, const tfm_engine_config *config);
+TFM_API void tfm_engine_free(tfm_engine *engine); /* after its sessions */
+
+/* A sequence in an engine; TFM_E_FULL when `sequences` are open already. */
+TFM_API tfm_session *tfm_session_open(tfm_engine *engine);
+/* A sequence with an engine of its own: the short way. */
+TFM_API tfm_session *tfm_session_create(const tfm_model *model, const tfm_engine_config *config);
+TFM_API void tfm_session_free(tfm_session *session);
+
+/* How to choose the next token. Steps and their order as in Hugging Face transformers: repetition
+   penalty, temperature, top-k, top-p, min-p; equal probabilities are kept or dropped together. The
+   draw inverts the cumulative sum, in id order, of the tokens that are left, at the random number
+   philox(seed, sequence, position): the same whatever else is in the batch. */
+typedef struct tfm_sampling {
+  float temperature;        /* 0: greedy, the most probable token (the lowest id among equals) */
+  int32_t top_k;            /* 0: off */
+  float top_p;              /* 0 or 1: off */
+  float min_p;              /* 0: off */
+  float repetition_penalty; /* 0 or 1: off; over the tokens of the session so far */
+  uint64_t seed;
+  uint64_t sequence;        /* a second seed: number your requests, keep one seed */
+} tfm_sampling;
+
+/* Runs n ids through the model after what the session holds. TFM_E_FULL (and nothing fed) when they
+   do not fit. Cancelling leaves the session as it was before the call. */
+TFM_API tfm_status tfm_feed(tfm_session *session, const int32_t *ids, size_t n);
+/* Encodes text (with BOS where the session is empty; special tokens in it stay text) and feeds it.
+   The session keeps the tokenizer, which must outlive it, for tfm_text. "" starts from BOS. */
+TFM_API tfm_status tfm_feed_text(tfm_session *session, const tfm_tokenizer *tokenizer,
+                                 const char *text);
+/* As tfm_feed, and writes the logits of every one of the n positions: logits [n, V]. */
+TFM_API tfm_status tfm_eval(tfm_session *session, const int32_t *ids, size_t n, float *logits);
+
+/* Chooses and appends the next token: its id, TFM_END at an end token (which is not appended), or a
+   negative status. NULL: greedy. */
+TFM_API int32_t tfm_next(tfm_session *session, const tfm_sampling *sampling);
+/* tfm_next for n sessions of one engine in one forward pass, each with its own sampling[i]
+   (sampling NULL: greedy); ids[i] as tfm_next would return. Open, feed and free sessions between
+   calls as requests come and go: continuous batching. */
+TFM_API tfm_status tfm_next_batch(tfm_session *const *sessions, size_t n,
+                                  const tfm_sampling *sampling, int32_t *ids);
+/* The text that the last tfm_next completed, whole characters only, "" when there is none yet;
+   after TFM_END what was left of a broken one. Needs tfm_feed_text before. Valid until the next
+   call. */
+TFM_API const char *tfm_text(tfm_session *session);
+
+/* Logits [V], float32, from which the last tfm_next chose, or, after a feed, that it would choose
+   from; NULL with an error when nothing was fed. Valid until the engine's next call. */
+TFM_API const float *tfm_logits(tfm_session *session);
+/* Natural logarithm of id's probability under those logits at temperature 1; NaN on error. */
+TFM_API float tfm_logprob(tfm_session *session, int32_t id);
+/* The k most probable ids under those logits and their log-probabilities, descending; either array
+   may be NULL. Returns min(k, V) or a negative status. */
+TFM_API int32_t tfm_top(tfm_session *session, int32_t k, int32_t *ids, float *logprobs);
+
+/* The session's tokens so far; valid until its next call. */
+TFM_API const int32_t *tfm_session_tokens(const tfm_session *session, size_t *n);
+/* Forgets all but the first n tokens; cheap. */
+TFM_API tfm_status tfm_session_rewind(tfm_session *session, size_t n);
+/* Makes the call in progress on the session's engine, or else its next one that computes, return
+   TFM_E_CANCELLED within about one layer's work. Any thread; async-signal-safe. */
+TFM_API void tfm_cancel(tfm_session *session);
+
+typedef struct tfm_generate_config {
+  tfm_sampling sampling;
+  int32_t max_tokens;      /* 0: until an end token or the context is full */
+  const char *const *stop; /* [stop_count] strings that end the text; they are not output */
+  size_t stop_count;
+  /* Text as it comes, whole characters; false stops. A possible beginning of a stop string is held
+     back until it is decided. */
+  bool (*on_text)(void *user, const char *text, size_t bytes);
+  void *user;
+} tfm_generate_config;
+
+/* Feeds the prompt and generates until max_tokens, an end token, a stop string, a full context or
+   on_text's false. Returns the number of tokens generated, or a negative status. */
+TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenizer,
+                             const char *prompt, const tfm_generate_config *config);
+
+typedef struct tfm_stats { /* of a session's engine since its creation */
+  uint64_t prompt_tokens, generated_tokens;
+  double prompt_seconds, generate_seconds;
+  uint64_t memory_bytes, peak_bytes; /* held by the engine now, and at most */
+  uint64_t pages, pages_used;        /* of the cache */
+  int32_t threads;
+} tfm_stats;
+
+TFM_API tfm_status tfm_session_stats(const tfm_session *session, tfm_stats *out);
+
+/* ---- Memory, told in advance ----------------------------------------------------------------- */
+
+typedef struct tfm_plan {      /* exact: the instances' high-water marks equal these */
+  /* of files that stay mapped (shared, reclaimable, not counted below) */
+  uint64_t mapped_bytes;
+  uint64_t load_peak_bytes;    /* while loading */
+  uint64_t model_bytes;        /* held by the model afterwards: model_info.memory_bytes */
+  uint64_t engine_bytes;       /* held by an engine: cache + workspace + the rest */
+  uint64_t cache_bytes;        /* of these, keys and values */
+  uint64_t workspace_bytes;    /* of these, activations and logits */
+} tfm_plan;
+
+/* Reads the metadata of a model and tells what it and an engine would take, without allocating
+   either. Configs as for the constructors, NULL allowed. Threads' stacks are not counted. */
+TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *model,
+                                   const tfm_engine_config *engine, tfm_plan *out);
+
+/* =================================================================================================
+   >>backend   the table of kernels that a device fills in
+   =================================================================================================
+
+   Stop here if you only use the library; from here on, it is for those who write kernels.
+
+   The model, the cache, the sampler, the engine and the trainer are written once, over this table.
+   transformer.h fills it with portable C, the reference, which is the specification: a tuned entry
+   is right when it agrees with the reference's on the same arguments.
+
+   1. Matrices are two-dimensional, row-major views; tokens, heads and experts fold into rows or
+      columns. `data` NULL marks an optional matrix as absent. `stride` is the distance between rows
+      in elements; a row itself is contiguous. Shapes in comments are [rows, cols].
+   2. What varies from step to step (ids, positions, pages, sampling parameters) is read from device
+      arrays, so that a recorded graph can be replayed. Scalars and pointers may be frozen into it.
+   3. Padding: a row whose `seq` is -1 is ignored by embed, rope, kv_put, attn and sample; what an
+      entry writes for it is undefined. So row counts can be rounded up to a few sizes.
+   4. Entries return nothing. A failure is kept in the device (tfm_dev_fail), everything enqueued
+      after it may be skipped, and `sync` returns it, once. Arguments come from the library and are
+      trusted.
+   5. Unless its comment says otherwise an entry overwrites its outputs, reads and writes no padding
+      between rows, and outputs do not overlap inputs. "may alias" means: the same view exactly.
+   6. Activations have the table's type `activation`; logits, log-probabilities, statistics, losses,
+      norm weights and biases are F32. Gradients of weights accumulate; other outputs overwrite.
+   7. Rows are independent: the bits of a row may depend on neither the other rows of the call nor
+      the number of threads. The reference keeps this exactly.
+   8. An entry that is NULL is declined. Required for inference: device (all), pack, and forward but
+      `norm2`, `layer`, `decode`; required by the trainer: backward and optimiser. The engine and
+      the trainer name what is missing (TFM_E_UNSUPPORTED) when they are created, never later. */
+
+typedef struct tfm_backend tfm_backend;
+
+/* ---- Views ---- */
+
+typedef struct tfm_mat { /* a view; owns nothing */
+  void *data;            /* [rows, cols] of a float type, in the device's memory */
+  tfm_type type;
+  int32_t rows, cols;
+  int64_t stride; /* elements from row to row */
+} tfm_mat;
+
+/* ---- The device ---- */
+
+/* Opened twice in a program's life as a rule: by the model, to hold weights, and by each engine,
+   for its queue and workspace. The front part is the library's. */
+typedef struct tfm_dev {
+  const tfm_backend *table;
+  const tfm_host *host;
+  struct tfmi_pool *pool; /* for tfm_parallel_for */
+  int32_t threads;        /* workers of the pool, this thread included */
+  int32_t index;          /* which GPU */
+  uint64_t override_mask; /* bit i: entry i of the table is the reference's */
+  bool host_visible;      /* memory from `alloc` must be addressable by the host (for override) */
+  tfm_status status;      /* sticky until sync */
+  char message[256];
+  void *state; /* the backend's own, from open to close */
+} tfm_dev;
+
+/* Keeps the first failure until sync. printf-like. */
+TFM_API void tfm_dev_fail(tfm_dev *d, tfm_status status, const char *format, ...);
+/* Runs job on ranges that cover 0 .. n-1, each once, in `grain`-sized steps at least, and waits.
+   The split depends on threads, so sums must not cross items. worker is 0 .. threads-1. */
+typedef void (*tfm_job)(void *context, int32_t begin, int32_t end, int32_t worker);
+TFM_API void tfm_parallel_for(tfm_dev *d, int32_t n, int32_t grain, tfm_job job, void *context);
+
+/* ---- Weights ---- */
+
+enum { /* what a weight is used for: pack may lay it out differently */
+  TFM_ROLE_MATMUL = 1,   /* y = x W^T */
+  TFM_ROLE_GATHER = 2,   /* rows by id: an embedding table (a tied head is both) */
+  TFM_ROLE_GRADIENT = 4  /* also dx = dy W: training; packed again after each update */
+};
+
+typedef struct tfm_part { /* rows of a weight that lie together in a file */
+  const void *data;       /* host memory, any alignment */
+  tfm_type type;
+  int32_t rows;
+} tfm_part;
+
+/* Where a weight comes from: parts stacked along rows (q, k, v; gate, up; the experts), each [rows,
+   cols] row-major, of possibly different types, or [cols, rows] when transposed (GPT-2's Conv1D,
+   float types only). rows counts one expert's rows; parts repeat for every expert in turn. */
+typedef struct tfm_weight_source {
+  const tfm_part *parts;
+  int32_t part_count, rows, cols, experts; /* experts 0: a plain matrix */
+  bool transposed;
+  bool stable;    /* the bytes outlive the weight: it may use them in place */
+  unsigned roles;
+  tfm_type type;  /* convert to this; TFM_TYPE_DEFAULT: keep each part's */
+} tfm_weight_source;
+
+/* opaque but for this front: kernels are chosen by it, not by row counts */
+typedef struct tfm_weight {
+  int32_t rows, cols, experts;
+  unsigned roles;
+  uint64_t bytes;               /* read when all of it is used once */
+  /* memory of pack_size's first figure: the backend's own structure */
+  void *host;
+  void *device;                 /* ... and of its second */
+  const struct tfm_weight *reference; /* the reference's form of it, when entries are overridden */
+} tfm_weight;
+
+/* multiples of 64 */
+typedef struct tfm_pack_size { size_t host_bytes, device_bytes; } tfm_pack_size;
+
+/* ---- Parameters of entries ---- */
+
+typedef enum tfm_act {
+  TFM_ACT_NONE,
+  TFM_ACT_GELU,      /* x/2 (1 + erf(x / sqrt 2)) */
+  TFM_ACT_GELU_TANH, /* its tanh approximation: GPT-2's gelu_new */
+  TFM_ACT_SILU,
+  TFM_ACT_RELU
+} tfm_act;
+typedef enum tfm_norm_kind { TFM_NORM_LAYER, TFM_NORM_RMS } tfm_norm_kind;
+
+typedef struct tfm_norm {
+  tfm_norm_kind kind;
+  float eps;
+  float offset;   /* added to the weight: 1 for Gemma's (1 + w) */
+  int32_t groups; /* each row is that many vectors, normalised apart (head norms); 0: 1 */
+} tfm_norm;
+
+/* bit for element (row, col): philox(seed, site, position of row, col) */
+typedef struct tfm_dropout {
+  float rate;                /* 0: none; kept elements are scaled by 1 / (1 - rate) */
+  uint64_t seed;
+  uint32_t site;             /* which dropout of the network */
+  const int32_t *pos, *seq;  /* [rows] */
+} tfm_dropout;
+
+/* y = residual + dropout(cap(act(scale * x W^T + bias))) */
+typedef struct tfm_epilogue {
+  float scale;         /* 0: 1 */
+  const float *bias;   /* [N]; NULL: none */
+  tfm_act act;
+  float softcap;       /* c tanh(v / c); 0: none */
+  tfm_mat residual;    /* [M, N]; may alias y, or be another matrix; data NULL: none */
+  tfm_mat aux;         /* [M, N]: receives the value before act, which its backward reads */
+  tfm_dropout dropout;
+} tfm_epilogue;
+
+/* Rotary embedding (Su et al. 2021). Of each head's D values the first `rot` are rotated in pairs:
+   (i, i + rot/2), or (2i, 2i + 1) when interleaved (Meta's and GGUF's order of rows). The angle is
+   (float)pos * inv_freq[i], its cosine and sine are multiplied by scale. */
+typedef struct tfm_rope {
+  int32_t head_width, rot;
+  bool interleaved, inverse; /* inverse rotates back: the backward of itself */
+  const float *inv_freq;     /* [rot/2]; all kinds of scaling are already in it */
+  float scale;               /* attention factor of yarn and longrope; 1 otherwise */
+} tfm_rope;
+
+typedef struct tfm_rows { /* the tokens of one forward pass */
+  int32_t n;              /* T, padding included */
+  const int32_t *id;      /* [T] */
+  const int32_t *pos;     /* [T] position in its sequence */
+  const int32_t *seq;     /* [T] slot in the page table; -1: padding */
+} tfm_rows;
+
+/* Keys and values of one layer: pages of page_tokens positions, page p at offset p * K *
+   page_tokens * D, laid out [K, page_tokens, D]; table[seq, position / page_tokens] is a page
+   number. A contiguous cache is the one-page case. table NULL: no cache; k and v are the rows of
+   this very call, as views [T, K*D] of key_rows and value_rows, and row r sees the rows before it
+   of its own seq. */
+typedef struct tfm_kv {
+  void *k, *v;
+  tfm_type type;
+  const int32_t *table; /* [sequences, max_pages], -1 where there is no page */
+  int32_t max_pages, page_tokens, heads, width;
+  tfm_mat key_rows, value_rows;
+} tfm_kv;
+
+typedef struct tfm_attn {
+  int32_t heads;   /* H, a multiple of kv->heads: head h reads kv head h / (H / K) */
+  float scale;     /* of q . k */
+  float softcap;   /* c tanh(s / c) on the scaled scores; 0: none */
+  int32_t window;  /* sees positions > pos - window; 0: all */
+  float *probs;    /* debugging: [T * H, probs_stride] softmax, 0 where masked; NULL: not wanted */
+  int32_t probs_stride;
+  tfm_dropout dropout; /* of the probabilities: col is h * 2^20 + key position */
+} tfm_attn;
+
+typedef struct tfm_moe { /* how the router's logits become a routing */
+  int32_t experts, top_k;
+  bool normalise;     /* the chosen weights are divided by their sum */
+  bool softmax_after; /* softmax over the chosen only, instead of over all */
+  float scale;        /* of the weights; 0: 1 */
+} tfm_moe;
+
+typedef struct tfm_routing { /* T tokens to E experts; device arrays owned by the caller */
+  int32_t tokens, top_k, experts;
+  /* [T, top_k] chosen experts, descending by weight; the lower id first in a tie */
+  int32_t *expert;
+  float *weight;    /* [T, top_k] */
+  int32_t *order;   /* [T * top_k] slots t * top_k + j sorted by expert, then t */
+  int32_t *begin;   /* [E + 1] range of each expert in order */
+  float *probs;     /* [T, E] softmax of the router's logits, for its backward */
+} tfm_routing;
+
+typedef struct tfm_sampler { /* one row of logits each; device arrays */
+  const tfm_sampling *params; /* [R] */
+  const int32_t *pos;         /* [R] position that the sampled token will have */
+  const int32_t *seq;         /* [R] row of history; -1: padding */
+  const int32_t *history;     /* [sequences, history_stride]: the tokens so far, `pos` of them */
+  int32_t history_stride;
+  float *work;                /* [R, 2 V] scratch */
+} tfm_sampler;
+
+typedef struct tfm_adamw { /* Loshchilov and Hutter 2019 */
+  float lr, beta1, beta2, eps, decay; /* decay 0 for vectors */
+  int32_t step;                       /* from 1, for the bias correction */
+} tfm_adamw;
+
+/* ---- The network: what the one forward pass reads, for entries that fuse parts of it ---- */
+
+typedef struct tfm_layer {
+  const float *norm1, *norm1_bias, *norm2, *norm2_bias; /* [C] before attention and feed-forward */
+  const float *post1, *post2;                           /* [C] after them (Gemma 2), or NULL */
+  const float *q_norm, *k_norm;                         /* [D], or NULL */
+  tfm_weight qkv, out;      /* [(H+2K)*D, C] rows q then k then v; [C, H*D] */
+  const float *qkv_bias, *out_bias;
+  tfm_weight up, down;      /* [F, C], or gate then up [2F, C] when gated; [C, F]. rows 0: none */
+  const float *up_bias, *down_bias;
+  tfm_weight router, expert_up, expert_down, shared_gate; /* mixture of experts; rows 0: dense */
+  tfm_rope rope;            /* rot 0: none */
+  tfm_attn attn;
+} tfm_layer;
+
+typedef struct tfm_net {
+  int32_t layers, width, heads, kv_heads, head_width, ffn_width, vocabulary, context;
+  int32_t experts, experts_used, expert_width;
+  tfm_norm norm, head_norm; /* of layers and the end; of q and k */
+  tfm_act act;
+  bool gated;               /* y = act(gate) * up */
+  tfm_moe moe;
+  float embed_scale;        /* 0: 1 */
+  float logit_softcap;
+  tfm_weight embed;         /* [V, C] */
+  tfm_weight positions;     /* [context, C] learned positions; rows 0: none */
+  tfm_weight head;          /* [V, C]; a copy of `embed`'s front when tied */
+  const float *head_bias;   /* [V], or NULL */
+  const float *final_norm, *final_norm_bias;
+  tfm_layer *layer;         /* [L] */
+} tfm_net;
+
+typedef struct tfm_run_ahead { /* the state of a batch that decodes by itself; device arrays */
+  const tfm_net *net;
+  const tfm_kv *kv;      /* [L] */
+  tfm_rows rows;         /* one row per sequence: its last token and position, advanced in place */
+  tfm_sampler sampler;   /* history grows by each token */
+  int32_t *ids;          /* [steps, T] host-readable results; -1 until written */
+} tfm_run_ahead;
+
+/* ---- The table ---- */
+
+#define TFM_BACKEND_ABI 1
+
+struct tfm_backend {
+  uint32_t abi; /* TFM_BACKEND_ABI */
+  const char *name;
+  tfm_type activation; /* type of activations */
+
+  /* Device. All may be called at any time after open; memory is zeroed by nobody. */
+  /* fills d->state; on failure calls tfm_dev_fail and returns why */
+  tfm_status (*open)(tfm_dev *d);
+  void (*close)(tfm_dev *d);
+  tfm_status (*sync)(tfm_dev *d);  /* wait for everything; return and clear the sticky failure */
+  void *(*alloc)(tfm_dev *d, size_t bytes);            /* aligned to 64; NULL: out of memory */
+  void (*release)(tfm_dev *d, void *p, size_t bytes);
+  /* returns when host may change */
+  void (*put)(tfm_dev *d, void *dst, const void *host, size_t bytes);
+  /* returns when host is filled */
+  void (*get)(tfm_dev *d, void *host, const void *src, size_t bytes);
+  /* device to device, in order */
+  void (*copy)(tfm_dev *d, void *dst, const void *src, size_t bytes);
+  void (*zero)(tfm_dev *d, void *dst, size_t bytes);
+  bool (*replay)(tfm_dev *d, uint64_t key);             /* false: nothing recorded under this key */
+  /* brackets the calls to record; may ignore */
+  void (*record)(tfm_dev *d, uint64_t key, bool begin);
+  void (*forget)(tfm_dev *d);                           /* drops all recordings: the arena moved */
+
+  /* Weights. Sizes first, then packing into memory of exactly those sizes. An unknown source type
+     fails with TFM_E_UNSUPPORTED. unpack writes rows [first, first + y.rows) back as floats. */
+  tfm_pack_size (*pack_size)(tfm_dev *d, const tfm_weight_source *s);
+  void (*pack)(tfm_dev *d, tfm_weight *w, const tfm_weight_source *s, void *host, void *device);
+  void (*unpack)(tfm_dev *d, tfm_mat y, const tfm_weight *w, int32_t first);
+
+  /* Forward. */
+  /* y = x, converted; any float types; y may alias x when the types agree. */
+  void (*cast)(tfm_dev *d, tfm_mat y, tfm_mat x);
+  /* y[t] = scale * table[ids[t]] + (positions ? positions[pos[t]] : 0). y [T, C]. */
+  void (*embed)(tfm_dev *d, tfm_mat y, const tfm_weight *table, const tfm_weight *positions,
+                const tfm_rows *rows, float scale);
+  /* y[i] = x[index[i]], i < y.rows; index is a device array. */
+  void (*gather)(tfm_dev *d, tfm_mat y, tfm_mat x, const int32_t *index);
+  /* y = residual + norm(x) * (w + offset) + b. w, b [cols / groups]; b and residual optional; y
+     may alias x or residual. stats, if not NULL, receives (mean, 1/deviation) per group [T,
+     groups, 2]. */
+  void (*norm)(tfm_dev *d, tfm_mat y, tfm_mat x, const float *w, const float *b, tfm_mat residual,
+               float *stats, const tfm_norm *p);
+  /* Optional: sum = x + delta; y = norm(sum) in one pass; sum may alias x. */
+  void (*norm2)(tfm_dev *d, tfm_mat y, tfm_mat sum, tfm_mat x, tfm_mat delta, const float *w,
+                const float *b, float *stats, const tfm_norm *p);
+  /* y = epilogue(x W^T). x [M, K], W [N, K], y [M, N]. */
+  void (*matmul)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w, const tfm_epilogue *e);
+  /* Rotates in place the heads of x [T, heads * D] (of q and k together: they lie side by side). */
+  void (*rope)(tfm_dev *d, tfm_mat x, const int32_t *pos, const tfm_rope *p);
+  /* Stores k, v [T, K*D] at (seq, pos). The page must be in the table. */
+  void (*kv_put)(tfm_dev *d, const tfm_kv *kv, tfm_mat k, tfm_mat v, const tfm_rows *rows);
+  /* y [T, H*D] = softmax(scale q k^T) v over positions 0..pos of the row's sequence, which are in
+     the cache already. q [T, H*D]. lse, if not NULL, receives the log of the sum of exponentials
+     [T, H]. */
+  void (*attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tfm_rows *rows, float *lse,
+               const tfm_attn *p);
+  /* gate_up [T, 2F]: y [T, F] = act(gate) * up. */
+  void (*glu)(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act);
+  /* logits [T, E]: fills routing. */
+  void (*route)(tfm_dev *d, tfm_routing *r, tfm_mat logits, const tfm_moe *p);
+  /* For slot s = order[i] of expert e: y[s] = x[from(s)] W_e^T, from(s) = s / top_k when `spread`
+     (x [T, K]), else s (x [T * top_k, K]). y [T * top_k, N]. */
+  void (*matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w, const tfm_routing *r,
+                     bool spread);
+  /* y[t] = residual[t] + sum over j of weight[t, j] * x[t * top_k + j], in order of j. */
+  void (*combine)(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual, const tfm_routing *r);
+  /* ids[r] chosen from logits [R, V], which are left as they were. logprobs optional [R]. */
+  void (*sample)(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, const tfm_sampler *s);
+  /* The k best of each row, descending, the lower id first in a tie: ids, logprobs [R, k]. */
+  void (*top)(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, int32_t k);
+  /* Optional fusions; false: declined, nothing done, the caller takes the entries above. layer: x
+     [T, C] through one layer in place. decode: `steps` whole steps, sampling and next-token
+     feedback included, enqueued without waiting; results appear in s->ids. */
+  bool (*layer)(tfm_dev *d, tfm_mat x, const tfm_net *net, int32_t index, const tfm_kv *kv,
+                const tfm_rows *rows);
+  bool (*decode)(tfm_dev *d, const tfm_run_ahead *s, int32_t steps);
+
+  /* Backward. dy is the gradient of the loss by y. */
+  /* Cross entropy. losses[r] = weight[r] * -log softmax(logits[r])[target[r]], 0 where target is
+     -100; count[0] = the sum of weights counted. logits [R, V] become their gradient, times scale.
+     weight NULL: ones. */
+  void (*loss)(tfm_dev *d, float *losses, float *count, tfm_mat logits, const int32_t *target,
+               const float *weight, float scale);
+  /* dx = beta * dx + dy W: beta 0 or 1. w needs TFM_ROLE_GRADIENT. */
+  void (*matmul_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, float beta);
+  /* dw += dy^T x [N, K]; db += column sums of dy [N], when not NULL. dw.type: the gradients'
+     type. */
+  void (*matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x);
+  /* Backward of the epilogue up to x W^T: dy becomes scale * act'(aux) * dropout(dy), in place. */
+  void (*epilogue_bwd)(tfm_dev *d, tfm_mat dy, const tfm_epilogue *e);
+  /* dx = residual + gradient through norm; dw, db += [cols / groups]. dx may alias dy or
+     residual. */
+  void (*norm_bwd)(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy, tfm_mat x,
+                   const float *w, tfm_mat residual, const float *stats, const tfm_norm *p);
+  /* kv without a table. dk, dv [T, K*D], dq [T, H*D] overwrite; y and lse as forward left them. */
+  void (*attn_bwd)(tfm_dev *d, tfm_mat dq, tfm_mat dk, tfm_mat dv, tfm_mat dy, tfm_mat y, tfm_mat q,
+                   const tfm_kv *kv, const tfm_rows *rows, const float *lse, const tfm_attn *p);
+  void (*glu_bwd)(tfm_dev *d, tfm_mat dgate_up, tfm_mat dy, tfm_mat gate_up, tfm_act act);
+  /* dtable[ids[t]] += scale * dy[t]; dpositions[pos[t]] += dy[t]; either may be absent. Order of
+     sums fixed by t. */
+  void (*embed_bwd)(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_mat dy,
+                    const tfm_rows *rows, float scale);
+  /* dlogits [T, E] from dweight [T, top_k], plus the load-balancing loss's gradient times balance;
+     balance_loss += that loss (Fedus et al. 2021). */
+  void (*route_bwd)(tfm_dev *d, tfm_mat dlogits, const float *dweight, const tfm_routing *r,
+                    const tfm_moe *p, float balance, float *balance_loss);
+  void (*combine_bwd)(tfm_dev *d, tfm_mat dx, float *dweight, tfm_mat dy, tfm_mat x,
+                      const tfm_routing *r);
+  void (*moe_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, const tfm_routing *r,
+                 bool spread); /* spread: dx [T, K] sums its slots in order of j */
+  void (*moe_dw)(tfm_dev *d, tfm_mat dw, tfm_mat dy, tfm_mat x, const tfm_routing *r, bool spread);
+
+  /* Optimiser, over contiguous arenas: one launch for a whole model. */
+  /* out[0] += sum of squares, non-finite when any element is. Fixed order. */
+  void (*sumsq)(tfm_dev *d, float *out, const void *x, tfm_type type, int64_t n);
+  /* gscale is a device scalar times g (clipping); 0 or non-finite skips the step. w is stored in
+     its type from the float32 master (w == master when it is F32). */
+  void (*adamw)(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
+                const void *g, tfm_type gtype, int64_t n, const float *gscale, const tfm_adamw *p);
+};
+
+/* The reference; and the companions, when they are linked (TFM_USE_CPU, TFM_USE_CUDA). A companion
+   built against another layout of the table does not link: its name carries the number. */
+#define tfm_backend_cpu tfm_backend_cpu_abi1
+#define tfm_backend_cuda tfm_backend_cuda_abi1
+TFM_API const tfm_backend *tfm_backend_ref(void);
+extern const tfm_backend *tfm_backend_cpu(void);
+extern const tfm_backend *tfm_backend_cuda(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* TRANSFORMER_H */
+/* =================================================================================================
+   Stop now, if you are only interested in the interface.
+   ============================================================================================== */
+
+#ifdef TRANSFORMER_IMPLEMENTATION
+#ifndef TFMI_IMPLEMENTED
+#define TFMI_IMPLEMENTED
+
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <pthread.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#ifndef TFM_ASSERT
+#define TFM_ASSERT(condition) ((void)0) /* for our own mistakes only, never for input */
+#endif
+#ifndef TFM_MALLOC
+#define TFM_MALLOC malloc
+#define TFM_REALLOC realloc
+#define TFM_FREE free
+#endif
+
+/* =================================================================================================
+   >>base   errors, memory, files, threads' little helpers
+   =================================================================================================
+
+   Two ways of failing, by phase. While loading, code that parses a file runs inside a `tfmi_load`:
+   tfmi_fail records the sentence and jumps back to the entry point, which releases everything that
+   the load held. So parsers read straight down, without a check per line. Afterwards nothing can
+   fail but the device (sticky, see >>backend) and the arguments of public calls, which return.
+
+   All memory comes from a `tfmi_heap`, one per object: it counts, keeps the high-water mark, and
+   enforces the limit. In a dry heap nothing is allocated by tfmi_heap_charge but all is counted:
+   the memory plan is the load itself, run dry. Within a load, memory is `scratch`, gone when the
+   load ends, or `kept`, handed to the object. */
+
+#if defined(__cplusplus) && __cplusplus >= 201103L
+#define TFMI_THREAD thread_local
+#else
+#define TFMI_THREAD _Thread_local
+#endif
+#if defined(__GNUC__)
+#define TFMI_PRINTF(a, b) __attribute__((format(printf, a, b)))
+#define TFMI_NORETURN __attribute__((noreturn))
+#define TFMI_UNUSED __attribute__((unused))
+#else
+#define TFMI_PRINTF(a, b)
+#define TFMI_NORETURN
+#define TFMI_UNUSED
+#endif
+#define TFMI_COUNT(array) ((int32_t)(sizeof(array) / sizeof *(array)))
+#define TFMI_NEW(type, pointer) ((type *)(void *)(pointer)) /* the cast that C++ wants of malloc */
+
+/* ---- Errors ---- */
+
+typedef struct tfmi_error_state {
+  tfm_status status;
+  char text[512];
+} tfmi_error_state;
+static TFMI_THREAD tfmi_error_state tfmi_error; /* the only state that outlives a call */
+
+static void tfmi_error_set(tfm_status status, const char *format, va_list args) {
+  char text[sizeof tfmi_error.text]; /* an argument may be the previous sentence */
+  vsnprintf(text, sizeof text, format, args);
+  memcpy(tfmi_error.text, text, sizeof text);
+  tfmi_error.status = status;
+}
+
+/* Records a sentence and returns its status: `return tfmi_report(TFM_E_ARG, "...")`. */
+static TFMI_PRINTF(2, 3) tfm_status tfmi_report(tfm_status status, const char *format, ...) {
+  va_list args;
+  va_start(args, format);
+  tfmi_error_set(status, format, args);
+  va_end(args);
+  return status;
+}
+
+/* A NULL object keeps the sentence of the call that failed to make it. */
+static tfm_status tfmi_null_object(const char *call) {
+  if (tfmi_error.status == TFM_OK) tfmi_report(TFM_E_ARG, "%s: the object is NULL", call);
+  return TFM_E_ARG;
+}
+
+TFM_API const char *tfm_version(void) { return TFM_VERSION; }
+TFM_API const char *tfm_error(void) { return tfmi_error.text; }
+TFM_API tfm_status tfm_error_status(void) { return tfmi_error.status; }
+
+TFM_API const char *tfm_status_name(int status) {
+  static const char *const names[] = {"TFM_OK",         "TFM_E_ARG",         "TFM_E_MEMORY",
+                                      "TFM_E_IO",       "TFM_E_FORMAT",      "TFM_E_UNSUPPORTED",
+                                      "TFM_E_DEVICE",   "TFM_E_FULL",        "TFM_E_STATE",
+                                      "TFM_E_CANCELLED"};
+  if (status == TFM_END) return "TFM_END";
+  if (status > 0 || status <= -TFMI_COUNT(names)) return "?";
+  return names[-status];
+}
+
+/* ---- Checked arithmetic: every size that a file had a say in goes through these ---- */
+
+static bool tfmi_mul(uint64_t a, uint64_t b, uint64_t *out) {
+  if (b != 0 && a > UINT64_MAX / b) return false;
+  *out = a * b;
+  return true;
+}
+
+/* bytes = count * size, and it fits a size_t. */
+static bool tfmi_bytes(uint64_t count, uint64_t size, size_t *bytes) {
+  uint64_t product;
+  if (!tfmi_mul(count, size, &product) || product > SIZE_MAX / 2) return false;
+  *bytes = (size_t)product;
+  return true;
+}
+
+static size_t tfmi_align64(size_t n) { return (n + 63) & ~(size_t)63; }
+
+enum { TFMI_SLACK = 128 }; /* bytes more than asked for that a block aligned to 64 takes */
+
+/* ---- The heap of an object ---- */
+
+typedef struct tfmi_heap {
+  tfm_host host;
+  uint64_t used, peak;
+  bool dry;
+} tfmi_heap;
+
+static void *tfmi_host_realloc(const tfm_host *host, void *old, size_t old_bytes, size_t bytes) {
+  if (host->alloc) return host->alloc(host->user, old, old_bytes, bytes);
+  if (bytes == 0) {
+    TFM_FREE(old);
+    return NULL;
+  }
+  return old ? TFM_REALLOC(old, bytes) : TFM_MALLOC(bytes);
+}
+
+/* Counts memory in; the caller allocates it elsewhere, or, when dry, not at all. */
+static tfm_status tfmi_heap_charge(tfmi_heap *h, size_t bytes) {
+  if (h->host.memory_limit_bytes && h->used + bytes > h->host.memory_limit_bytes)
+    return tfmi_report(TFM_E_MEMORY,
+                       "memory limit: %llu bytes in use and %llu more wanted, limit is %llu; raise "
+                       "memory_limit_bytes or shorten the context",
+                       (unsigned long long)h->used, (unsigned long long)bytes,
+                       (unsigned long long)h->host.memory_limit_bytes);
+  h->used += bytes;
+  if (h->used > h->peak) h->peak = h->used;
+  return TFM_OK;
+}
+
+/* Grows or shrinks a block; NULL with an error set on failure, the old block then untouched. */
+static void *tfmi_heap_realloc(tfmi_heap *h, void *old, size_t old_bytes, size_t bytes) {
+  void *p;
+  if (bytes > old_bytes && tfmi_heap_charge(h, bytes - old_bytes) != TFM_OK) return NULL;
+  p = tfmi_host_realloc(&h->host, old, old_bytes, bytes);
+  if (!p && bytes) {
+    if (bytes > old_bytes) h->used -= bytes - old_bytes;
+    tfmi_report(TFM_E_MEMORY, "out of memory: the allocator refused %llu bytes, with %llu in use",
+                (unsigned long long)bytes, (unsigned long long)h->used);
+    return NULL;
+  }
+  if (bytes < old_bytes) h->used -= old_bytes - bytes;
+  return p;
+}
+
+/* A zeroed block. */
+static void *tfmi_heap_get(tfmi_heap *h, size_t bytes) {
+  void *p = tfmi_heap_realloc(h, NULL, 0, bytes ? bytes : 1);
+  if (p) memset(p, 0, bytes);
+  return p;
+}
+
+static void tfmi_heap_put(tfmi_heap *h, void *p, size_t bytes) {
+  if (p) tfmi_heap_realloc(h, p, bytes ? bytes : 1, 0);
+}
+
+/* ---- The application's callbacks ---- */
+
+static TFMI_PRINTF(3, 4) void tfmi_log(const tfm_host *host, tfm_log_level level,
+                                       const char *format, ...) {
+  char line[512];
+  va_list args;
+  if (!host->log) return;
+  va_start(args, format);
+  vsnprintf(line, sizeof line, format, args);
+  va_end(args);
+  host->log(host->user, level, line);
+}
+
+/* False when the application wants to stop. */
+static bool tfmi_goes_on(const tfm_host *host, const char *phase, double done) {
+  if (host->cancel && *host->cancel) return false;
+  return !host->progress || host->progress(host->user, phase, done);
+}
+
+/* ---- Files ---- */
+
+typedef enum tfmi_file_kind { /* who gives the bytes back */
+  TFMI_FILE_NONE, TFMI_FILE_BORROWED, TFMI_FILE_MAPPED, TFMI_FILE_READ, TFMI_FILE_IO
+} tfmi_file_kind;
+
+typedef struct tfmi_file { /* a whole file, read only */
+  const uint8_t *data;
+  size_t bytes;
+  tfmi_file_kind kind;
+  void *handle; /* of tfm_io */
+} tfmi_file;
+
+/* ---- A load ---- */
+
+typedef struct tfmi_block { /* precedes each block of a load */
+  struct tfmi_block *prev, *next;
+  size_t bytes;             /* of the whole, this header included */
+  size_t pad;               /* keeps what follows aligned to 16 */
+} tfmi_block;
+
+typedef struct tfmi_load {
+  tfmi_heap *heap;
+  tfmi_block scratch, kept; /* rings; kept passes to the object on success */
+  jmp_buf fail;
+  const char *object;       /* what errors are about: a path, as the user wrote it */
+  bool no_mmap;
+} tfmi_load;
+
+static void tfmi_ring_init(tfmi_block *ring) { ring->prev = ring->next = ring; }
+
+static void tfmi_load_init(tfmi_load *l, tfmi_heap *heap, const char *object) {
+  memset(l, 0, sizeof *l);
+  l->heap = heap;
+  l->object = object;
+  tfmi_ring_init(&l->scratch);
+  tfmi_ring_init(&l->kept);
+}
+
+/* Ends the load with a status and a sentence; jumps to the entry point's setjmp(l->fail). */
+static TFMI_NORETURN TFMI_PRINTF(3, 4) void tfmi_fail(tfmi_load *l, tfm_status status,
+                                                      const char *format, ...) {
+  char text[400];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  if (l->object) tfmi_report(status, "%s: %s", l->object, text);
+  else tfmi_report(status, "%s", text);
+  longjmp(l->fail, 1);
+}
+
+/* As tfmi_fail, keeping a sentence that was recorded further down. */
+static TFMI_NORETURN void tfmi_fail_again(tfmi_load *l) { longjmp(l->fail, 1); }
+
+static void tfmi_ring_free(tfmi_heap *heap, tfmi_block *ring) {
+  while (ring->next != ring) {
+    tfmi_block *b = ring->next;
+    ring->next = b->next;
+    b->next->prev = ring;
+    tfmi_heap_put(heap, b, b->bytes);
+  }
+}
+
+static void *tfmi_ring_realloc(tfmi_load *l, tfmi_block *ring, void *old, size_t bytes) {
+  tfmi_block *b = old ? (tfmi_block *)old - 1 : NULL, *before = b ? b->prev : ring->prev;
+  if (b) { /* out of the ring while it may move; put back below, whatever happened */
+    b->prev->next = b->next;
+    b->next->prev = b->prev;
+  }
+  if (bytes <= SIZE_MAX / 2) {
+    size_t whole = bytes + sizeof *b;
+    tfmi_block *moved =
+        TFMI_NEW(tfmi_block, tfmi_heap_realloc(l->heap, b, b ? b->bytes : 0, whole));
+    if (moved) {
+      if (!b) memset(moved, 0, whole);
+      moved->bytes = whole;
+      b = moved;
+      bytes = 0;
+    }
+  } else {
+    tfmi_report(TFM_E_MEMORY, "out of memory: a block of more than half the address space");
+  }
+  if (b) {
+    b->prev = before;
+    b->next = before->next;
+    before->next->prev = b;
+    before->next = b;
+  }
+  if (bytes || !b) tfmi_fail_again(l);
+  return b + 1;
+}
+
+static void *tfmi_ring_get(tfmi_load *l, tfmi_block *ring, uint64_t count, uint64_t size) {
+  size_t bytes;
+  if (!tfmi_bytes(count, size, &bytes))
+    tfmi_fail(l, TFM_E_MEMORY, "out of memory: %llu elements of %llu bytes",
+              (unsigned long long)count, (unsigned long long)size);
+  return tfmi_ring_realloc(l, ring, NULL, bytes ? bytes : 1);
+}
+
+/* Zeroed memory that goes when the load ends; or when released. Never NULL: failure jumps. */
+static void *tfmi_scratch(tfmi_load *l, uint64_t count, uint64_t size) {
+  return tfmi_ring_get(l, &l->scratch, count, size);
+}
+
+/* Zeroed memory that belongs to the object being loaded. */
+static void *tfmi_keep(tfmi_load *l, uint64_t count, uint64_t size) {
+  return tfmi_ring_get(l, &l->kept, count, size);
+}
+
+/* Gives back scratch or kept memory before the end. */
+static void tfmi_release(tfmi_load *l, void *p) {
+  tfmi_block *b;
+  if (!p) return;
+  b = TFMI_NEW(tfmi_block, p) - 1;
+  b->prev->next = b->next;
+  b->next->prev = b->prev;
+  tfmi_heap_put(l->heap, b, b->bytes);
+}
+
+/* ---- Little-endian reads at any alignment ---- */
+
+static uint16_t tfmi_u16(const void *p) {
+  const uint8_t *b = (const uint8_t *)p;
+  return (uint16_t)(b[0] | b[1] << 8);
+}
+static uint32_t tfmi_u32(const void *p) {
+  const uint8_t *b = (const uint8_t *)p;
+  return (uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24;
+}
+static uint64_t tfmi_u64(const void *p) {
+  return (uint64_t)tfmi_u32(p) | (uint64_t)tfmi_u32((const uint8_t *)p + 4) << 32;
+}
+static float tfmi_f32(const void *p) {
+  uint32_t bits = tfmi_u32(p);
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/* ---- Opening files ---- */
+
+static bool tfmi_read_all(int fd, uint8_t *data, size_t bytes) {
+  while (bytes) {
+    ssize_t n = read(fd, data, bytes < (1u << 30) ? bytes : (1u << 30));
+    if (n <= 0) return false;
+    data += n;
+    bytes -= (size_t)n;
+  }
+  return true;
+}
+
+/* From the file system; fills *f, or returns what went wrong. Only regular files: a pipe or device
+   has no size and could go on for ever. */
+static const char *tfmi_file_open_path(tfmi_load *l, const char *path, tfmi_file *f) {
+  struct stat st;
+  const char *wrong = NULL;
+  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) return "cannot be opened; check the path and the permissions";
+  if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+    wrong = "is not a regular file";
+  } else if (st.st_size == 0) {
+    f->kind = TFMI_FILE_BORROWED;
+    f->data = (const uint8_t *)"";
+  } else if ((uint64_t)st.st_size > SIZE_MAX / 2) {
+    wrong = "is larger than the address space";
+  } else if (!l->no_mmap) {
+    void *map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+    if (map == MAP_FAILED) wrong = "cannot be mapped; try no_mmap";
+    else f->data = (const uint8_t *)map;
+    f->kind = TFMI_FILE_MAPPED;
+    f->bytes = (size_t)st.st_size;
+  } else {
+    uint8_t *data = (uint8_t *)tfmi_heap_realloc(l->heap, NULL, 0, (size_t)st.st_size);
+    f->data = data;
+    f->bytes = (size_t)st.st_size;
+    f->kind = data ? TFMI_FILE_READ : TFMI_FILE_NONE;
+    if (!data) wrong = "";
+    else if (!tfmi_read_all(fd, data, f->bytes)) wrong = "cannot be read to its end";
+  }
+  close(fd);
+  return wrong;
+}
+
+static const char *tfmi_file_open_io(tfmi_load *l, const char *path, tfmi_file *f) {
+  const tfm_io *io = l->heap->host.io;
+  uint64_t bytes = 0;
+  f->handle = io->open(io->user, path, &bytes);
+  if (!f->handle) return "cannot be opened; check the name";
+  f->kind = TFMI_FILE_IO;
+  if (bytes > SIZE_MAX / 2) return "is larger than the address space";
+  f->bytes = (size_t)bytes;
+  if (io->map && !l->no_mmap) {
+    f->data = (const uint8_t *)io->map(io->user, f->handle);
+    return f->data ? NULL : "cannot be mapped; try no_mmap";
+  } else {
+    uint8_t *data = (uint8_t *)tfmi_heap_realloc(l->heap, NULL, 0, f->bytes ? f->bytes : 1);
+    bool whole = data && io->read(io->user, f->handle, 0, data, f->bytes);
+    io->close(io->user, f->handle);
+    f->handle = NULL;
+    f->data = data;
+    f->kind = data ? TFMI_FILE_READ : TFMI_FILE_NONE;
+    return !data ? "" : whole ? NULL : "cannot be read to its end";
+  }
+}
+
+static void tfmi_file_close(tfmi_heap *heap, tfmi_file *f) {
+  const tfm_io *io = heap->host.io;
+  if (f->kind == TFMI_FILE_MAPPED && f->data) munmap((void *)(uintptr_t)f->data, f->bytes);
+  if (f->kind == TFMI_FILE_READ) tfmi_heap_put(heap, (void *)(uintptr_t)f->data, f->bytes);
+  if (f->kind == TFMI_FILE_IO && f->handle) io->close(io->user, f->handle);
+  memset(f, 0, sizeof *f);
+}
+
+/* Opens or fails. On failure *f is empty: nothing to close. */
+static void tfmi_file_open(tfmi_load *l, const char *path, tfmi_file *f) {
+  const char *wrong;
+  memset(f, 0, sizeof *f);
+  wrong = l->heap->host.io ? tfmi_file_open_io(l, path, f) : tfmi_file_open_path(l, path, f);
+  if (!wrong) return;
+  tfmi_file_close(l->heap, f);
+  if (*wrong == 0) tfmi_fail_again(l); /* out of memory, already told */
+  tfmi_fail(l, TFM_E_IO, "%s %s", path, wrong);
+}
+
+static bool tfmi_file_exists(tfmi_load *l, const char *path) {
+  const tfm_io *io = l->heap->host.io;
+  struct stat st;
+  if (io) {
+    uint64_t bytes;
+    void *handle = io->open(io->user, path, &bytes);
+    if (handle) io->close(io->user, handle);
+    return handle != NULL;
+  }
+  return stat(path, &st) == 0 && S_ISREG(st.st_mode);
+}
+
+/* By callback, a name that cannot be opened is taken for a folder. */
+static bool tfmi_is_folder(tfmi_load *l, const char *path) {
+  struct stat st;
+  if (l->heap->host.io) return !tfmi_file_exists(l, path);
+  return stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+}
+
+/* folder + "/" + name, scratch. */
+static char *tfmi_join(tfmi_load *l, const char *folder, const char *name) {
+  size_t a = strlen(folder), b = strlen(name), slash = a && folder[a - 1] != '/';
+  char *path = (char *)tfmi_scratch(l, a + slash + b + 1, 1);
+  memcpy(path, folder, a);
+  if (slash) path[a] = '/';
+  memcpy(path + a + slash, name, b + 1);
+  return path;
+}
+
+/* The folder that a file is in: "a/b.gguf" gives "a", "b.gguf" gives ".". Scratch. */
+static char *tfmi_folder_of(tfmi_load *l, const char *path) {
+  const char *slash = strrchr(path, '/');
+  size_t n = slash ? (size_t)(slash - path) : 1;
+  char *folder = (char *)tfmi_scratch(l, n + 2, 1);
+  if (!slash) memcpy(folder, l->heap->host.io ? "" : ".", l->heap->host.io ? 1 : 2);
+  else if (n == 0) memcpy(folder, "/", 2);
+  else memcpy(folder, path, n);
+  return folder;
+}
+
+static bool tfmi_ends_with(const char *text, const char *end) {
+  size_t n = strlen(text), m = strlen(end);
+  return n >= m && memcmp(text + n - m, end, m) == 0;
+}
+
+static double tfmi_seconds(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* ---- stb_ds, privately ---- Dynamic arrays of the load phase: stbds_arrput and friends, on
+   scratch memory of the current load (a thread-local, set by TFMI_STB_BEGIN), so that they go when
+   the load ends and failure jumps. Its hash maps are not used: they share a seed between threads.
+   The include is hidden from the application, which may use stb_ds too, before or after us: other
+   names, its guard restored. */
+
+static TFMI_THREAD tfmi_load *tfmi_stb_load; /* set for the duration of a load only */
+
+static void *tfmi_stb_realloc(void *p, size_t bytes) {
+  return tfmi_ring_realloc(tfmi_stb_load, &tfmi_stb_load->scratch, p, bytes);
+}
+static void tfmi_stb_free(void *p) { tfmi_release(tfmi_stb_load, p); }
+#pragma push_macro("STBDS_REALLOC")
+#pragma push_macro("STBDS_FREE")
+#pragma push_macro("STBDS_ASSERT")
+#pragma push_macro("STBDS_ASSERT_WAS_UNDEFINED")
+#pragma push_macro("STBDS_NO_SHORT_NAMES")
+#pragma push_macro("STB_DS_IMPLEMENTATION")
+#pragma push_macro("STBDS_UNIT_TESTS")
+#undef STBDS_REALLOC
+#undef STBDS_FREE
+#undef STBDS_ASSERT
+#undef STBDS_ASSERT_WAS_UNDEFINED
+#undef STBDS_NO_SHORT_NAMES
+#undef STB_DS_IMPLEMENTATION
+#undef STBDS_UNIT_TESTS
+#define STBDS_REALLOC(context, p, bytes) tfmi_stb_realloc(p, bytes)
+#define STBDS_FREE(context, p) tfmi_stb_free(p)
+#define STBDS_NO_SHORT_NAMES
+#define STB_DS_IMPLEMENTATION
+#define stbds_rand_seed tfmi_stbds_rand_seed
+#define stbds_hash_bytes tfmi_stbds_hash_bytes
+#define stbds_hash_string tfmi_stbds_hash_string
+#define stbds_string_arena tfmi_stbds_string_arena
+#define stbds_stralloc tfmi_stbds_stralloc
+#define stbds_strreset tfmi_stbds_strreset
+#define stbds_unit_tests tfmi_stbds_unit_tests
+#define stbds_arrgrowf tfmi_stbds_arrgrowf
+#define stbds_arrfreef tfmi_stbds_arrfreef
+#define stbds_hmfree_func tfmi_stbds_hmfree_func
+#define stbds_hmget_key tfmi_stbds_hmget_key
+#define stbds_hmget_key_ts tfmi_stbds_hmget_key_ts
+#define stbds_hmput_default tfmi_stbds_hmput_default
+#define stbds_hmput_key tfmi_stbds_hmput_key
+#define stbds_hmdel_key tfmi_stbds_hmdel_key
+#define stbds_shmode_func tfmi_stbds_shmode_func
+#define stbds_array_header tfmi_stbds_array_header
+#define stbds_string_block tfmi_stbds_string_block
+#define stbds_hash_index tfmi_stbds_hash_index
+#define stbds_hash_bucket tfmi_stbds_hash_bucket
+#define stbds_hash_seed tfmi_stbds_hash_seed
+#define stbds_probe_position tfmi_stbds_probe_position
+#define stbds_log2 tfmi_stbds_log2
+#define stbds_make_hash_index tfmi_stbds_make_hash_index
+#define stbds_siphash_bytes tfmi_stbds_siphash_bytes
+#define stbds_is_key_equal tfmi_stbds_is_key_equal
+#define stbds_hm_find_slot tfmi_stbds_hm_find_slot
+#define stbds_strdup tfmi_stbds_strdup
+#define STBDS_SH_NONE TFMI_STBDS_SH_NONE
+#define STBDS_SH_DEFAULT TFMI_STBDS_SH_DEFAULT
+#define STBDS_SH_STRDUP TFMI_STBDS_SH_STRDUP
+#define STBDS_SH_ARENA TFMI_STBDS_SH_ARENA
+#ifdef __cplusplus /* in C these are macros of stb_ds itself */
+#define stbds_arrgrowf_wrapper tfmi_stbds_arrgrowf_wrapper
+#define stbds_hmget_key_wrapper tfmi_stbds_hmget_key_wrapper
+#define stbds_hmget_key_ts_wrapper tfmi_stbds_hmget_key_ts_wrapper
+#define stbds_hmput_default_wrapper tfmi_stbds_hmput_default_wrapper
+#define stbds_hmput_key_wrapper tfmi_stbds_hmput_key_wrapper
+#define stbds_hmdel_key_wrapper tfmi_stbds_hmdel_key_wrapper
+#define stbds_shmode_func_wrapper tfmi_stbds_shmode_func_wrapper
+#endif
+#ifdef INCLUDE_STB_DS_H
+#define TFMI_STB_WAS_INCLUDED
+#undef INCLUDE_STB_DS_H
+#endif
+#if defined(__GNUC__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wconversion"
+#pragma GCC diagnostic ignored "-Wsign-conversion"
+#pragma GCC diagnostic ignored "-Wshadow"
+#pragma GCC diagnostic ignored "-Wsign-compare"
+#pragma GCC diagnostic ignored "-Wunused-function"
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+#pragma GCC diagnostic ignored "-Wimplicit-fallthrough"
+#pragma GCC diagnostic ignored "-Wpedantic"
+#endif
+#if defined(__has_include)
+#if __has_include("stb_ds.h")
+#include "stb_ds.h"
+#elif __has_include(<stb/stb_ds.h>)
+#include <stb/stb_ds.h>
+#else
+#error "transformer.h needs stb_ds.h on the include path (Debian: apt-get install libstb-dev)"
+#endif
+#else
+#include "stb_ds.h"
+#endif
+#if defined(__GNUC__)
+#pragma GCC diagnostic pop
+#endif
+#ifndef TFMI_STB_WAS_INCLUDED
+#undef INCLUDE_STB_DS_H /* the application's own include, if one follows, is not skipped */
+#endif
+#undef TFMI_STB_WAS_INCLUDED
+
+/* ---- 16-bit floats ---- */
+
+static float tfmi_from_f16(uint16_t h) { /* exact */
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, bits,
+           mantissa = h & 0x3ff;
+  float value;
+  if (exponent == 0) { /* zero or subnormal: mantissa * 2^-24 */
+    value = (float)mantissa * (1.0f / 16777216.0f);
+    return sign ? -value : value;
+  }
+  bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static uint16_t tfmi_to_f16(float value) { /* round to nearest, ties to even */
+  uint32_t bits, magnitude, sign;
+  memcpy(&bits, &value, sizeof bits);
+  sign = bits >> 16 & 0x8000;
+  magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00); /* NaN */
+  if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and above */
+  if (magnitude < 0x38800000) { /* subnormal: adding 0.5 aligns the last bit kept with 2^-24 */
+    float absolute;
+    memcpy(&absolute, &magnitude, sizeof absolute);
+    absolute += 0.5f;
+    memcpy(&magnitude, &absolute, sizeof magnitude);
+    return (uint16_t)(sign | (magnitude - 0x3f000000));
+  }
+  magnitude += 0xfff + (magnitude >> 13 & 1);
+  return (uint16_t)(sign | ((magnitude - 0x38000000) >> 13));
+}
+
+static float tfmi_from_bf16(uint16_t h) {
+  uint32_t bits = (uint32_t)h << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+static uint16_t tfmi_to_bf16(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* ---- Types ---- */
+
+static const struct tfmi_type_row {
+  const char *name;
+  int16_t block_values, block_bytes; /* 0: no such thing */
+} tfmi_types[TFM_TYPE_COUNT] = {
+  {"default", 0, 0}, {"F32", 1, 4},     {"F16", 1, 2},      {"BF16", 1, 2},     {"Q8_0", 32, 34},
+  {"Q4_0", 32, 18},  {"Q4_1", 32, 20},  {"Q5_0", 32, 22},   {"Q5_1", 32, 24},   {"Q4_K", 256, 144},
+  {"Q5_K", 256, 176}, {"Q6_K", 256, 210}, {"F8_E4M3", 1, 1}, {"F8_E5M2", 1, 1},
+};
+
+TFM_API const char *tfm_type_name(tfm_type type) {
+  return (int)type < 0 || type >= TFM_TYPE_COUNT ? "?" : tfmi_types[type].name;
+}
+
+/* Bytes of n values, which must fill whole blocks; SIZE_MAX / 2 at most, false otherwise. */
+static bool tfmi_type_bytes(tfm_type type, uint64_t n, size_t *bytes) {
+  const struct tfmi_type_row *row = &tfmi_types[type];
+  if (!row->block_values || n % (uint64_t)row->block_values) return false;
+  return tfmi_bytes(n / (uint64_t)row->block_values, (uint64_t)row->block_bytes, bytes);
+}
+
+/* ---- Random numbers by counter: Philox 4x32-10 (Salmon et al. 2011) ---- */
+
+typedef struct tfmi_random { uint32_t word[4]; } tfmi_random;
+
+static tfmi_random tfmi_philox(uint64_t key, uint64_t low, uint64_t high) {
+  uint32_t c[4] = {(uint32_t)low, (uint32_t)(low >> 32), (uint32_t)high, (uint32_t)(high >> 32)};
+  uint32_t k0 = (uint32_t)key, k1 = (uint32_t)(key >> 32);
+  tfmi_random r;
+  int round;
+  for (round = 0; round < 10; round++) {
+    uint64_t a = (uint64_t)0xD2511F53u * c[0], b = (uint64_t)0xCD9E8D57u * c[2];
+    c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
+    c[1] = (uint32_t)b;
+    c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
+    c[3] = (uint32_t)a;
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  memcpy(r.word, c, sizeof r.word);
+  return r;
+}
+
+/* The number that chooses a token: in [0, 1), 24 bits. */
+static float tfmi_uniform(uint64_t seed, uint64_t sequence, uint64_t position) {
+  return (float)(tfmi_philox(seed, position, sequence).word[0] >> 8) * (1.0f / 16777216.0f);
+}
+
+/* =================================================================================================
+   >>objects   what the sections below share
+   ============================================================================================== */
+
+struct tfm_model {
+  tfmi_heap heap;
+  tfmi_block kept;    /* ring of everything the load kept */
+  tfm_dev dev;        /* holds the weights */
+  tfm_net net;        /* what the forward pass reads */
+  const char *family, *format;
+  tfm_type weights;   /* type of most weight bytes */
+  bool tied;
+  int32_t bos;        /* -1: none */
+  int32_t end[16], end_count;
+  uint64_t parameters, token_bytes, mapped_bytes;
+  tfmi_file *files;   /* that the weights lie in */
+  int32_t file_count;
+  tfmi_file text;     /* a config.json, open only while it is copied */
+  void *device;       /* the one block of the device's memory */
+  size_t device_bytes;
+};
+
+/* >>device: opens `which` (or what AUTO finds) with its pool; the pool's memory comes from heap. */
+static tfm_status tfmi_dev_open(tfm_dev *d, tfmi_heap *heap, tfm_device which, int32_t index,
+                                int32_t threads, const char *override, bool no_fallback);
+static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap);
+
+/* The entry of the device's table, or the reference's where the model was loaded with .override:
+   all calls of the forward pass read TFMI_OP(d, norm)(d, ...). */
+#define TFMI_ENTRY_BIT(entry) (UINT64_C(1) << (offsetof(tfm_backend, entry) / sizeof(void *)))
+#define TFMI_OP(d, entry) \
+  (*((d)->override_mask & TFMI_ENTRY_BIT(entry) ? ((d)->table->sync(d), tfm_backend_ref()->entry) \
+                                                : (d)->table->entry))
+
+/* =================================================================================================
+   >>json   a strict pull parser
+   =================================================================================================
+
+   Reads RFC 8259 text straight through, without a tree, recursion or limits but a depth of 64. The
+   caller asks for what it expects; anything else fails the load with what, the position and what
+   was expected. Numbers do not depend on the locale.
+
+     tfmi_json_object(&j);
+     while (tfmi_json_member(&j, &key))
+       if (tfmi_text_is(key, "n_layer")) layers = tfmi_json_integer(&j, 1, 4096); else
+       tfmi_json_skip(&j);                                                                     */
+
+typedef struct tfmi_text { /* bytes, not terminated; may hold NULs */
+  const char *at;
+  size_t n;
+} tfmi_text;
+
+typedef enum tfmi_json_kind {
+  TFMI_JSON_OBJECT, TFMI_JSON_ARRAY, TFMI_JSON_STRING, TFMI_JSON_NUMBER, TFMI_JSON_TRUE,
+  TFMI_JSON_FALSE, TFMI_JSON_NULL
+} tfmi_json_kind;
+
+typedef struct tfmi_json {
+  tfmi_load *load;
+  const char *what; /* "config.json" */
+  const char *begin, *at, *end;
+  int depth;
+  bool first; /* nothing has been read yet of the innermost object or array */
+} tfmi_json;
+
+static bool tfmi_text_is(tfmi_text text, const char *word);
+static void tfmi_json_init(tfmi_json *j, tfmi_load *l, const char *what, const void *text,
+                           size_t n);
+/* Fails with what, the byte offset and the message. */
+static TFMI_NORETURN TFMI_PRINTF(3, 4) void tfmi_json_fail(tfmi_json *j, tfm_status status,
+                                                           const char *format, ...);
+static tfmi_json_kind tfmi_json_peek(tfmi_json *j); /* of the next value; fails on anything else */
+static void tfmi_json_object(tfmi_json *j);         /* enters {; then tfmi_json_member */
+static bool tfmi_json_member(tfmi_json *j, tfmi_text *key); /* false: } has been read */
+static void tfmi_json_array(tfmi_json *j);          /* enters [; then tfmi_json_element */
+static bool tfmi_json_element(tfmi_json *j);        /* false: ] has been read */
+static tfmi_text tfmi_json_string(tfmi_json *j);    /* in place, or scratch when it has escapes */
+static double tfmi_json_number(tfmi_json *j);
+static int64_t tfmi_json_integer(tfmi_json *j, int64_t low, int64_t high); /* 12, not 12.0 or 1e3 */
+static bool tfmi_json_bool(tfmi_json *j);
+static bool tfmi_json_null(tfmi_json *j);           /* reads null if it is next */
+static void tfmi_json_skip(tfmi_json *j);           /* one value of any kind */
+static void tfmi_json_finish(tfmi_json *j);         /* nothing but white space may follow */
+static bool tfmi_text_is(tfmi_text text, const char *word) {
+  return strlen(word) == text.n && memcmp(text.at, word, text.n) == 0;
+}
+
+static void tfmi_json_init(tfmi_json *j, tfmi_load *l, const char *what, const void *text,
+                           size_t n) {
+  memset(j, 0, sizeof *j);
+  j->load = l;
+  j->what = what;
+  j->begin = j->at = (const char *)text;
+  j->end = j->begin + n;
+}
+
+static TFMI_NORETURN TFMI_PRINTF(3, 4) void tfmi_json_fail(tfmi_json *j, tfm_status status,
+                                                           const char *format, ...) {
+  char text[320];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  tfmi_fail(j->load, status, "%s, byte %llu: %s", j->what, (unsigned long long)(j->at - j->begin),
+            text);
+}
+
+/* ---- Characters ---- */
+
+static char tfmi_json_next(tfmi_json *j) { /* the next character that is not white space, or NUL */
+  while (j->at < j->end && (*j->at == ' ' || *j->at == '\t' || *j->at == '\n' || *j->at == '\r'))
+    j->at++;
+  return (char)(j->at < j->end ? *j->at : 0);
+}
+
+static TFMI_NORETURN void tfmi_json_expected(tfmi_json *j, const char *expected) {
+  char found = tfmi_json_next(j);
+  if (j->at == j->end)
+    tfmi_json_fail(j, TFM_E_FORMAT, "expected %s, found the end of the text", expected);
+  if (found > ' ' && found < 127)
+    tfmi_json_fail(j, TFM_E_FORMAT, "expected %s, found '%c'", expected, found);
+  tfmi_json_fail(j, TFM_E_FORMAT, "expected %s, found byte 0x%02x", expected, (uint8_t)found);
+}
+
+static void tfmi_json_word(tfmi_json *j, const char *word) { /* white space is behind us */
+  size_t n = strlen(word);
+  if ((size_t)(j->end - j->at) < n || memcmp(j->at, word, n) != 0) tfmi_json_expected(j, word);
+  j->at += n;
+}
+
+static tfmi_json_kind tfmi_json_peek(tfmi_json *j) {
+  switch (tfmi_json_next(j)) {
+    case '{': return TFMI_JSON_OBJECT;
+    case '[': return TFMI_JSON_ARRAY;
+    case '"': return TFMI_JSON_STRING;
+    case 't': return TFMI_JSON_TRUE;
+    case 'f': return TFMI_JSON_FALSE;
+    case 'n': return TFMI_JSON_NULL;
+    case '-': case '0': case '1': case '2': case '3': case '4': case '5': case '6': case '7':
+    case '8': case '9': return TFMI_JSON_NUMBER;
+    default: tfmi_json_expected(j, "a value");
+  }
+}
+
+/* ---- Objects and arrays ---- */
+
+static void tfmi_json_enter(tfmi_json *j, char bracket, const char *expected) {
+  if (tfmi_json_next(j) != bracket) tfmi_json_expected(j, expected);
+  if (j->depth == 64)
+    tfmi_json_fail(j, TFM_E_FORMAT, "objects and arrays lie more than 64 deep in each other");
+  j->depth++;
+  j->at++;
+  j->first = true;
+}
+
+/* Steps over the comma to the next item; false when the closing bracket has been read. */
+static bool tfmi_json_item(tfmi_json *j, char bracket, const char *expected) {
+  char c = tfmi_json_next(j);
+  if (c == bracket) {
+    j->at++;
+    j->depth--;
+    j->first = false;
+    return false;
+  }
+  if (!j->first) {
+    if (c != ',') tfmi_json_expected(j, expected);
+    j->at++;
+  }
+  j->first = false;
+  return true;
+}
+
+static void tfmi_json_object(tfmi_json *j) { tfmi_json_enter(j, '{', "an object"); }
+static void tfmi_json_array(tfmi_json *j) { tfmi_json_enter(j, '[', "an array"); }
+static bool tfmi_json_element(tfmi_json *j) { return tfmi_json_item(j, ']', "',' or ']'"); }
+
+static bool tfmi_json_member(tfmi_json *j, tfmi_text *key) {
+  if (!tfmi_json_item(j, '}', "',' or '}'")) return false;
+  *key = tfmi_json_string(j);
+  if (tfmi_json_next(j) != ':') tfmi_json_expected(j, "':'");
+  j->at++;
+  return true;
+}
+
+/* ---- Strings ---- */
+
+/* Bytes of the UTF-8 sequence at p (RFC 3629: no overlong forms, no surrogates); 0: not UTF-8. */
+static size_t tfmi_json_utf8(const char *p, const char *end) {
+  const uint8_t *b = (const uint8_t *)p;
+  size_t n = b[0] < 0x80 ? 1 : b[0] < 0xe0 ? 2 : b[0] < 0xf0 ? 3 : 4, i;
+  if ((b[0] > 0x7f && b[0] < 0xc2) || b[0] > 0xf4) return 0;
+  if ((size_t)(end - p) < n) return 0;
+  for (i = 1; i < n; i++)
+    if ((b[i] & 0xc0) != 0x80) return 0;
+  if (b[0] == 0xe0 && b[1] < 0xa0) return 0;
+  if (b[0] == 0xed && b[1] > 0x9f) return 0;
+  if (b[0] == 0xf0 && b[1] < 0x90) return 0;
+  if (b[0] == 0xf4 && b[1] > 0x8f) return 0;
+  return n;
+}
+
+static uint32_t tfmi_json_hex4(tfmi_json *j) {
+  uint32_t value = 0;
+  int i;
+  for (i = 0; i < 4; i++, j->at++) {
+    char c = (char)(j->at < j->end ? *j->at : 0);
+    if (c >= '0' && c <= '9') value = value << 4 | (uint32_t)(c - '0');
+    else if (c >= 'a' && c <= 'f') value = value << 4 | (uint32_t)(c - 'a' + 10);
+    else if (c >= 'A' && c <= 'F') value = value << 4 | (uint32_t)(c - 'A' + 10);
+    else tfmi_json_fail(j, TFM_E_FORMAT, "expected four hexadecimal digits after \\u");
+  }
+  return value;
+}
+
+/* The code point of \uXXXX, or of a surrogate pair; half a pair has no UTF-8 form. */
+static uint32_t tfmi_json_code_point(tfmi_json *j) {
+  uint32_t high = tfmi_json_hex4(j), low = 0;
+  if (high < 0xd800 || high > 0xdfff) return high;
+  if (high < 0xdc00 && j->end - j->at >= 6 && j->at[0] == '\\' && j->at[1] == 'u') {
+    j->at += 2;
+    low = tfmi_json_hex4(j);
+  }
+  if (low < 0xdc00 || low > 0xdfff)
+    tfmi_json_fail(j, TFM_E_FORMAT, "\\u%04x is half of a surrogate pair", (unsigned)high);
+  return 0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00);
+}
+
+static char *tfmi_json_put_utf8(char *to, uint32_t c) {
+  if (c < 0x80) {
+    *to++ = (char)c;
+    return to;
+  }
+  if (c < 0x800) {
+    *to++ = (char)(0xc0 | c >> 6);
+  } else {
+    if (c < 0x10000) {
+      *to++ = (char)(0xe0 | c >> 12);
+    } else {
+      *to++ = (char)(0xf0 | c >> 18);
+      *to++ = (char)(0x80 | (c >> 12 & 0x3f));
+    }
+    *to++ = (char)(0x80 | (c >> 6 & 0x3f));
+  }
+  *to++ = (char)(0x80 | (c & 0x3f));
+  return to;
+}
+
+static char *tfmi_json_escape(tfmi_json *j, char *to) { /* at the character after the backslash */
+  static const char from[] = "\"\\/bfnrt", into[] = "\"\\/\b\f\n\r\t";
+  char c = (char)(j->at < j->end ? *j->at : 0);
+  const char *found = c ? strchr(from, c) : NULL;
+  if (c == 'u') {
+    j->at++;
+    return tfmi_json_put_utf8(to, tfmi_json_code_point(j));
+  }
+  if (!found) tfmi_json_fail(j, TFM_E_FORMAT, "unknown escape after a backslash in a string");
+  j->at++;
+  *to++ = into[found - from];
+  return to;
+}
+
+/* Finds the closing quote and checks what lies before it; true when there are escapes. */
+static bool tfmi_json_scan_string(tfmi_json *j) {
+  bool escapes = false;
+  char ignored[4];
+  while (j->at < j->end && *j->at != '"') {
+    size_t n = tfmi_json_utf8(j->at, j->end);
+    if ((uint8_t)*j->at < ' ')
+      tfmi_json_fail(j, TFM_E_FORMAT, "control character 0x%02x in a string", (uint8_t)*j->at);
+    if (n == 0) tfmi_json_fail(j, TFM_E_FORMAT, "a string is not UTF-8");
+    j->at += n;
+    if (j->at[-1] != '\\') continue;
+    tfmi_json_escape(j, ignored);
+    escapes = true;
+  }
+  if (j->at == j->end) tfmi_json_fail(j, TFM_E_FORMAT, "a string does not end");
+  return escapes;
+}
+
+static tfmi_text tfmi_json_string(tfmi_json *j) {
+  tfmi_text text;
+  const char *begin, *end;
+  char *to;
+  if (tfmi_json_next(j) != '"') tfmi_json_expected(j, "a string");
+  text.at = begin = ++j->at;
+  if (!tfmi_json_scan_string(j)) {
+    text.n = (size_t)(j->at++ - begin);
+    return text;
+  }
+  end = j->at;
+  text.at = to = (char *)tfmi_scratch(j->load, (uint64_t)(end - begin), 1); /* text only shrinks */
+  for (j->at = begin; j->at < end;)
+    if (*j->at == '\\') {
+      j->at++;
+      to = tfmi_json_escape(j, to);
+    } else {
+      *to++ = *j->at++;
+    }
+  text.n = (size_t)(to - text.at);
+  j->at = end + 1;
+  return text;
+}
+
+/* ---- Numbers ---- */
+
+typedef struct tfmi_json_digits { /* (-1)^negative * mantissa * 10^exponent */
+  uint64_t mantissa;
+  int64_t exponent;
+  bool negative, whole; /* whole: neither a point nor an exponent, and nothing dropped */
+} tfmi_json_digits;
+
+/* One run of digits. Beyond 19 they no longer fit the mantissa: dropped, the exponent tells. */
+static void tfmi_json_run(tfmi_json *j, tfmi_json_digits *d, bool fraction) {
+  if (j->at == j->end || *j->at < '0' || *j->at > '9') tfmi_json_expected(j, "a digit");
+  for (; j->at < j->end && *j->at >= '0' && *j->at <= '9'; j->at++) {
+    bool fits = d->mantissa < UINT64_C(1000000000000000000);
+    if (fits) d->mantissa = d->mantissa * 10 + (uint64_t)(*j->at - '0');
+    else d->whole = false;
+    d->exponent += (fits ? 0 : 1) - (fraction ? 1 : 0);
+  }
+}
+
+static int64_t tfmi_json_exponent(tfmi_json *j) {
+  tfmi_json_digits e = {0, 0, false, true};
+  if (j->at < j->end && (*j->at == '+' || *j->at == '-')) e.negative = *j->at++ == '-';
+  tfmi_json_run(j, &e, false);
+  if (!e.whole || e.mantissa > 1000000) e.mantissa = 1000000; /* infinite, or zero, either way */
+  return e.negative ? -(int64_t)e.mantissa : (int64_t)e.mantissa;
+}
+
+static tfmi_json_digits tfmi_json_digits_of(tfmi_json *j) {
+  tfmi_json_digits d = {0, 0, false, true};
+  if (tfmi_json_peek(j) != TFMI_JSON_NUMBER) tfmi_json_expected(j, "a number");
+  if (*j->at == '-') {
+    d.negative = true;
+    j->at++;
+  }
+  if (j->at + 1 < j->end && *j->at == '0' && j->at[1] >= '0' && j->at[1] <= '9')
+    tfmi_json_fail(j, TFM_E_FORMAT, "a number begins with a superfluous 0");
+  tfmi_json_run(j, &d, false);
+  if (j->at < j->end && *j->at == '.') {
+    d.whole = false;
+    j->at++;
+    tfmi_json_run(j, &d, true);
+  }
+  if (j->at < j->end && (*j->at == 'e' || *j->at == 'E')) {
+    d.whole = false;
+    j->at++;
+    d.exponent += tfmi_json_exponent(j);
+  }
+  return d;
+}
+
+/* mantissa * 10^exponent rounded once: in 128 bits, the highest of them set, so that the truncation
+   of all steps together stays far below half a unit of the 53 bits kept. */
+static double tfmi_decimal(uint64_t mantissa, int64_t exponent) {
+  uint32_t w[5] = {0, 0, 0, 0, 0}; /* least significant first; w[4] is room for a carry */
+  uint64_t top, rest, sticky = 0;
+  int binary = 0, i;
+  if (mantissa == 0 || exponent < -400) return 0;
+  if (exponent > 400) return HUGE_VAL;
+  w[2] = (uint32_t)mantissa;
+  w[3] = (uint32_t)(mantissa >> 32);
+  for (;;) {
+    while (w[4]) { /* right, to 128 bits */
+      sticky |= w[0] & 1;
+      for (i = 0; i < 4; i++) w[i] = w[i] >> 1 | w[i + 1] << 31;
+      w[4] >>= 1;
+      binary++;
+    }
+    while (!(w[3] >> 31)) { /* left, to 128 bits */
+      for (i = 3; i > 0; i--) w[i] = w[i] << 1 | w[i - 1] >> 31;
+      w[0] <<= 1;
+      binary--;
+    }
+    if (exponent == 0) break;
+    rest = 0;
+    if (exponent > 0) {
+      for (i = 0; i < 5; i++, rest >>= 32) w[i] = (uint32_t)(rest += (uint64_t)w[i] * 10);
+      exponent--;
+    } else {
+      for (i = 3; i >= 0; i--) {
+        rest = (rest % 10) << 32 | w[i];
+        w[i] = (uint32_t)(rest / 10);
+      }
+      sticky |= rest % 10;
+      exponent++;
+    }
+  }
+  top = (uint64_t)w[3] << 32 | w[2];
+  sticky |= w[1] | w[0];
+  rest = top & 0x7ff;
+  top >>= 11;
+  if (rest > 0x400 || (rest == 0x400 && (sticky || (top & 1)))) top++;
+  return ldexp((double)top, binary + 11);
+}
+
+static double tfmi_json_number(tfmi_json *j) {
+  tfmi_json_digits d = tfmi_json_digits_of(j);
+  double value = tfmi_decimal(d.mantissa, d.exponent);
+  if (value > DBL_MAX) tfmi_json_fail(j, TFM_E_FORMAT, "a number is too large for a double");
+  return d.negative ? -value : value;
+}
+
+static int64_t tfmi_json_integer(tfmi_json *j, int64_t low, int64_t high) {
+  tfmi_json_digits d = tfmi_json_digits_of(j);
+  int64_t value = d.negative ? -(int64_t)d.mantissa : (int64_t)d.mantissa;
+  if (!d.whole || d.mantissa > INT64_MAX)
+    tfmi_json_fail(j, TFM_E_FORMAT, "expected a whole number, found a fraction or over 18 digits");
+  if (value < low || value > high)
+    tfmi_json_fail(j, TFM_E_FORMAT, "expected a number from %lld to %lld, found %lld",
+                   (long long)low, (long long)high, (long long)value);
+  return value;
+}
+
+/* ---- Words, and what nobody asked for ---- */
+
+static bool tfmi_json_bool(tfmi_json *j) {
+  tfmi_json_kind kind = tfmi_json_peek(j);
+  if (kind != TFMI_JSON_TRUE && kind != TFMI_JSON_FALSE) tfmi_json_expected(j, "true or false");
+  tfmi_json_word(j, kind == TFMI_JSON_TRUE ? "true" : "false");
+  return kind == TFMI_JSON_TRUE;
+}
+
+static bool tfmi_json_null(tfmi_json *j) {
+  if (tfmi_json_peek(j) != TFMI_JSON_NULL) return false;
+  tfmi_json_word(j, "null");
+  return true;
+}
+
+static void tfmi_json_skip_string(tfmi_json *j) {
+  j->at++;
+  tfmi_json_scan_string(j);
+  j->at++;
+}
+
+/* Iterative: bit d of `object` tells what encloses at depth d below the start. */
+static void tfmi_json_skip(tfmi_json *j) {
+  uint64_t object = 0;
+  int start = j->depth;
+  tfmi_text key;
+  do {
+    bool more = true;
+    switch (tfmi_json_peek(j)) {
+      case TFMI_JSON_OBJECT:
+        tfmi_json_object(j);
+        object |= UINT64_C(1) << (j->depth - 1);
+        break;
+      case TFMI_JSON_ARRAY:
+        tfmi_json_array(j);
+        object &= ~(UINT64_C(1) << (j->depth - 1));
+        break;
+      case TFMI_JSON_STRING: tfmi_json_skip_string(j); break;
+      case TFMI_JSON_NUMBER: tfmi_json_digits_of(j); break;
+      case TFMI_JSON_NULL: tfmi_json_null(j); break;
+      default: tfmi_json_bool(j);
+    }
+    while (j->depth > start && more) /* up, through all that ends here, to the next value */
+      more = !(object >> (j->depth - 1) & 1 ? tfmi_json_member(j, &key) : tfmi_json_element(j));
+  } while (j->depth > start);
+}
+
+static void tfmi_json_finish(tfmi_json *j) {
+  tfmi_json_next(j);
+  if (j->at != j->end) tfmi_json_expected(j, "the end of the text");
+}
+
+/* ==================================================================================================
+   >>unicode   UTF-8, and the classes of characters that splitting patterns tell apart
+   ==================================================================================================
+
+   The patterns know letters (\p{L}), numbers (\p{N}), white space (\s) and the rest. The reference
+   is Oniguruma 6.9.8, that is Unicode 14.0; marks (\p{M}) belong to the rest. The table is printed by
+   tests/make_unicode.py: each entry is the code point from which a class holds, times four, plus the
+   class.
+
+   Text is read by tfmi_rune_at, which never fails: bytes that form no character come back as the
+   "maximal subpart" for which Unicode (chapter 3.9) recommends one U+FFFD. */
+
+typedef enum tfmi_class { TFMI_OTHER, TFMI_LETTER, TFMI_NUMBER, TFMI_SPACE } tfmi_class;
+
+static const uint32_t tfmi_class_starts[] = {
+  0x0, 0x27, 0x38, 0x83, 0x84, 0xc2, 0xe8, 0x105, 0x16c, 0x185, 0x1ec, 0x217, 0x218, 0x283, 0x284,
+  0x2a9, 0x2ac, 0x2ca, 0x2d0, 0x2d5, 0x2d8, 0x2e6, 0x2e9, 0x2ec, 0x2f2, 0x2fc, 0x301, 0x35c, 0x361,
+  0x3dc, 0x3e1, 0xb08, 0xb19, 0xb48, 0xb81, 0xb94, 0xbb1, 0xbb4, 0xbb9, 0xbbc, 0xdc1, 0xdd4, 0xdd9,
+  0xde0, 0xde9, 0xdf8, 0xdfd, 0xe00, 0xe19, 0xe1c, 0xe21, 0xe2c, 0xe31, 0xe34, 0xe39, 0xe88, 0xe8d,
+  0xfd8, 0xfdd, 0x1208, 0x1229, 0x14c0, 0x14c5, 0x155c, 0x1565, 0x1568, 0x1581, 0x1624, 0x1741,
+  0x17ac, 0x17bd, 0x17cc, 0x1881, 0x192c, 0x1982, 0x19a8, 0x19b9, 0x19c0, 0x19c5, 0x1b50, 0x1b55,
+  0x1b58, 0x1b95, 0x1b9c, 0x1bb9, 0x1bc2, 0x1be9, 0x1bf4, 0x1bfd, 0x1c00, 0x1c41, 0x1c44, 0x1c49,
+  0x1cc0, 0x1d35, 0x1e98, 0x1ec5, 0x1ec8, 0x1f02, 0x1f29, 0x1fac, 0x1fd1, 0x1fd8, 0x1fe9, 0x1fec,
+  0x2001, 0x2058, 0x2069, 0x206c, 0x2091, 0x2094, 0x20a1, 0x20a4, 0x2101, 0x2164, 0x2181, 0x21ac,
+  0x21c1, 0x2220, 0x2225, 0x223c, 0x2281, 0x2328, 0x2411, 0x24e8, 0x24f5, 0x24f8, 0x2541, 0x2544,
+  0x2561, 0x2588, 0x259a, 0x25c0, 0x25c5, 0x2604, 0x2615, 0x2634, 0x263d, 0x2644, 0x264d, 0x26a4,
+  0x26a9, 0x26c4, 0x26c9, 0x26cc, 0x26d9, 0x26e8, 0x26f5, 0x26f8, 0x2739, 0x273c, 0x2771, 0x2778,
+  0x277d, 0x2788, 0x279a, 0x27c1, 0x27c8, 0x27d2, 0x27e8, 0x27f1, 0x27f4, 0x2815, 0x282c, 0x283d,
+  0x2844, 0x284d, 0x28a4, 0x28a9, 0x28c4, 0x28c9, 0x28d0, 0x28d5, 0x28dc, 0x28e1, 0x28e8, 0x2965,
+  0x2974, 0x2979, 0x297c, 0x299a, 0x29c0, 0x29c9, 0x29d4, 0x2a15, 0x2a38, 0x2a3d, 0x2a48, 0x2a4d,
+  0x2aa4, 0x2aa9, 0x2ac4, 0x2ac9, 0x2ad0, 0x2ad5, 0x2ae8, 0x2af5, 0x2af8, 0x2b41, 0x2b44, 0x2b81,
+  0x2b88, 0x2b9a, 0x2bc0, 0x2be5, 0x2be8, 0x2c15, 0x2c34, 0x2c3d, 0x2c44, 0x2c4d, 0x2ca4, 0x2ca9,
+  0x2cc4, 0x2cc9, 0x2cd0, 0x2cd5, 0x2ce8, 0x2cf5, 0x2cf8, 0x2d71, 0x2d78, 0x2d7d, 0x2d88, 0x2d9a,
+  0x2dc0, 0x2dc5, 0x2dca, 0x2de0, 0x2e0d, 0x2e10, 0x2e15, 0x2e2c, 0x2e39, 0x2e44, 0x2e49, 0x2e58,
+  0x2e65, 0x2e6c, 0x2e71, 0x2e74, 0x2e79, 0x2e80, 0x2e8d, 0x2e94, 0x2ea1, 0x2eac, 0x2eb9, 0x2ee8,
+  0x2f41, 0x2f44, 0x2f9a, 0x2fcc, 0x3015, 0x3034, 0x3039, 0x3044, 0x3049, 0x30a4, 0x30a9, 0x30e8,
+  0x30f5, 0x30f8, 0x3161, 0x316c, 0x3175, 0x3178, 0x3181, 0x3188, 0x319a, 0x31c0, 0x31e2, 0x31fc,
+  0x3201, 0x3204, 0x3215, 0x3234, 0x3239, 0x3244, 0x3249, 0x32a4, 0x32a9, 0x32d0, 0x32d5, 0x32e8,
+  0x32f5, 0x32f8, 0x3375, 0x337c, 0x3381, 0x3388, 0x339a, 0x33c0, 0x33c5, 0x33cc, 0x3411, 0x3434,
+  0x3439, 0x3444, 0x3449, 0x34ec, 0x34f5, 0x34f8, 0x3539, 0x353c, 0x3551, 0x355c, 0x3562, 0x357d,
+  0x3588, 0x359a, 0x35e4, 0x35e9, 0x3600, 0x3615, 0x365c, 0x3669, 0x36c8, 0x36cd, 0x36f0, 0x36f5,
+  0x36f8, 0x3701, 0x371c, 0x379a, 0x37c0, 0x3805, 0x38c4, 0x38c9, 0x38d0, 0x3901, 0x391c, 0x3942,
+  0x3968, 0x3a05, 0x3a0c, 0x3a11, 0x3a14, 0x3a19, 0x3a2c, 0x3a31, 0x3a90, 0x3a95, 0x3a98, 0x3a9d,
+  0x3ac4, 0x3ac9, 0x3ad0, 0x3af5, 0x3af8, 0x3b01, 0x3b14, 0x3b19, 0x3b1c, 0x3b42, 0x3b68, 0x3b71,
+  0x3b80, 0x3c01, 0x3c04, 0x3c82, 0x3cd0, 0x3d01, 0x3d20, 0x3d25, 0x3db4, 0x3e21, 0x3e34, 0x4001,
+  0x40ac, 0x40fd, 0x4102, 0x4128, 0x4141, 0x4158, 0x4169, 0x4178, 0x4185, 0x4188, 0x4195, 0x419c,
+  0x41b9, 0x41c4, 0x41d5, 0x4208, 0x4239, 0x423c, 0x4242, 0x4268, 0x4281, 0x4318, 0x431d, 0x4320,
+  0x4335, 0x4338, 0x4341, 0x43ec, 0x43f1, 0x4924, 0x4929, 0x4938, 0x4941, 0x495c, 0x4961, 0x4964,
+  0x4969, 0x4978, 0x4981, 0x4a24, 0x4a29, 0x4a38, 0x4a41, 0x4ac4, 0x4ac9, 0x4ad8, 0x4ae1, 0x4afc,
+  0x4b01, 0x4b04, 0x4b09, 0x4b18, 0x4b21, 0x4b5c, 0x4b61, 0x4c44, 0x4c49, 0x4c58, 0x4c61, 0x4d6c,
+  0x4da6, 0x4df4, 0x4e01, 0x4e40, 0x4e81, 0x4fd8, 0x4fe1, 0x4ff8, 0x5005, 0x59b4, 0x59bd, 0x5a03,
+  0x5a05, 0x5a6c, 0x5a81, 0x5bac, 0x5bba, 0x5bc5, 0x5be4, 0x5c01, 0x5c48, 0x5c7d, 0x5cc8, 0x5d01,
+  0x5d48, 0x5d81, 0x5db4, 0x5db9, 0x5dc4, 0x5e01, 0x5ed0, 0x5f5d, 0x5f60, 0x5f71, 0x5f74, 0x5f82,
+  0x5fa8, 0x5fc2, 0x5fe8, 0x6042, 0x6068, 0x6081, 0x61e4, 0x6201, 0x6214, 0x621d, 0x62a4, 0x62a9,
+  0x62ac, 0x62c1, 0x63d8, 0x6401, 0x647c, 0x651a, 0x6541, 0x65b8, 0x65c1, 0x65d4, 0x6601, 0x66b0,
+  0x66c1, 0x6728, 0x6742, 0x676c, 0x6801, 0x685c, 0x6881, 0x6954, 0x6a02, 0x6a28, 0x6a42, 0x6a68,
+  0x6a9d, 0x6aa0, 0x6c15, 0x6cd0, 0x6d15, 0x6d34, 0x6d42, 0x6d68, 0x6e0d, 0x6e84, 0x6eb9, 0x6ec2,
+  0x6ee9, 0x6f98, 0x7001, 0x7090, 0x7102, 0x7128, 0x7135, 0x7142, 0x7169, 0x71f8, 0x7201, 0x7224,
+  0x7241, 0x72ec, 0x72f5, 0x7300, 0x73a5, 0x73b4, 0x73b9, 0x73d0, 0x73d5, 0x73dc, 0x73e9, 0x73ec,
+  0x7401, 0x7700, 0x7801, 0x7c58, 0x7c61, 0x7c78, 0x7c81, 0x7d18, 0x7d21, 0x7d38, 0x7d41, 0x7d60,
+  0x7d65, 0x7d68, 0x7d6d, 0x7d70, 0x7d75, 0x7d78, 0x7d7d, 0x7df8, 0x7e01, 0x7ed4, 0x7ed9, 0x7ef4,
+  0x7ef9, 0x7efc, 0x7f09, 0x7f14, 0x7f19, 0x7f34, 0x7f41, 0x7f50, 0x7f59, 0x7f70, 0x7f81, 0x7fb4,
+  0x7fc9, 0x7fd4, 0x7fd9, 0x7ff4, 0x8003, 0x802c, 0x80a3, 0x80a8, 0x80bf, 0x80c0, 0x817f, 0x8180,
+  0x81c2, 0x81c5, 0x81c8, 0x81d2, 0x81e8, 0x81fd, 0x8202, 0x8228, 0x8241, 0x8274, 0x8409, 0x840c,
+  0x841d, 0x8420, 0x8429, 0x8450, 0x8455, 0x8458, 0x8465, 0x8478, 0x8491, 0x8494, 0x8499, 0x849c,
+  0x84a1, 0x84a4, 0x84a9, 0x84b8, 0x84bd, 0x84e8, 0x84f1, 0x8500, 0x8515, 0x8528, 0x8539, 0x853c,
+  0x8542, 0x860d, 0x8616, 0x8628, 0x9182, 0x9270, 0x93aa, 0x9400, 0x9dda, 0x9e50, 0xb001, 0xb394,
+  0xb3ad, 0xb3bc, 0xb3c9, 0xb3d0, 0xb3f6, 0xb3f8, 0xb401, 0xb498, 0xb49d, 0xb4a0, 0xb4b5, 0xb4b8,
+  0xb4c1, 0xb5a0, 0xb5bd, 0xb5c0, 0xb601, 0xb65c, 0xb681, 0xb69c, 0xb6a1, 0xb6bc, 0xb6c1, 0xb6dc,
+  0xb6e1, 0xb6fc, 0xb701, 0xb71c, 0xb721, 0xb73c, 0xb741, 0xb75c, 0xb761, 0xb77c, 0xb8bd, 0xb8c0,
+  0xc003, 0xc004, 0xc015, 0xc01e, 0xc020, 0xc086, 0xc0a8, 0xc0c5, 0xc0d8, 0xc0e2, 0xc0ed, 0xc0f4,
+  0xc105, 0xc25c, 0xc275, 0xc280, 0xc285, 0xc3ec, 0xc3f1, 0xc400, 0xc415, 0xc4c0, 0xc4c5, 0xc63c,
+  0xc64a, 0xc658, 0xc681, 0xc700, 0xc7c1, 0xc800, 0xc882, 0xc8a8, 0xc922, 0xc940, 0xc946, 0xc980,
+  0xca02, 0xca28, 0xcac6, 0xcb00, 0xd001, 0x13700, 0x13801, 0x29234, 0x29341, 0x293f8, 0x29401,
+  0x29834, 0x29841, 0x29882, 0x298a9, 0x298b0, 0x29901, 0x299bc, 0x299fd, 0x29a78, 0x29a81, 0x29b9a,
+  0x29bc0, 0x29c5d, 0x29c80, 0x29c89, 0x29e24, 0x29e2d, 0x29f2c, 0x29f41, 0x29f48, 0x29f4d, 0x29f50,
+  0x29f55, 0x29f68, 0x29fc9, 0x2a008, 0x2a00d, 0x2a018, 0x2a01d, 0x2a02c, 0x2a031, 0x2a08c, 0x2a0c2,
+  0x2a0d8, 0x2a101, 0x2a1d0, 0x2a209, 0x2a2d0, 0x2a342, 0x2a368, 0x2a3c9, 0x2a3e0, 0x2a3ed, 0x2a3f0,
+  0x2a3f5, 0x2a3fc, 0x2a402, 0x2a429, 0x2a498, 0x2a4c1, 0x2a51c, 0x2a581, 0x2a5f4, 0x2a611, 0x2a6cc,
+  0x2a73d, 0x2a742, 0x2a768, 0x2a781, 0x2a794, 0x2a799, 0x2a7c2, 0x2a7e9, 0x2a7fc, 0x2a801, 0x2a8a4,
+  0x2a901, 0x2a90c, 0x2a911, 0x2a930, 0x2a942, 0x2a968, 0x2a981, 0x2a9dc, 0x2a9e9, 0x2a9ec, 0x2a9f9,
+  0x2aac0, 0x2aac5, 0x2aac8, 0x2aad5, 0x2aadc, 0x2aae5, 0x2aaf8, 0x2ab01, 0x2ab04, 0x2ab09, 0x2ab0c,
+  0x2ab6d, 0x2ab78, 0x2ab81, 0x2abac, 0x2abc9, 0x2abd4, 0x2ac05, 0x2ac1c, 0x2ac25, 0x2ac3c, 0x2ac45,
+  0x2ac5c, 0x2ac81, 0x2ac9c, 0x2aca1, 0x2acbc, 0x2acc1, 0x2ad6c, 0x2ad71, 0x2ada8, 0x2adc1, 0x2af8c,
+  0x2afc2, 0x2afe8, 0x2b001, 0x35e90, 0x35ec1, 0x35f1c, 0x35f2d, 0x35ff0, 0x3e401, 0x3e9b8, 0x3e9c1,
+  0x3eb68, 0x3ec01, 0x3ec1c, 0x3ec4d, 0x3ec60, 0x3ec75, 0x3ec78, 0x3ec7d, 0x3eca4, 0x3eca9, 0x3ecdc,
+  0x3ece1, 0x3ecf4, 0x3ecf9, 0x3ecfc, 0x3ed01, 0x3ed08, 0x3ed0d, 0x3ed14, 0x3ed19, 0x3eec8, 0x3ef4d,
+  0x3f4f8, 0x3f541, 0x3f640, 0x3f649, 0x3f720, 0x3f7c1, 0x3f7f0, 0x3f9c1, 0x3f9d4, 0x3f9d9, 0x3fbf4,
+  0x3fc42, 0x3fc68, 0x3fc85, 0x3fcec, 0x3fd05, 0x3fd6c, 0x3fd99, 0x3fefc, 0x3ff09, 0x3ff20, 0x3ff29,
+  0x3ff40, 0x3ff49, 0x3ff60, 0x3ff69, 0x3ff74, 0x40001, 0x40030, 0x40035, 0x4009c, 0x400a1, 0x400ec,
+  0x400f1, 0x400f8, 0x400fd, 0x40138, 0x40141, 0x40178, 0x40201, 0x403ec, 0x4041e, 0x404d0, 0x40502,
+  0x405e4, 0x4062a, 0x40630, 0x40a01, 0x40a74, 0x40a81, 0x40b44, 0x40b86, 0x40bf0, 0x40c01, 0x40c82,
+  0x40c90, 0x40cb5, 0x40d06, 0x40d09, 0x40d2a, 0x40d2c, 0x40d41, 0x40dd8, 0x40e01, 0x40e78, 0x40e81,
+  0x40f10, 0x40f21, 0x40f40, 0x40f46, 0x40f58, 0x41001, 0x41278, 0x41282, 0x412a8, 0x412c1, 0x41350,
+  0x41361, 0x413f0, 0x41401, 0x414a0, 0x414c1, 0x41590, 0x415c1, 0x415ec, 0x415f1, 0x4162c, 0x41631,
+  0x4164c, 0x41651, 0x41658, 0x4165d, 0x41688, 0x4168d, 0x416c8, 0x416cd, 0x416e8, 0x416ed, 0x416f4,
+  0x41801, 0x41cdc, 0x41d01, 0x41d58, 0x41d81, 0x41da0, 0x41e01, 0x41e18, 0x41e1d, 0x41ec4, 0x41ec9,
+  0x41eec, 0x42001, 0x42018, 0x42021, 0x42024, 0x42029, 0x420d8, 0x420dd, 0x420e4, 0x420f1, 0x420f4,
+  0x420fd, 0x42158, 0x42162, 0x42181, 0x421dc, 0x421e6, 0x42201, 0x4227c, 0x4229e, 0x422c0, 0x42381,
+  0x423cc, 0x423d1, 0x423d8, 0x423ee, 0x42401, 0x4245a, 0x42470, 0x42481, 0x424e8, 0x42601, 0x426e0,
+  0x426f2, 0x426f9, 0x42702, 0x42740, 0x4274a, 0x42801, 0x42804, 0x42841, 0x42850, 0x42855, 0x42860,
+  0x42865, 0x428d8, 0x42902, 0x42924, 0x42981, 0x429f6, 0x429fc, 0x42a01, 0x42a76, 0x42a80, 0x42b01,
+  0x42b20, 0x42b25, 0x42b94, 0x42bae, 0x42bc0, 0x42c01, 0x42cd8, 0x42d01, 0x42d58, 0x42d62, 0x42d81,
+  0x42dcc, 0x42de2, 0x42e01, 0x42e48, 0x42ea6, 0x42ec0, 0x43001, 0x43124, 0x43201, 0x432cc, 0x43301,
+  0x433cc, 0x433ea, 0x43401, 0x43490, 0x434c2, 0x434e8, 0x43982, 0x439fc, 0x43a01, 0x43aa8, 0x43ac1,
+  0x43ac8, 0x43c01, 0x43c76, 0x43c9d, 0x43ca0, 0x43cc1, 0x43d18, 0x43d46, 0x43d54, 0x43dc1, 0x43e08,
+  0x43ec1, 0x43f16, 0x43f30, 0x43f81, 0x43fdc, 0x4400d, 0x440e0, 0x4414a, 0x441c0, 0x441c5, 0x441cc,
+  0x441d5, 0x441d8, 0x4420d, 0x442c0, 0x44341, 0x443a4, 0x443c2, 0x443e8, 0x4440d, 0x4449c, 0x444da,
+  0x44500, 0x44511, 0x44514, 0x4451d, 0x44520, 0x44541, 0x445cc, 0x445d9, 0x445dc, 0x4460d, 0x446cc,
+  0x44705, 0x44714, 0x44742, 0x44769, 0x4476c, 0x44771, 0x44774, 0x44786, 0x447d4, 0x44801, 0x44848,
+  0x4484d, 0x448b0, 0x44a01, 0x44a1c, 0x44a21, 0x44a24, 0x44a29, 0x44a38, 0x44a3d, 0x44a78, 0x44a7d,
+  0x44aa4, 0x44ac1, 0x44b7c, 0x44bc2, 0x44be8, 0x44c15, 0x44c34, 0x44c3d, 0x44c44, 0x44c4d, 0x44ca4,
+  0x44ca9, 0x44cc4, 0x44cc9, 0x44cd0, 0x44cd5, 0x44ce8, 0x44cf5, 0x44cf8, 0x44d41, 0x44d44, 0x44d75,
+  0x44d88, 0x45001, 0x450d4, 0x4511d, 0x4512c, 0x45142, 0x45168, 0x4517d, 0x45188, 0x45201, 0x452c0,
+  0x45311, 0x45318, 0x4531d, 0x45320, 0x45342, 0x45368, 0x45601, 0x456bc, 0x45761, 0x45770, 0x45801,
+  0x458c0, 0x45911, 0x45914, 0x45942, 0x45968, 0x45a01, 0x45aac, 0x45ae1, 0x45ae4, 0x45b02, 0x45b28,
+  0x45c01, 0x45c6c, 0x45cc2, 0x45cf0, 0x45d01, 0x45d1c, 0x46001, 0x460b0, 0x46281, 0x46382, 0x463cc,
+  0x463fd, 0x4641c, 0x46425, 0x46428, 0x46431, 0x46450, 0x46455, 0x4645c, 0x46461, 0x464c0, 0x464fd,
+  0x46500, 0x46505, 0x46508, 0x46542, 0x46568, 0x46681, 0x466a0, 0x466a9, 0x46744, 0x46785, 0x46788,
+  0x4678d, 0x46790, 0x46801, 0x46804, 0x4682d, 0x468cc, 0x468e9, 0x468ec, 0x46941, 0x46944, 0x46971,
+  0x46a28, 0x46a75, 0x46a78, 0x46ac1, 0x46be4, 0x47001, 0x47024, 0x47029, 0x470bc, 0x47101, 0x47104,
+  0x47142, 0x471b4, 0x471c9, 0x47240, 0x47401, 0x4741c, 0x47421, 0x47428, 0x4742d, 0x474c4, 0x47519,
+  0x4751c, 0x47542, 0x47568, 0x47581, 0x47598, 0x4759d, 0x475a4, 0x475a9, 0x47628, 0x47661, 0x47664,
+  0x47682, 0x476a8, 0x47b81, 0x47bcc, 0x47ec1, 0x47ec4, 0x47f02, 0x47f54, 0x48001, 0x48e68, 0x49002,
+  0x491bc, 0x49201, 0x49510, 0x4be41, 0x4bfc4, 0x4c001, 0x4d0bc, 0x51001, 0x5191c, 0x5a001, 0x5a8e4,
+  0x5a901, 0x5a97c, 0x5a982, 0x5a9a8, 0x5a9c1, 0x5aafc, 0x5ab02, 0x5ab28, 0x5ab41, 0x5abb8, 0x5ac01,
+  0x5acc0, 0x5ad01, 0x5ad10, 0x5ad42, 0x5ad68, 0x5ad6e, 0x5ad88, 0x5ad8d, 0x5ade0, 0x5adf5, 0x5ae40,
+  0x5b901, 0x5ba02, 0x5ba5c, 0x5bc01, 0x5bd2c, 0x5bd41, 0x5bd44, 0x5be4d, 0x5be80, 0x5bf81, 0x5bf88,
+  0x5bf8d, 0x5bf90, 0x5c001, 0x61fe0, 0x62001, 0x63358, 0x63401, 0x63424, 0x6bfc1, 0x6bfd0, 0x6bfd5,
+  0x6bff0, 0x6bff5, 0x6bffc, 0x6c001, 0x6c48c, 0x6c541, 0x6c54c, 0x6c591, 0x6c5a0, 0x6c5c1, 0x6cbf0,
+  0x6f001, 0x6f1ac, 0x6f1c1, 0x6f1f4, 0x6f201, 0x6f224, 0x6f241, 0x6f268, 0x74b82, 0x74bd0, 0x74d82,
+  0x74de4, 0x75001, 0x75154, 0x75159, 0x75274, 0x75279, 0x75280, 0x75289, 0x7528c, 0x75295, 0x7529c,
+  0x752a5, 0x752b4, 0x752b9, 0x752e8, 0x752ed, 0x752f0, 0x752f5, 0x75310, 0x75315, 0x75418, 0x7541d,
+  0x7542c, 0x75435, 0x75454, 0x75459, 0x75474, 0x75479, 0x754e8, 0x754ed, 0x754fc, 0x75501, 0x75514,
+  0x75519, 0x7551c, 0x75529, 0x75544, 0x75549, 0x75a98, 0x75aa1, 0x75b04, 0x75b09, 0x75b6c, 0x75b71,
+  0x75bec, 0x75bf1, 0x75c54, 0x75c59, 0x75cd4, 0x75cd9, 0x75d3c, 0x75d41, 0x75dbc, 0x75dc1, 0x75e24,
+  0x75e29, 0x75ea4, 0x75ea9, 0x75f0c, 0x75f11, 0x75f30, 0x75f3a, 0x76000, 0x77c01, 0x77c7c, 0x78401,
+  0x784b4, 0x784dd, 0x784f8, 0x78502, 0x78528, 0x78539, 0x7853c, 0x78a41, 0x78ab8, 0x78b01, 0x78bb0,
+  0x78bc2, 0x78be8, 0x79f81, 0x79f9c, 0x79fa1, 0x79fb0, 0x79fb5, 0x79fbc, 0x79fc1, 0x79ffc, 0x7a001,
+  0x7a314, 0x7a31e, 0x7a340, 0x7a401, 0x7a510, 0x7a52d, 0x7a530, 0x7a542, 0x7a568, 0x7b1c6, 0x7b2b0,
+  0x7b2b6, 0x7b2c0, 0x7b2c6, 0x7b2d4, 0x7b406, 0x7b4b8, 0x7b4be, 0x7b4f8, 0x7b801, 0x7b810, 0x7b815,
+  0x7b880, 0x7b885, 0x7b88c, 0x7b891, 0x7b894, 0x7b89d, 0x7b8a0, 0x7b8a5, 0x7b8cc, 0x7b8d1, 0x7b8e0,
+  0x7b8e5, 0x7b8e8, 0x7b8ed, 0x7b8f0, 0x7b909, 0x7b90c, 0x7b91d, 0x7b920, 0x7b925, 0x7b928, 0x7b92d,
+  0x7b930, 0x7b935, 0x7b940, 0x7b945, 0x7b94c, 0x7b951, 0x7b954, 0x7b95d, 0x7b960, 0x7b965, 0x7b968,
+  0x7b96d, 0x7b970, 0x7b975, 0x7b978, 0x7b97d, 0x7b980, 0x7b985, 0x7b98c, 0x7b991, 0x7b994, 0x7b99d,
+  0x7b9ac, 0x7b9b1, 0x7b9cc, 0x7b9d1, 0x7b9e0, 0x7b9e5, 0x7b9f4, 0x7b9f9, 0x7b9fc, 0x7ba01, 0x7ba28,
+  0x7ba2d, 0x7ba70, 0x7ba85, 0x7ba90, 0x7ba95, 0x7baa8, 0x7baad, 0x7baf0, 0x7c402, 0x7c434, 0x7efc2,
+  0x7efe8, 0x80001, 0xa9b80, 0xa9c01, 0xadce4, 0xadd01, 0xae078, 0xae081, 0xb3a88, 0xb3ac1, 0xbaf84,
+  0xbe001, 0xbe878, 0xc0001, 0xc4d2c
+};
+
+static tfmi_class tfmi_class_of(uint32_t c) {
+  uint32_t low = 0, high = (uint32_t)TFMI_COUNT(tfmi_class_starts);
+  if (c < 128) {
+    if ((c | 32) - 'a' < 26) return TFMI_LETTER;
+    if (c - '0' < 10) return TFMI_NUMBER;
+    return c == ' ' || c - '\t' < 5 ? TFMI_SPACE : TFMI_OTHER;
+  }
+  while (high - low > 1) {
+    uint32_t middle = (low + high) / 2;
+    if (tfmi_class_starts[middle] >> 2 <= c) low = middle;
+    else high = middle;
+  }
+  return (tfmi_class)(tfmi_class_starts[low] & 3);
+}
+
+typedef enum tfmi_rune_state {
+  TFMI_RUNE_WHOLE,
+  TFMI_RUNE_OPEN,  /* the bytes end within a character that more of them could complete */
+  TFMI_RUNE_BROKEN /* no character begins like this */
+} tfmi_rune_state;
+
+typedef struct tfmi_rune {
+  uint32_t code, bytes; /* code: U+FFFD unless whole */
+  tfmi_rune_state state;
+} tfmi_rune;
+
+/* The character at p, of n > 0 bytes: RFC 3629, no overlong forms, no surrogates. */
+static tfmi_rune tfmi_rune_at(const char *p, size_t n) {
+  const uint8_t *b = (const uint8_t *)p;
+  tfmi_rune r = {b[0], 1, TFMI_RUNE_WHOLE};
+  uint32_t need, code, low, high;
+  if (b[0] < 0x80) return r;
+  need = b[0] < 0xc2 || b[0] > 0xf4 ? 0 : b[0] < 0xe0 ? 2 : b[0] < 0xf0 ? 3 : 4;
+  low = b[0] == 0xe0 ? 0xa0 : b[0] == 0xf0 ? 0x90 : 0x80; /* the second byte's range */
+  high = b[0] == 0xed ? 0x9f : b[0] == 0xf4 ? 0x8f : 0xbf;
+  code = b[0] & (0x7fu >> need);
+  r.code = 0xfffd;
+  r.state = TFMI_RUNE_BROKEN;
+  if (need == 0) return r;
+  for (; r.bytes < need; r.bytes++) {
+    if (r.bytes == n) {
+      r.state = TFMI_RUNE_OPEN;
+      return r;
+    }
+    if (b[r.bytes] < low || b[r.bytes] > high) return r;
+    code = code << 6 | (b[r.bytes] & 0x3f);
+    low = 0x80;
+    high = 0xbf;
+  }
+  r.code = code;
+  r.state = TFMI_RUNE_WHOLE;
+  return r;
+}
+
+/* ==================================================================================================
+   >>gguf   the GGUF container, version 3
+   ==================================================================================================
+
+   Magic, version, two counts; then key/value pairs, tensor descriptions, padding, the data section.
+   tfmi_gguf_open walks all of it once and checks everything, so that who reads a value later can
+   trust its lengths: a value is kept as a pointer into the file. Counts are compared with the bytes
+   that are left before anything is allocated. Keys and tensors end up sorted, which is also how
+   duplicates and overlapping tensors are found.
+
+   A file without tensors (a vocabulary) is a valid container. Refused are nested arrays, booleans
+   other than 0 and 1, names with a NUL, and alignments that are no power of two from 8 to 2^20. */
+
+typedef struct tfmi_tensor { /* of any format; lies in a file */
+  tfmi_text name;
+  tfm_type type;         /* TFM_TYPE_DEFAULT: none of ours, only its name is known */
+  const char *type_name;
+  uint64_t rank, dims[4]; /* slowest first; beyond the fourth they are not kept */
+  int32_t file;           /* which of the model's files it lies in */
+  bool used;              /* something asked for it */
+  const uint8_t *data;
+  size_t bytes;
+} tfmi_tensor;
+
+typedef struct tfmi_gguf_value {
+  uint32_t type, element; /* TFMI_GGUF_...; element: of an array */
+  uint64_t count;         /* elements; 1 unless an array */
+  const uint8_t *at;      /* the first element; a string begins with its length */
+  uint64_t bytes;
+} tfmi_gguf_value;
+
+typedef struct tfmi_gguf_entry {
+  tfmi_text key;
+  tfmi_gguf_value value;
+} tfmi_gguf_entry;
+
+typedef struct tfmi_gguf { /* all in scratch memory */
+  tfmi_load *load;
+  const uint8_t *at, *end; /* while reading */
+  tfmi_gguf_entry *entry;  /* [entries], sorted by key */
+  tfmi_tensor *tensor;     /* [tensors], sorted by name */
+  uint64_t entries, tensors, alignment;
+} tfmi_gguf;
+
+enum {
+  TFMI_GGUF_U8, TFMI_GGUF_I8, TFMI_GGUF_U16, TFMI_GGUF_I16, TFMI_GGUF_U32, TFMI_GGUF_I32,
+  TFMI_GGUF_F32, TFMI_GGUF_BOOL, TFMI_GGUF_STRING, TFMI_GGUF_ARRAY, TFMI_GGUF_U64, TFMI_GGUF_I64,
+  TFMI_GGUF_F64
+};
+
+static const struct tfmi_gguf_type_row {
+  const char *name;
+  uint8_t bytes;
+} tfmi_gguf_types[] = { /* by number */
+  {"u8", 1}, {"i8", 1}, {"u16", 2}, {"i16", 2}, {"u32", 4}, {"i32", 4}, {"f32", 4}, {"bool", 1},
+  {"string", 0}, {"array", 0}, {"u64", 8}, {"i64", 8}, {"f64", 8},
+};
+
+static const struct tfmi_ggml_row {
+  uint32_t id;
+  const char *name;
+  uint16_t block_values, block_bytes;
+  tfm_type type;
+} tfmi_ggml_types[] = {
+  {0, "F32", 1, 4, TFM_F32},         {1, "F16", 1, 2, TFM_F16},
+  {2, "Q4_0", 32, 18, TFM_Q4_0},     {3, "Q4_1", 32, 20, TFM_Q4_1},
+  {6, "Q5_0", 32, 22, TFM_Q5_0},     {7, "Q5_1", 32, 24, TFM_Q5_1},
+  {8, "Q8_0", 32, 34, TFM_Q8_0},     {9, "Q8_1", 32, 36, TFM_TYPE_DEFAULT},
+  {10, "Q2_K", 256, 84, TFM_TYPE_DEFAULT},  {11, "Q3_K", 256, 110, TFM_TYPE_DEFAULT},
+  {12, "Q4_K", 256, 144, TFM_Q4_K},  {13, "Q5_K", 256, 176, TFM_Q5_K},
+  {14, "Q6_K", 256, 210, TFM_Q6_K},  {15, "Q8_K", 256, 292, TFM_TYPE_DEFAULT},
+  {16, "IQ2_XXS", 256, 66, TFM_TYPE_DEFAULT}, {17, "IQ2_XS", 256, 74, TFM_TYPE_DEFAULT},
+  {18, "IQ3_XXS", 256, 98, TFM_TYPE_DEFAULT}, {19, "IQ1_S", 256, 50, TFM_TYPE_DEFAULT},
+  {20, "IQ4_NL", 32, 18, TFM_TYPE_DEFAULT},   {21, "IQ3_S", 256, 110, TFM_TYPE_DEFAULT},
+  {22, "IQ2_S", 256, 82, TFM_TYPE_DEFAULT},   {23, "IQ4_XS", 256, 136, TFM_TYPE_DEFAULT},
+  {24, "I8", 1, 1, TFM_TYPE_DEFAULT},         {25, "I16", 1, 2, TFM_TYPE_DEFAULT},
+  {26, "I32", 1, 4, TFM_TYPE_DEFAULT},        {27, "I64", 1, 8, TFM_TYPE_DEFAULT},
+  {28, "F64", 1, 8, TFM_TYPE_DEFAULT},        {29, "IQ1_M", 256, 56, TFM_TYPE_DEFAULT},
+  {30, "BF16", 1, 2, TFM_BF16},               {34, "TQ1_0", 256, 54, TFM_TYPE_DEFAULT},
+  {35, "TQ2_0", 256, 66, TFM_TYPE_DEFAULT},   {39, "MXFP4", 32, 17, TFM_TYPE_DEFAULT},
+};
+
+/* ---- Names: ordered, and fit to be printed ---- */
+
+static int tfmi_text_order(tfmi_text a, tfmi_text b) {
+  size_t n = a.n < b.n ? a.n : b.n;
+  int order = n ? memcmp(a.at, b.at, n) : 0;
+  return order ? order : a.n < b.n ? -1 : a.n > b.n;
+}
+
+typedef struct tfmi_plain_text { char text[100]; } tfmi_plain_text;
+
+/* For a sentence: cut when long, what is not printable ASCII as '?'. */
+static tfmi_plain_text tfmi_plain(tfmi_text name) {
+  tfmi_plain_text s;
+  size_t n = name.n < sizeof s.text - 4 ? name.n : sizeof s.text - 4, i;
+  for (i = 0; i < n; i++)
+    s.text[i] = (char)(name.at[i] < ' ' || name.at[i] > '~' ? '?' : name.at[i]);
+  memcpy(s.text + n, n < name.n ? "..." : "", n < name.n ? 4 : 1);
+  return s;
+}
+
+typedef int (*tfmi_order)(const void *a, const void *b);
+
+static void tfmi_swap(uint8_t *a, uint8_t *b, size_t bytes) {
+  for (; bytes; bytes--, a++, b++) {
+    uint8_t t = *a;
+    *a = *b;
+    *b = t;
+  }
+}
+
+/* Heap sort: in place, n log n on any input, no recursion and, unlike some a qsort, no malloc. */
+static void tfmi_sort(void *items, size_t n, size_t size, tfmi_order order) {
+  uint8_t *a = (uint8_t *)items;
+  size_t begin = n / 2, end = n, root, child;
+  while (end > 1) {
+    if (begin) begin--; /* still building the heap */
+    else tfmi_swap(a, a + --end * size, size);
+    for (root = begin; (child = 2 * root + 1) < end; root = child) {
+      if (child + 1 < end && order(a + child * size, a + (child + 1) * size) < 0) child++;
+      if (order(a + root * size, a + child * size) >= 0) break;
+      tfmi_swap(a + root * size, a + child * size, size);
+    }
+  }
+}
+
+static int tfmi_tensor_name_order(const void *a, const void *b) {
+  return tfmi_text_order(((const tfmi_tensor *)a)->name, ((const tfmi_tensor *)b)->name);
+}
+
+/* By place, the empty ones first, so that only real overlaps look like ones. */
+static int tfmi_tensor_place_order(const void *a, const void *b) {
+  const tfmi_tensor *s = (const tfmi_tensor *)a, *t = (const tfmi_tensor *)b;
+  if (s->data != t->data) return s->data < t->data ? -1 : 1;
+  return s->bytes < t->bytes ? -1 : s->bytes > t->bytes;
+}
+
+/* Sorts by name; the same name twice fails. */
+static void tfmi_tensors_sort(tfmi_load *l, tfmi_tensor *tensor, uint64_t count) {
+  uint64_t i;
+  tfmi_sort(tensor, (size_t)count, sizeof *tensor, tfmi_tensor_name_order);
+  for (i = 1; i < count; i++)
+    if (tfmi_text_order(tensor[i - 1].name, tensor[i].name) == 0)
+      tfmi_fail(l, TFM_E_FORMAT, "tensor %s is there twice; a name must be unique",
+                tfmi_plain(tensor[i].name).text);
+}
+
+/* ---- Reading straight through ---- */
+
+static const uint8_t *tfmi_gguf_take(tfmi_gguf *g, uint64_t bytes, const char *what) {
+  const uint8_t *at = g->at;
+  if (bytes > (uint64_t)(g->end - at))
+    tfmi_fail(g->load, TFM_E_FORMAT, "%s needs %llu bytes, but the file ends after %llu", what,
+              (unsigned long long)bytes, (unsigned long long)(g->end - at));
+  g->at += bytes;
+  return at;
+}
+
+static uint32_t tfmi_gguf_u32(tfmi_gguf *g, const char *what) {
+  return tfmi_u32(tfmi_gguf_take(g, 4, what));
+}
+
+static uint64_t tfmi_gguf_u64(tfmi_gguf *g, const char *what) {
+  return tfmi_u64(tfmi_gguf_take(g, 8, what));
+}
+
+/* A count of things that take at least `least` bytes each. */
+static uint64_t tfmi_gguf_count(tfmi_gguf *g, uint64_t count, uint64_t least, const char *what) {
+  uint64_t room = (uint64_t)(g->end - g->at) / least;
+  if (count > room)
+    tfmi_fail(g->load, TFM_E_FORMAT, "%llu %s are announced, but the file has room for %llu",
+              (unsigned long long)count, what, (unsigned long long)room);
+  return count;
+}
+
+static const uint8_t *tfmi_gguf_text_at(const uint8_t *at, tfmi_text *out) {
+  out->n = (size_t)tfmi_u64(at);
+  out->at = (const char *)at + 8;
+  return at + 8 + out->n;
+}
+
+static tfmi_text tfmi_gguf_name(tfmi_gguf *g, uint64_t most, const char *what) {
+  tfmi_text name;
+  uint64_t n = tfmi_gguf_u64(g, what);
+  name.at = (const char *)tfmi_gguf_take(g, n, what);
+  name.n = (size_t)n;
+  if (n == 0 || n > most)
+    tfmi_fail(g->load, TFM_E_FORMAT, "%s has %llu bytes, expected 1 to %llu", what,
+              (unsigned long long)n, (unsigned long long)most);
+  if (memchr(name.at, 0, name.n))
+    tfmi_fail(g->load, TFM_E_FORMAT, "%s \"%s\" contains a NUL", what, tfmi_plain(name).text);
+  return name;
+}
+
+/* ---- Keys and values ---- */
+
+static void tfmi_gguf_elements(tfmi_gguf *g, tfmi_text key, uint32_t type, uint64_t count) {
+  const uint8_t *at;
+  uint64_t i;
+  if (type == TFMI_GGUF_STRING) {
+    for (i = 0; i < count; i++) tfmi_gguf_take(g, tfmi_gguf_u64(g, "a string"), "a string");
+    return;
+  }
+  at = tfmi_gguf_take(g, count * tfmi_gguf_types[type].bytes, "a value"); /* count was checked */
+  for (i = 0; type == TFMI_GGUF_BOOL && i < count; i++)
+    if (at[i] > 1)
+      tfmi_fail(g->load, TFM_E_FORMAT, "key %s is a bool of value %d, expected 0 or 1",
+                tfmi_plain(key).text, at[i]);
+}
+
+static void tfmi_gguf_array(tfmi_gguf *g, tfmi_text key, tfmi_gguf_value *v) {
+  uint64_t least;
+  v->element = tfmi_gguf_u32(g, "an array");
+  v->count = tfmi_gguf_u64(g, "an array");
+  if (v->element == TFMI_GGUF_ARRAY)
+    tfmi_fail(g->load, TFM_E_UNSUPPORTED, "key %s is an array of arrays, expected of plain values",
+              tfmi_plain(key).text);
+  if (v->element >= (uint32_t)TFMI_COUNT(tfmi_gguf_types))
+    tfmi_fail(g->load, TFM_E_FORMAT, "key %s is an array of type %u, expected 0 to 12",
+              tfmi_plain(key).text, (unsigned)v->element);
+  least = v->element == TFMI_GGUF_STRING ? 8 : tfmi_gguf_types[v->element].bytes;
+  tfmi_gguf_count(g, v->count, least, "array elements");
+}
+
+static void tfmi_gguf_read_entry(tfmi_gguf *g, tfmi_gguf_entry *e) {
+  tfmi_gguf_value *v = &e->value;
+  e->key = tfmi_gguf_name(g, 65535, "a key");
+  v->element = v->type = tfmi_gguf_u32(g, "a key's type");
+  v->count = 1;
+  if (v->type >= (uint32_t)TFMI_COUNT(tfmi_gguf_types))
+    tfmi_fail(g->load, TFM_E_FORMAT, "key %s has type %u, expected 0 to 12",
+              tfmi_plain(e->key).text, (unsigned)v->type);
+  if (v->type == TFMI_GGUF_ARRAY) tfmi_gguf_array(g, e->key, v);
+  v->at = g->at;
+  tfmi_gguf_elements(g, e->key, v->element, v->count);
+  v->bytes = (uint64_t)(g->at - v->at);
+}
+
+static int tfmi_gguf_key_order(const void *a, const void *b) {
+  return tfmi_text_order(((const tfmi_gguf_entry *)a)->key, ((const tfmi_gguf_entry *)b)->key);
+}
+
+static void tfmi_gguf_read_entries(tfmi_gguf *g) {
+  uint64_t i;
+  g->entry = TFMI_NEW(tfmi_gguf_entry, tfmi_scratch(g->load, g->entries, sizeof *g->entry));
+  for (i = 0; i < g->entries; i++) tfmi_gguf_read_entry(g, &g->entry[i]);
+  tfmi_sort(g->entry, (size_t)g->entries, sizeof *g->entry, tfmi_gguf_key_order);
+  for (i = 1; i < g->entries; i++)
+    if (tfmi_text_order(g->entry[i - 1].key, g->entry[i].key) == 0)
+      tfmi_fail(g->load, TFM_E_FORMAT, "key %s is there twice; a key must be unique",
+                tfmi_plain(g->entry[i].key).text);
+}
+
+static const tfmi_gguf_value *tfmi_gguf_find(const tfmi_gguf *g, const char *key) {
+  uint64_t low = 0, high = g->entries;
+  tfmi_text text;
+  text.at = key;
+  text.n = strlen(key);
+  while (low < high) {
+    uint64_t middle = low + (high - low) / 2;
+    int order = tfmi_text_order(text, g->entry[middle].key);
+    if (order == 0) return &g->entry[middle].value;
+    if (order < 0) high = middle;
+    else low = middle + 1;
+  }
+  return NULL;
+}
+
+static TFMI_NORETURN void tfmi_gguf_mistyped(const tfmi_gguf *g, const char *key,
+                                             const tfmi_gguf_value *v, const char *expected) {
+  tfmi_fail(g->load, TFM_E_FORMAT, "key %s has type %s, expected %s", key,
+            tfmi_gguf_types[v->type].name, expected);
+}
+
+/* One whole number of any width; false when it is of another type. */
+static bool tfmi_gguf_int_at(const tfmi_gguf *g, const char *key, uint32_t type, const uint8_t *at,
+                             int64_t *out) {
+  uint64_t u;
+  switch (type) {
+    case TFMI_GGUF_U8: *out = at[0]; return true;
+    case TFMI_GGUF_I8: *out = (int8_t)at[0]; return true;
+    case TFMI_GGUF_U16: *out = tfmi_u16(at); return true;
+    case TFMI_GGUF_I16: *out = (int16_t)tfmi_u16(at); return true;
+    case TFMI_GGUF_U32: *out = tfmi_u32(at); return true;
+    case TFMI_GGUF_I32: *out = (int32_t)tfmi_u32(at); return true;
+    case TFMI_GGUF_U64: case TFMI_GGUF_I64: break;
+    default: return false;
+  }
+  u = tfmi_u64(at);
+  if (type == TFMI_GGUF_U64 && u > INT64_MAX)
+    tfmi_fail(g->load, TFM_E_FORMAT, "key %s is %llu, expected less than 2^63", key,
+              (unsigned long long)u);
+  *out = (int64_t)u;
+  return true;
+}
+
+static bool tfmi_gguf_get_int(const tfmi_gguf *g, const char *key, int64_t *out) {
+  const tfmi_gguf_value *v = tfmi_gguf_find(g, key);
+  if (!v) return false;
+  if (!tfmi_gguf_int_at(g, key, v->type, v->at, out)) tfmi_gguf_mistyped(g, key, v, "an integer");
+  return true;
+}
+
+static bool tfmi_gguf_get_real(const tfmi_gguf *g, const char *key, double *out) {
+  const tfmi_gguf_value *v = tfmi_gguf_find(g, key);
+  uint64_t bits;
+  if (!v) return false;
+  if (v->type != TFMI_GGUF_F32 && v->type != TFMI_GGUF_F64) tfmi_gguf_mistyped(g, key, v, "f32");
+  if (v->type == TFMI_GGUF_F32) {
+    *out = (double)tfmi_f32(v->at);
+  } else {
+    bits = tfmi_u64(v->at);
+    memcpy(out, &bits, sizeof *out);
+  }
+  return true;
+}
+
+static TFMI_UNUSED bool tfmi_gguf_get_bool(const tfmi_gguf *g, const char *key, bool *out) {
+  const tfmi_gguf_value *v = tfmi_gguf_find(g, key);
+  if (!v) return false;
+  if (v->type != TFMI_GGUF_BOOL) tfmi_gguf_mistyped(g, key, v, "bool");
+  *out = v->at[0] != 0;
+  return true;
+}
+
+static bool tfmi_gguf_get_text(const tfmi_gguf *g, const char *key, tfmi_text *out) {
+  const tfmi_gguf_value *v = tfmi_gguf_find(g, key);
+  if (!v) return false;
+  if (v->type != TFMI_GGUF_STRING) tfmi_gguf_mistyped(g, key, v, "string");
+  tfmi_gguf_text_at(v->at, out);
+  return true;
+}
+
+/* ---- Tensors ---- */
+
+static const struct tfmi_ggml_row *tfmi_ggml_find(uint32_t id) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_ggml_types); i++)
+    if (tfmi_ggml_types[i].id == id) return &tfmi_ggml_types[i];
+  return NULL;
+}
+
+/* The file counts dimensions from the fastest, which must fill whole blocks. */
+static void tfmi_gguf_shape(tfmi_gguf *g, tfmi_tensor *t) {
+  uint64_t elements = 1, i;
+  t->rank = tfmi_gguf_u32(g, "a tensor's rank");
+  if (t->rank < 1 || t->rank > 4)
+    tfmi_fail(g->load, TFM_E_FORMAT, "tensor %s has %llu dimensions, expected 1 to 4",
+              tfmi_plain(t->name).text, (unsigned long long)t->rank);
+  for (i = t->rank; i-- > 0;) {
+    t->dims[i] = tfmi_gguf_u64(g, "a tensor's shape");
+    if (t->dims[i] == 0 || t->dims[i] > INT64_MAX)
+      tfmi_fail(g->load, TFM_E_FORMAT, "tensor %s has a dimension of %llu, expected 1 to 2^63 - 1",
+                tfmi_plain(t->name).text, (unsigned long long)t->dims[i]);
+    if (!tfmi_mul(elements, t->dims[i], &elements))
+      tfmi_fail(g->load, TFM_E_FORMAT, "tensor %s has more than 2^64 elements",
+                tfmi_plain(t->name).text);
+  }
+}
+
+static void tfmi_gguf_type(tfmi_gguf *g, tfmi_tensor *t) {
+  uint32_t id = tfmi_gguf_u32(g, "a tensor's type");
+  const struct tfmi_ggml_row *row = tfmi_ggml_find(id);
+  uint64_t blocks, i;
+  if (!row)
+    tfmi_fail(g->load, TFM_E_UNSUPPORTED, "tensor %s has type %u, which is not known here",
+              tfmi_plain(t->name).text, (unsigned)id);
+  blocks = t->dims[t->rank - 1] / row->block_values;
+  if (t->dims[t->rank - 1] % row->block_values)
+    tfmi_fail(g->load, TFM_E_FORMAT, "tensor %s: rows of %llu values do not fill blocks of %s (%d)",
+              tfmi_plain(t->name).text, (unsigned long long)t->dims[t->rank - 1], row->name,
+              row->block_values);
+  for (i = 0; i + 1 < t->rank; i++) blocks *= t->dims[i]; /* no more than the elements: it fits */
+  if (!tfmi_bytes(blocks, row->block_bytes, &t->bytes))
+    tfmi_fail(g->load, TFM_E_FORMAT, "tensor %s is larger than the address space",
+              tfmi_plain(t->name).text);
+  t->type = row->type;
+  t->type_name = row->name;
+}
+
+/* Where the data begins is known only behind the last description: offsets are kept apart. */
+static void tfmi_gguf_read_tensors(tfmi_gguf *g, uint64_t *offset) {
+  uint64_t i;
+  for (i = 0; i < g->tensors; i++) {
+    tfmi_tensor *t = &g->tensor[i];
+    t->name = tfmi_gguf_name(g, 64, "a tensor's name");
+    tfmi_gguf_shape(g, t);
+    tfmi_gguf_type(g, t);
+    offset[i] = tfmi_gguf_u64(g, "a tensor's offset");
+    if (offset[i] % g->alignment)
+      tfmi_fail(g->load, TFM_E_FORMAT, "tensor %s lies at offset %llu, expected a multiple of %llu",
+                tfmi_plain(t->name).text, (unsigned long long)offset[i],
+                (unsigned long long)g->alignment);
+  }
+}
+
+static void tfmi_gguf_place_tensors(tfmi_gguf *g, const uint8_t *begin, const uint64_t *offset) {
+  uint64_t header = (uint64_t)(g->at - begin), whole = (uint64_t)(g->end - begin), room, i;
+  header = (header + g->alignment - 1) & ~(g->alignment - 1);
+  room = header < whole ? whole - header : 0;
+  for (i = 0; i < g->tensors; i++) {
+    tfmi_tensor *t = &g->tensor[i];
+    if (offset[i] > room || t->bytes > room - offset[i])
+      tfmi_fail(g->load, TFM_E_FORMAT,
+                "tensor %s lies at offset %llu with %llu bytes, but the data section has %llu; the "
+                "file may be cut off", tfmi_plain(t->name).text, (unsigned long long)offset[i],
+                (unsigned long long)t->bytes, (unsigned long long)room);
+    t->data = begin + header + offset[i];
+  }
+  tfmi_sort(g->tensor, (size_t)g->tensors, sizeof *g->tensor, tfmi_tensor_place_order);
+  for (i = 1; i < g->tensors; i++)
+    if (g->tensor[i - 1].data + g->tensor[i - 1].bytes > g->tensor[i].data)
+      tfmi_fail(g->load, TFM_E_FORMAT, "tensors %s and %s overlap",
+                tfmi_plain(g->tensor[i - 1].name).text, tfmi_plain(g->tensor[i].name).text);
+  tfmi_tensors_sort(g->load, g->tensor, g->tensors);
+}
+
+/* ---- The whole ---- */
+
+static void tfmi_gguf_header(tfmi_gguf *g) {
+  const uint8_t *magic = tfmi_gguf_take(g, 4, "the magic number");
+  uint32_t version;
+  if (memcmp(magic, "GGUF", 4) != 0)
+    tfmi_fail(g->load, TFM_E_FORMAT, "the file does not begin with GGUF");
+  version = tfmi_gguf_u32(g, "the version");
+  if (version == 0x03000000)
+    tfmi_fail(g->load, TFM_E_UNSUPPORTED, "GGUF for big-endian machines; convert it again");
+  if (version != 3)
+    tfmi_fail(g->load, TFM_E_UNSUPPORTED, "GGUF version %u, expected 3; convert the model again",
+              (unsigned)version);
+  g->tensors = tfmi_gguf_u64(g, "the number of tensors");
+  g->entries = tfmi_gguf_u64(g, "the number of keys");
+  tfmi_gguf_count(g, g->entries, 8 + 1 + 4 + 1, "keys");
+  tfmi_gguf_count(g, g->tensors, 8 + 1 + 4 + 8 + 4 + 8, "tensors");
+}
+
+static void tfmi_gguf_read_alignment(tfmi_gguf *g) {
+  const char *key = "general.alignment";
+  const tfmi_gguf_value *v = tfmi_gguf_find(g, key);
+  g->alignment = 32;
+  if (!v) return;
+  if (v->type != TFMI_GGUF_U32) tfmi_gguf_mistyped(g, key, v, "u32");
+  g->alignment = tfmi_u32(v->at);
+  if (g->alignment < 8 || g->alignment > 1u << 20 || (g->alignment & (g->alignment - 1)))
+    tfmi_fail(g->load, TFM_E_FORMAT, "key %s is %llu, expected a power of two from 8 to 2^20", key,
+              (unsigned long long)g->alignment);
+}
+
+static void tfmi_gguf_open(tfmi_gguf *g, tfmi_load *l, const void *data, size_t bytes) {
+  uint64_t *offset;
+  memset(g, 0, sizeof *g);
+  g->load = l;
+  g->at = (const uint8_t *)data;
+  g->end = g->at + bytes;
+  tfmi_gguf_header(g);
+  tfmi_gguf_read_entries(g);
+  tfmi_gguf_read_alignment(g);
+  tfmi_gguf_count(g, g->tensors, 8 + 1 + 4 + 8 + 4 + 8, "tensors");
+  g->tensor = TFMI_NEW(tfmi_tensor, tfmi_scratch(l, g->tensors, sizeof *g->tensor));
+  offset = TFMI_NEW(uint64_t, tfmi_scratch(l, g->tensors, sizeof *offset));
+  tfmi_gguf_read_tensors(g, offset);
+  tfmi_gguf_place_tensors(g, (const uint8_t *)data, offset);
+  tfmi_release(l, offset);
+}
+
+/* ==================================================================================================
+   >>tokenizer   text to ids and back, exactly as the vocabulary's makers do it
+   ==================================================================================================
+
+   Text passes through stages, each a row or a field of the tokenizer:
+
+     added      special and added tokens are cut out of the text (first set), leftmost, then longest
+     normalise  a prefix, blanks replaced, runs of blanks squeezed
+     added      those that are looked for in normalised text (second set)
+     split      a pattern cuts pre-tokens; merges never cross them
+     model      symbols (bytes or characters) are merged pair by pair, lowest rank first
+
+   Every vocabulary, whatever file it comes from, is brought to one form while loading: texts with
+   ids, and a table (left id, right id) -> (rank, id). Vocabularies of scored pieces (SentencePiece)
+   become such a table too: a piece can arise from any two symbols that spell it, its rank is the
+   order of its score, and equal scores have equal ranks. Characters that occur in pieces without
+   being one get `phantom` ids beyond the vocabulary; they exist between merges only.
+
+   Merging keeps the symbols in a linked list and takes the candidates by (rank, position): near
+   linear in the text. Candidates go stale when a neighbour merges first; they are skipped when they
+   come up. They wait in a heap, and those of long pieces in a list per rank, where most arrive in
+   the order in which they will be taken. Tables are frozen: open addressing, written once, read by
+   any number of threads. */
+
+/* ---- Frozen tables ---- */
+
+typedef struct tfmi_text_slot {
+  uint32_t hash, at, n; /* of the text in the arena */
+  int32_t id;           /* -1: free */
+} tfmi_text_slot;
+
+typedef struct tfmi_text_table {
+  tfmi_text_slot *slot; /* NULL: no table */
+  const char *arena;
+  uint64_t mask;
+} tfmi_text_table;
+
+typedef struct tfmi_merge {
+  int32_t left, right, into; /* into -1: free */
+  uint32_t rank;
+} tfmi_merge;
+
+typedef struct tfmi_merge_table {
+  tfmi_merge *slot;
+  uint64_t mask;
+  int64_t ranks; /* are 0 .. ranks-1 */
+} tfmi_merge_table;
+
+typedef struct tfmi_join_table { /* pairs of first symbols that some merge can reach across */
+  uint64_t *slot;                /* UINT64_MAX: free */
+  uint64_t mask;
+} tfmi_join_table;
+
+/* Slots for n entries: a power of two, at most half full. */
+static uint64_t tfmi_slots(uint64_t n) {
+  uint64_t slots = 16;
+  while (slots < 2 * n) slots *= 2;
+  return slots;
+}
+
+static uint64_t tfmi_mix(uint64_t key) {
+  key *= UINT64_C(0x9E3779B97F4A7C15);
+  return key ^ key >> 29;
+}
+
+static uint64_t tfmi_pair_key(int32_t left, int32_t right) {
+  return (uint64_t)(uint32_t)left << 32 | (uint32_t)right;
+}
+
+static uint32_t tfmi_text_hash(const char *p, size_t n) {
+  uint64_t h = UINT64_C(0xcbf29ce484222325);
+  size_t i;
+  for (i = 0; i < n; i++) h = (h ^ (uint8_t)p[i]) * UINT64_C(0x100000001b3);
+  return (uint32_t)(tfmi_mix(h) >> 20);
+}
+
+/* The slot of the text, or the free one where it belongs. */
+static tfmi_text_slot *tfmi_text_slot_of(const tfmi_text_table *table, const char *p, size_t n,
+                                         uint32_t hash) {
+  uint64_t i = hash & table->mask;
+  for (;; i = (i + 1) & table->mask) {
+    tfmi_text_slot *s = &table->slot[i];
+    if (s->id < 0) return s;
+    if (s->hash == hash && s->n == n && memcmp(table->arena + s->at, p, n) == 0) return s;
+  }
+}
+
+static int32_t tfmi_text_find(const tfmi_text_table *table, const char *p, size_t n) {
+  return tfmi_text_slot_of(table, p, n, tfmi_text_hash(p, n))->id;
+}
+
+/* The slot of the pair, or the free one where it belongs. */
+static tfmi_merge *tfmi_merge_slot_of(const tfmi_merge_table *table, int32_t left, int32_t right) {
+  uint64_t i = tfmi_mix(tfmi_pair_key(left, right)) & table->mask;
+  for (;; i = (i + 1) & table->mask) {
+    tfmi_merge *m = &table->slot[i];
+    if (m->into < 0 || (m->left == left && m->right == right)) return m;
+  }
+}
+
+static uint64_t *tfmi_join_slot_of(const tfmi_join_table *table, int32_t left, int32_t right) {
+  uint64_t key = tfmi_pair_key(left, right), i = tfmi_mix(key) & table->mask;
+  while (table->slot[i] != key && table->slot[i] != UINT64_MAX) i = (i + 1) & table->mask;
+  return &table->slot[i];
+}
+
+/* ---- The object ---- */
+
+typedef enum tfmi_speech { /* how a token is decoded */
+  TFMI_SPEECH_NONE,        /* a gap between the ids */
+  TFMI_SPEECH_TEXT,        /* whole characters */
+  TFMI_SPEECH_BYTES        /* bytes, which become characters together with their neighbours' */
+} tfmi_speech;
+
+typedef struct tfmi_token {
+  uint32_t at, n;           /* the vocabulary's spelling, in the arena */
+  uint32_t said_at, said_n; /* what it decodes to */
+  tfmi_speech speech;
+} tfmi_token;
+
+typedef struct tfmi_added {
+  uint32_t at, n; /* what is looked for, in the arena */
+  int32_t id;
+  bool special, left_blanks, right_blanks; /* swallow white space before, behind */
+} tfmi_added;
+
+typedef struct tfmi_added_set {
+  tfmi_added *token; /* [count], sorted by their bytes */
+  int32_t count;
+  bool first[256];   /* bytes that some token begins with */
+} tfmi_added_set;
+
+typedef size_t (*tfmi_splitter)(const char *p, size_t n); /* bytes of the first pre-token, n > 0 */
+
+struct tfm_tokenizer {
+  tfmi_heap heap;
+  tfmi_block kept;
+  const char *kind;
+  int32_t vocabulary, bos, eos, unk, pad;
+  char *arena;              /* all texts */
+  tfmi_token *token;        /* [vocabulary + phantoms] */
+  uint32_t longest_said;
+  tfmi_text_table spelled;  /* by the vocabulary's spelling */
+  tfmi_text_table whole;    /* pre-tokens that are tokens without merging, by their bytes */
+  tfmi_merge_table merges;
+  tfmi_join_table joins;    /* characters only */
+  tfmi_added_set added[2];  /* in raw text, in normalised text */
+  tfmi_text prefix;         /* put before each stretch of text; n 0: nothing */
+  tfmi_text blank;          /* what U+0020 becomes; n 0: it stays */
+  bool squeeze;             /* leading, trailing and repeated blanks go */
+  bool prefix_blank;        /* a pre-token stage that puts a blank before text without one */
+  tfmi_splitter split;      /* NULL: text stays in one piece */
+  bool from_bytes;          /* symbols are bytes, not characters */
+  bool byte_fallback;       /* a character that is no symbol becomes its bytes' tokens */
+  bool fuse_unk;            /* a run of unknown characters is one unk */
+  bool strict;              /* an unknown character is an error */
+  bool strip;               /* decoding drops one leading blank */
+  int32_t byte_id[256];     /* first symbols (from_bytes), or the fallback's tokens; -1: none */
+  int32_t ascii_id[128];    /* first symbols of these characters */
+  int32_t *before, *after;  /* what TFM_ENCODE_SPECIAL adds */
+  int32_t before_count, after_count;
+};
+
+/* ---- Splitting patterns ----
+   Written by hand after the regular expressions, which are compared as strings while loading. Every
+   character is a letter, a number, white space or other, so that each pattern's alternatives cover
+   all text and can be told apart by one or two characters. Time is linear. */
+
+static size_t tfmi_run_of(const char *p, size_t n, tfmi_class wanted) {
+  size_t at = 0;
+  while (at < n) {
+    tfmi_rune r = tfmi_rune_at(p + at, n - at);
+    if (tfmi_class_of(r.code) != wanted) break;
+    at += r.bytes;
+  }
+  return at;
+}
+
+static tfmi_class tfmi_class_at(const char *p, size_t n) { /* n may be 0 */
+  return n ? tfmi_class_of(tfmi_rune_at(p, n).code) : TFMI_SPACE;
+}
+
+/* 's 't 're 've 'm 'll 'd, in any case when `fold` (then U+017F is an s too); 0: none is here. */
+static size_t tfmi_split_contraction(const char *p, size_t n, bool fold) {
+  static const char ends[][3] = {"s", "t", "re", "ve", "m", "ll", "d"};
+  int lower = fold ? 32 : 0, i;
+  if (n < 2 || p[0] != '\'') return 0;
+  if (fold && n > 2 && memcmp(p + 1, "\xc5\xbf", 2) == 0) return 3;
+  for (i = 0; i < TFMI_COUNT(ends); i++) {
+    size_t k = strlen(ends[i]);
+    if (k < n && (p[1] | lower) == ends[i][0] && (k == 1 || (p[2] | lower) == ends[i][1]))
+      return k + 1;
+  }
+  return 0;
+}
+
+/* White space at p: \s*[\r\n]+ when `lines`, then \s+(?!\S)|\s+ : all of it at the end of the text,
+   else all but the last character, which goes with what follows. */
+static size_t tfmi_split_space(const char *p, size_t n, bool lines) {
+  size_t at = 0, last = 0, line = 0;
+  while (at < n) {
+    tfmi_rune r = tfmi_rune_at(p + at, n - at);
+    if (tfmi_class_of(r.code) != TFMI_SPACE) break;
+    last = at;
+    at += r.bytes;
+    if (lines && (r.code == '\n' || r.code == '\r')) line = at;
+  }
+  if (line) return line;
+  return at == n || last == 0 ? at : last;
+}
+
+static size_t tfmi_split_gpt2(const char *p, size_t n) {
+  size_t blank = p[0] == ' ', k = tfmi_split_contraction(p, n, false);
+  tfmi_class here = tfmi_class_at(p + blank, n - blank);
+  if (k) return k;
+  if (here == TFMI_SPACE) return tfmi_split_space(p, n, false);
+  return blank + tfmi_run_of(p + blank, n - blank, here);
+}
+
+static size_t tfmi_split_numbers(const char *p, size_t n, int most) {
+  size_t at = 0;
+  for (; most > 0 && tfmi_class_at(p + at, n - at) == TFMI_NUMBER; most--)
+    at += tfmi_rune_at(p + at, n - at).bytes;
+  return at;
+}
+
+static size_t tfmi_split_cl100k(const char *p, size_t n, int digits) {
+  size_t blank = p[0] == ' ', k = tfmi_split_contraction(p, n, true), at;
+  tfmi_rune r = tfmi_rune_at(p, n);
+  tfmi_class here = tfmi_class_of(r.code);
+  if (k) return k;
+  if (here == TFMI_NUMBER) return tfmi_split_numbers(p, n, digits);
+  at = here == TFMI_LETTER || r.code == '\r' || r.code == '\n' ? 0 : r.bytes;
+  k = tfmi_run_of(p + at, n - at, TFMI_LETTER);
+  if (k) return at + k;
+  if (tfmi_class_at(p + blank, n - blank) == TFMI_SPACE) return tfmi_split_space(p, n, true);
+  if (tfmi_class_at(p + blank, n - blank) != TFMI_OTHER) return blank; /* a blank and a number */
+  at = blank + tfmi_run_of(p + blank, n - blank, TFMI_OTHER);
+  while (at < n && (p[at] == '\r' || p[at] == '\n')) at++;
+  return at;
+}
+
+static size_t tfmi_split_llama3(const char *p, size_t n) { return tfmi_split_cl100k(p, n, 3); }
+static size_t tfmi_split_qwen2(const char *p, size_t n) { return tfmi_split_cl100k(p, n, 1); }
+
+static const struct tfmi_pattern_row {
+  const char *pattern;
+  tfmi_splitter split;
+} tfmi_patterns[] = {
+  {"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
+   tfmi_split_gpt2},
+  {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}"
+   "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", tfmi_split_llama3},
+  {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}"
+   "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", tfmi_split_qwen2},
+};
+
+/* ---- Encoding: work memory ---- */
+
+typedef struct tfmi_symbol {
+  int32_t id, previous, next; /* -1: none */
+  int32_t merge;              /* slot of the merge with the next; -1: none */
+} tfmi_symbol;
+
+typedef struct tfmi_waiting { /* a candidate in its rank's list */
+  uint32_t position, next;
+} tfmi_waiting;
+
+typedef struct tfmi_bucket { /* such a list */
+  uint32_t first, last;
+} tfmi_bucket;
+
+#define TFMI_NOBODY UINT32_MAX
+enum { TFMI_LONG_PIECE = 4096 };
+
+typedef struct tfmi_encoder {
+  const tfm_tokenizer *t;
+  tfmi_heap heap;     /* work memory, under the tokenizer's limit */
+  tfm_status status;
+  unsigned flags;
+  int32_t *ids;       /* [cap] */
+  size_t cap;
+  int64_t count;      /* of all ids, those beyond cap too */
+  int32_t last;       /* id that this pre-token gave last; -1: none yet */
+  tfmi_symbol *symbol;   /* [symbols] not merged yet */
+  uint64_t *queue;       /* [queued] heap of rank << 32 | position */
+  tfmi_waiting *waiting; /* [waitings] nodes of the lists, those in `spare` free */
+  tfmi_bucket *bucket;   /* [ranks] lists; NULL until a piece is long */
+  char *text;            /* normalised */
+  size_t symbols, symbol_cap, queued, queue_cap, waitings, waiting_cap, bucket_cap, text_cap;
+  int64_t now;           /* candidates up to this rank wait in the heap, others in lists */
+  uint32_t batch, spare; /* what is left of the list of rank `now`; free nodes */
+  tfmi_symbol few_symbols[96];
+  uint64_t few_queued[128];
+} tfmi_encoder;
+
+/* The block p of *cap elements with room for `need`; `few` is where it began, on the stack. NULL
+   when memory is out. */
+static void *tfmi_encoder_grow(tfmi_encoder *e, void *p, const void *few, size_t *cap, size_t need,
+                               size_t size) {
+  bool stack = p == few;
+  void *grown;
+  if (need <= *cap) return p;
+  grown = tfmi_heap_realloc(&e->heap, stack ? NULL : p, stack ? 0 : *cap * size, need * size);
+  if (!grown) {
+    e->status = TFM_E_MEMORY;
+    return NULL;
+  }
+  if (stack && *cap) memcpy(grown, p, *cap * size);
+  *cap = need;
+  return grown;
+}
+
+static void tfmi_encoder_free(tfmi_encoder *e) {
+  if (e->symbol != e->few_symbols)
+    tfmi_heap_put(&e->heap, e->symbol, e->symbol_cap * sizeof *e->symbol);
+  if (e->queue != e->few_queued) tfmi_heap_put(&e->heap, e->queue, e->queue_cap * sizeof *e->queue);
+  tfmi_heap_put(&e->heap, e->waiting, e->waiting_cap * sizeof *e->waiting);
+  tfmi_heap_put(&e->heap, e->bucket, e->bucket_cap * sizeof *e->bucket);
+  tfmi_heap_put(&e->heap, e->text, e->text_cap);
+}
+
+static bool tfmi_encoder_text(tfmi_encoder *e, size_t need) { /* room in e->text */
+  char *text = (char *)tfmi_encoder_grow(e, e->text, NULL, &e->text_cap, need, 1);
+  if (text) e->text = text;
+  return text != NULL;
+}
+
+static void tfmi_emit(tfmi_encoder *e, int32_t id) {
+  if ((size_t)e->count < e->cap) e->ids[e->count] = id;
+  e->count++;
+}
+
+/* ---- Encoding: merging ---- */
+
+static void tfmi_queue_push(tfmi_encoder *e, uint64_t key) {
+  size_t i = e->queued;
+  if (i == e->queue_cap) {
+    uint64_t *grown = TFMI_NEW(uint64_t, tfmi_encoder_grow(
+        e, e->queue, e->few_queued, &e->queue_cap, 2 * i, sizeof *grown));
+    if (!grown) return;
+    e->queue = grown;
+  }
+  for (e->queued++; i > 0 && e->queue[(i - 1) / 2] > key; i = (i - 1) / 2)
+    e->queue[i] = e->queue[(i - 1) / 2];
+  e->queue[i] = key;
+}
+
+static uint64_t tfmi_queue_pop(tfmi_encoder *e) {
+  uint64_t top = e->queue[0], key = e->queue[--e->queued];
+  size_t i = 0, child;
+  while ((child = 2 * i + 1) < e->queued) {
+    child += child + 1 < e->queued && e->queue[child + 1] < e->queue[child];
+    if (e->queue[child] >= key) break;
+    e->queue[i] = e->queue[child];
+    i = child;
+  }
+  e->queue[i] = key;
+  return top;
+}
+
+static void tfmi_bucket_append(tfmi_encoder *e, tfmi_bucket *bucket, uint32_t node) {
+  if (bucket->first == TFMI_NOBODY) bucket->first = node;
+  else e->waiting[bucket->last].next = node;
+  bucket->last = node;
+  e->waiting[node].next = TFMI_NOBODY;
+}
+
+/* Takes the first node out of the list and frees it; its position. */
+static uint32_t tfmi_waiting_take(tfmi_encoder *e, uint32_t *list) {
+  uint32_t node = *list;
+  *list = e->waiting[node].next;
+  e->waiting[node].next = e->spare;
+  e->spare = node;
+  return e->waiting[node].position;
+}
+
+static void tfmi_candidate_add(tfmi_encoder *e, uint32_t rank, uint32_t position) {
+  uint32_t node = e->spare;
+  if (rank <= e->now) {
+    tfmi_queue_push(e, (uint64_t)rank << 32 | position);
+    return;
+  }
+  if (node != TFMI_NOBODY) {
+    e->spare = e->waiting[node].next;
+  } else if (e->waitings < e->waiting_cap) {
+    node = (uint32_t)e->waitings++;
+  } else {
+    size_t need = e->waiting_cap ? e->waiting_cap + e->waiting_cap / 2 : e->symbols;
+    tfmi_waiting *grown = TFMI_NEW(tfmi_waiting, tfmi_encoder_grow(
+        e, e->waiting, NULL, &e->waiting_cap, need, sizeof *grown));
+    if (!grown) return;
+    e->waiting = grown;
+    node = (uint32_t)e->waitings++;
+  }
+  e->waiting[node].position = position;
+  tfmi_bucket_append(e, &e->bucket[rank], node);
+}
+
+/* The next rank's list becomes the batch; who is not in order there goes through the heap. */
+static bool tfmi_batch_open(tfmi_encoder *e) {
+  tfmi_bucket *bucket, kept = {TFMI_NOBODY, TFMI_NOBODY};
+  do {
+    if (e->now >= e->t->merges.ranks - 1) return false;
+    bucket = &e->bucket[++e->now];
+  } while (bucket->first == TFMI_NOBODY);
+  while (bucket->first != TFMI_NOBODY) {
+    uint32_t node = bucket->first, position = e->waiting[node].position;
+    if (kept.first != TFMI_NOBODY && position < e->waiting[kept.last].position) {
+      tfmi_queue_push(e, (uint64_t)e->now << 32 | tfmi_waiting_take(e, &bucket->first));
+    } else {
+      bucket->first = e->waiting[node].next;
+      tfmi_bucket_append(e, &kept, node);
+    }
+  }
+  e->batch = kept.first;
+  return true;
+}
+
+/* The candidate of lowest rank, then position; false: none is left. */
+static bool tfmi_candidate_next(tfmi_encoder *e, uint64_t *key) {
+  while (!e->queued && e->batch == TFMI_NOBODY)
+    if (!tfmi_batch_open(e)) return false;
+  if (e->batch != TFMI_NOBODY) {
+    *key = (uint64_t)e->now << 32 | e->waiting[e->batch].position;
+    if (!e->queued || *key <= e->queue[0]) {
+      tfmi_waiting_take(e, &e->batch);
+      return true;
+    }
+  }
+  *key = tfmi_queue_pop(e);
+  return true;
+}
+
+/* Chooses where candidates wait: a short piece needs no lists. */
+static bool tfmi_candidates_begin(tfmi_encoder *e) {
+  size_t ranks = (size_t)e->t->merges.ranks;
+  tfmi_bucket *bucket;
+  e->now = INT64_MAX;
+  if (e->symbols < TFMI_LONG_PIECE || ranks == 0) return true;
+  e->now = -1;
+  if (e->bucket) return true; /* all empty again */
+  bucket = TFMI_NEW(tfmi_bucket, tfmi_encoder_grow(e, NULL, NULL, &e->bucket_cap, ranks,
+                                                   sizeof *bucket));
+  if (!bucket) return false;
+  memset(bucket, 0xff, ranks * sizeof *bucket); /* TFMI_NOBODY */
+  e->bucket = bucket;
+  return true;
+}
+
+/* Symbol i has a new neighbour: looks their merge up and queues it. */
+static void tfmi_symbol_pair(tfmi_encoder *e, int32_t i) {
+  const tfmi_merge_table *merges = &e->t->merges;
+  tfmi_symbol *s = &e->symbol[i];
+  const tfmi_merge *m;
+  s->merge = -1;
+  if (s->next < 0) return;
+  m = tfmi_merge_slot_of(merges, s->id, e->symbol[s->next].id);
+  if (m->into < 0) return;
+  s->merge = (int32_t)(m - merges->slot);
+  tfmi_candidate_add(e, m->rank, (uint32_t)i);
+}
+
+static void tfmi_symbol_merge(tfmi_encoder *e, int32_t i) {
+  tfmi_symbol *left = &e->symbol[i], *right = &e->symbol[left->next];
+  left->id = e->t->merges.slot[left->merge].into;
+  left->next = right->next;
+  if (right->next >= 0) e->symbol[right->next].previous = i;
+  right->merge = -1; /* it is gone: what is queued for it goes stale */
+  if (left->previous >= 0) tfmi_symbol_pair(e, left->previous);
+  tfmi_symbol_pair(e, i);
+}
+
+/* The ids of a character that is no symbol: its bytes, unk, or none. */
+static int tfmi_fallback(tfmi_encoder *e, const char *p, size_t n, int32_t ids[4]) {
+  const tfm_tokenizer *t = e->t;
+  size_t i;
+  if (t->byte_fallback) {
+    for (i = 0; i < n; i++) ids[i] = t->byte_id[(uint8_t)p[i]];
+    return (int)n;
+  }
+  if (t->strict && e->status == TFM_OK)
+    e->status = tfmi_report(TFM_E_ARG,
+                            "tfm_encode: the character U+%04X is not in this vocabulary; remove it "
+                            "from the text", (unsigned)tfmi_rune_at(p, n).code);
+  ids[0] = t->unk;
+  return t->unk >= 0;
+}
+
+static void tfmi_emit_symbol(tfmi_encoder *e, int32_t id) {
+  const tfm_tokenizer *t = e->t;
+  int32_t ids[4];
+  int n = 1, i;
+  ids[0] = id;
+  if (id >= t->vocabulary) /* a phantom that did not merge */
+    n = tfmi_fallback(e, t->arena + t->token[id].at, t->token[id].n, ids);
+  for (i = 0; i < n; i++) {
+    if (!t->fuse_unk || ids[i] != t->unk || e->last != t->unk) tfmi_emit(e, ids[i]);
+    e->last = ids[i];
+  }
+}
+
+static void tfmi_merge_all(tfmi_encoder *e) {
+  int32_t n = (int32_t)e->symbols, i;
+  uint64_t key;
+  if (!tfmi_candidates_begin(e)) return;
+  for (i = 0; i < n; i++) {
+    e->symbol[i].previous = i - 1;
+    e->symbol[i].next = i + 1 < n ? i + 1 : -1;
+  }
+  for (i = 0; i < n; i++) tfmi_symbol_pair(e, i);
+  while (tfmi_candidate_next(e, &key)) {
+    const tfmi_symbol *s = &e->symbol[i = (int32_t)(uint32_t)key];
+    if (s->merge >= 0 && e->t->merges.slot[s->merge].rank == key >> 32) tfmi_symbol_merge(e, i);
+  }
+}
+
+/* Merges the symbols at hand, gives their ids out, and starts afresh. */
+static void tfmi_symbols_done(tfmi_encoder *e) {
+  int32_t i = e->symbols ? 0 : -1;
+  if (e->symbols) tfmi_merge_all(e);
+  if (e->status != TFM_OK) return;
+  for (; i >= 0; i = e->symbol[i].next) tfmi_emit_symbol(e, e->symbol[i].id);
+  e->symbols = 0;
+}
+
+/* Appends a symbol. Where no merge can reach across, what lies before is finished first. */
+static void tfmi_symbol_add(tfmi_encoder *e, int32_t id, size_t most) {
+  const tfmi_join_table *joins = &e->t->joins;
+  if (e->symbols && joins->slot &&
+      *tfmi_join_slot_of(joins, e->symbol[e->symbols - 1].id, id) == UINT64_MAX)
+    tfmi_symbols_done(e);
+  if (e->symbols == e->symbol_cap) {
+    size_t need = 2 * e->symbol_cap < most ? 2 * e->symbol_cap : most;
+    tfmi_symbol *grown = TFMI_NEW(tfmi_symbol, tfmi_encoder_grow(
+        e, e->symbol, e->few_symbols, &e->symbol_cap, need > e->symbols ? need : e->symbols + 1,
+        sizeof *grown));
+    if (!grown) return;
+    e->symbol = grown;
+  }
+  e->symbol[e->symbols++].id = id;
+}
+
+/* ---- Encoding: the stages ---- */
+
+static void tfmi_add_unknown(tfmi_encoder *e, const char *p, size_t n, size_t most) {
+  int32_t ids[4];
+  int count = tfmi_fallback(e, p, n, ids), i;
+  for (i = 0; i < count; i++) tfmi_symbol_add(e, ids[i], most);
+}
+
+static void tfmi_encode_bytes(tfmi_encoder *e, const char *p, size_t n) {
+  size_t i;
+  for (i = 0; i < n && e->status == TFM_OK; i++) {
+    int32_t id = e->t->byte_id[(uint8_t)p[i]];
+    if (id >= 0) tfmi_symbol_add(e, id, n);
+    else tfmi_add_unknown(e, p + i, 1, n);
+  }
+}
+
+static void tfmi_encode_characters(tfmi_encoder *e, const char *p, size_t n) {
+  static const char replacement[] = "\xef\xbf\xbd";
+  const tfm_tokenizer *t = e->t;
+  size_t at = 0;
+  while (at < n && e->status == TFM_OK) {
+    tfmi_rune r = tfmi_rune_at(p + at, n - at);
+    bool broken = r.state != TFMI_RUNE_WHOLE;
+    const char *c = broken && !t->byte_fallback ? replacement : p + at;
+    size_t bytes = c == replacement ? 3 : r.bytes;
+    int32_t id = broken && t->byte_fallback ? -1
+                 : r.code < 128             ? t->ascii_id[r.code]
+                                            : tfmi_text_find(&t->spelled, c, bytes);
+    if (id >= 0) tfmi_symbol_add(e, id, n);
+    else tfmi_add_unknown(e, c, bytes, n);
+    at += r.bytes;
+  }
+}
+
+static void tfmi_encode_piece(tfmi_encoder *e, const char *p, size_t n) { /* one pre-token */
+  const tfm_tokenizer *t = e->t;
+  int32_t id;
+  e->last = -1;
+  if (t->whole.slot) {
+    id = tfmi_text_find(&t->whole, p, n);
+    if (id >= 0) {
+      tfmi_emit(e, id);
+      return;
+    }
+  }
+  if (n > INT32_MAX) {
+    e->status = tfmi_report(TFM_E_ARG, "tfm_encode: %llu bytes in one piece, expected at most "
+                            "2^31 - 1; cut the text", (unsigned long long)n);
+    return;
+  }
+  if (t->from_bytes) tfmi_encode_bytes(e, p, n);
+  else tfmi_encode_characters(e, p, n);
+  if (e->status == TFM_OK) tfmi_symbols_done(e);
+}
+
+static void tfmi_encode_pieces(tfmi_encoder *e, const char *p, size_t n) {
+  size_t k;
+  if (e->t->prefix_blank && p[0] != ' ') {
+    if (!tfmi_encoder_text(e, n + 1)) return;
+    e->text[0] = ' ';
+    memcpy(e->text + 1, p, n++);
+    p = e->text;
+  }
+  for (; n && e->status == TFM_OK; p += k, n -= k) {
+    k = e->t->split ? e->t->split(p, n) : n;
+    tfmi_encode_piece(e, p, k);
+  }
+}
+
+/* The longest token of the set at p: the candidates are a range of the sorted tokens, which each
+   further byte narrows. */
+static const tfmi_added *tfmi_added_match(const tfm_tokenizer *t, const tfmi_added_set *set,
+                                          const char *p, size_t n) {
+  const tfmi_added *best = NULL, *token = set->token;
+  int32_t low = 0, high = set->count;
+  size_t depth;
+  for (depth = 0; low < high && depth < n; depth++) {
+    uint8_t byte = (uint8_t)p[depth];
+    int32_t begin = low, end = high;
+    while (begin < end) { /* the first token whose byte here is not smaller */
+      int32_t middle = begin + (end - begin) / 2;
+      if ((uint8_t)t->arena[token[middle].at + depth] < byte) begin = middle + 1;
+      else end = middle;
+    }
+    low = begin;
+    for (end = high; begin < end;) { /* the first whose byte is greater */
+      int32_t middle = begin + (end - begin) / 2;
+      if ((uint8_t)t->arena[token[middle].at + depth] <= byte) begin = middle + 1;
+      else end = middle;
+    }
+    high = begin;
+    if (low < high && token[low].n == depth + 1) best = &token[low++];
+  }
+  return best;
+}
+
+/* Where the white space begins that p[0 .. n) ends with. */
+static size_t tfmi_before_blanks(const char *p, size_t n) {
+  while (n) {
+    size_t at = n - 1;
+    while (at && n - at < 4 && ((uint8_t)p[at] & 0xc0) == 0x80) at--;
+    if (tfmi_class_at(p + at, n - at) != TFMI_SPACE) break;
+    n = at;
+  }
+  return n;
+}
+
+typedef void (*tfmi_between)(tfmi_encoder *e, const char *p, size_t n);
+
+/* Cuts the tokens of a set out of the text and hands on what lies between. A special token that
+   shall stay text still hides those that overlap it, as in the reference. */
+static void tfmi_encode_added(tfmi_encoder *e, const tfmi_added_set *set, const char *p, size_t n,
+                              tfmi_between between) {
+  size_t at = 0, done = 0;
+  while (set->count && at < n && e->status == TFM_OK) {
+    const tfmi_added *a = set->first[(uint8_t)p[at]] ? tfmi_added_match(e->t, set, p + at, n - at)
+                                                     : NULL;
+    size_t start = at, stop;
+    if (!a) {
+      at++;
+      continue;
+    }
+    stop = at += a->n;
+    if (a->special && !(e->flags & TFM_ENCODE_PARSE_SPECIAL)) continue;
+    if (a->left_blanks)
+      start = done + tfmi_before_blanks(p + done, start > done ? start - done : 0);
+    if (a->right_blanks) stop += tfmi_run_of(p + stop, n - stop, TFMI_SPACE);
+    if (done < start) between(e, p + done, start - done);
+    tfmi_emit(e, a->id);
+    done = stop;
+  }
+  if (done < n && e->status == TFM_OK) between(e, p + done, n - done);
+}
+
+static size_t tfmi_append(char *out, size_t size, tfmi_text text) {
+  if (text.n) memcpy(out + size, text.at, text.n);
+  return size + text.n;
+}
+
+/* Writes the normalised text, of at most tfmi_normal_bound bytes; returns its length. */
+static size_t tfmi_normalise(const tfm_tokenizer *t, const char *p, size_t n, char *out) {
+  tfmi_text blank = t->blank;
+  size_t size, i = 0;
+  if (!blank.n) {
+    blank.at = " ";
+    blank.n = 1;
+  }
+  while (t->squeeze && i < n && p[i] == ' ') i++;
+  if (i == n) return 0;
+  size = tfmi_append(out, 0, t->prefix);
+  for (; i < n; i++) {
+    if (p[i] != ' ') out[size++] = p[i];
+    else if (!t->squeeze || p[i - 1] != ' ') size = tfmi_append(out, size, blank);
+  }
+  while (t->squeeze && size >= blank.n && memcmp(out + size - blank.n, blank.at, blank.n) == 0)
+    size -= blank.n;
+  return size;
+}
+
+static size_t tfmi_normal_bound(const tfm_tokenizer *t, const char *p, size_t n) {
+  size_t bound = t->prefix.n + n, i;
+  for (i = 0; i < n && t->blank.n > 1; i++)
+    if (p[i] == ' ') bound += t->blank.n - 1;
+  return bound;
+}
+
+static void tfmi_encode_normal(tfmi_encoder *e, const char *p, size_t n) {
+  const tfm_tokenizer *t = e->t;
+  if (t->prefix.n || t->blank.n || t->squeeze) {
+    if (!tfmi_encoder_text(e, tfmi_normal_bound(t, p, n))) return;
+    n = tfmi_normalise(t, p, n, e->text);
+    p = e->text;
+  }
+  tfmi_encode_added(e, &t->added[1], p, n, tfmi_encode_pieces);
+}
+
+TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
+                           unsigned flags, int32_t *ids, size_t cap) {
+  tfmi_encoder e;
+  bool special = (flags & TFM_ENCODE_SPECIAL) != 0;
+  int32_t i;
+  if (!tokenizer) return tfmi_null_object("tfm_encode");
+  if ((bytes && !text) || (cap && !ids) || bytes > SIZE_MAX / 8)
+    return tfmi_report(TFM_E_ARG, "tfm_encode: text or ids is NULL, but its size is not 0");
+  if (flags & ~(unsigned)(TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL))
+    return tfmi_report(TFM_E_ARG, "tfm_encode: flags are 0x%x, expected 0 to 3", flags);
+  memset(&e, 0, offsetof(tfmi_encoder, few_symbols));
+  e.t = tokenizer;
+  e.heap = tokenizer->heap;
+  e.flags = flags;
+  e.ids = ids;
+  e.cap = cap;
+  e.symbol = e.few_symbols;
+  e.symbol_cap = (size_t)TFMI_COUNT(e.few_symbols);
+  e.queue = e.few_queued;
+  e.queue_cap = (size_t)TFMI_COUNT(e.few_queued);
+  e.batch = e.spare = TFMI_NOBODY;
+  for (i = 0; special && i < tokenizer->before_count; i++) tfmi_emit(&e, tokenizer->before[i]);
+  tfmi_encode_added(&e, &tokenizer->added[0], text, bytes, tfmi_encode_normal);
+  for (i = 0; special && i < tokenizer->after_count; i++) tfmi_emit(&e, tokenizer->after[i]);
+  tfmi_encoder_free(&e);
+  return e.status == TFM_OK ? e.count : (int64_t)e.status;
+}
+
+/* ---- Decoding ----
+   As the reference decodes a whole list, with one difference that streaming forces. The reference
+   takes each run of byte tokens ("<0xE4>") as a whole: when the run is not UTF-8 throughout, each
+   byte of it becomes U+FFFD, valid characters too. Here the characters of such a run are kept, and
+   only the bytes that belong to none become U+FFFD, one each, as SentencePiece does it. */
+
+typedef struct tfmi_sink {
+  const tfm_tokenizer *t;
+  tfm_decoder *state;
+  char *text;
+  size_t cap;
+  int64_t bytes; /* of all text, what did not fit too */
+} tfmi_sink;
+
+static void tfmi_say(tfmi_sink *s, const char *p, size_t n) {
+  size_t at, room;
+  if (n && !s->state->started) {
+    s->state->started = true;
+    if (s->t->strip && p[0] == ' ') {
+      p++;
+      n--;
+    }
+  }
+  at = (size_t)s->bytes;
+  room = at + 1 < s->cap ? s->cap - 1 - at : 0;
+  if (n && room) memcpy(s->text + at, p, n < room ? n : room);
+  s->bytes += (int64_t)n;
+}
+
+/* Replaces the first k pending bytes, which form no character: together, or one by one. */
+static void tfmi_say_broken(tfmi_sink *s, size_t k) {
+  tfm_decoder *d = s->state;
+  size_t times = s->t->from_bytes ? k > 0 : k;
+  for (; times; times--) tfmi_say(s, "\xef\xbf\xbd", 3);
+  d->pending_bytes = (uint8_t)(d->pending_bytes - k);
+  memmove(d->pending, d->pending + k, d->pending_bytes);
+}
+
+static void tfmi_say_byte(tfmi_sink *s, char byte) {
+  tfm_decoder *d = s->state;
+  d->pending[d->pending_bytes++] = (uint8_t)byte;
+  while (d->pending_bytes) {
+    tfmi_rune r = tfmi_rune_at((const char *)d->pending, d->pending_bytes);
+    if (r.state == TFMI_RUNE_OPEN) return;
+    if (r.state == TFMI_RUNE_BROKEN) {
+      tfmi_say_broken(s, r.bytes);
+    } else {
+      tfmi_say(s, (const char *)d->pending, r.bytes);
+      d->pending_bytes = 0; /* only the last byte can complete a character */
+    }
+  }
+}
+
+static void tfmi_say_token(tfmi_sink *s, int32_t id) {
+  const tfmi_token *token = &s->t->token[id];
+  const char *p = s->t->arena + token->said_at;
+  size_t n = token->said_n, i;
+  if (token->speech == TFMI_SPEECH_BYTES) {
+    for (i = 0; i < n; i++) tfmi_say_byte(s, p[i]);
+  } else if (token->speech == TFMI_SPEECH_TEXT) {
+    tfmi_say_broken(s, s->state->pending_bytes);
+    tfmi_say(s, p, n);
+  }
+}
+
+/* A state that another call or nobody filled in must not lead out of its array. */
+static bool tfmi_decoder_fits(const tfm_decoder *d) { return d->pending_bytes < 4; }
+
+TFM_API size_t tfm_decode_bound(const tfm_tokenizer *tokenizer) {
+  return tokenizer ? 3 * ((size_t)tokenizer->longest_said + 4) + 1 : 0; /* all of it U+FFFD */
+}
+
+TFM_API int64_t tfm_decode_next(const tfm_tokenizer *tokenizer, tfm_decoder *state, int32_t id,
+                                char *text, size_t cap) {
+  tfmi_sink s = {tokenizer, state, text, cap, 0};
+  if (!tokenizer) return tfmi_null_object("tfm_decode_next");
+  if (!state || !text || !tfmi_decoder_fits(state))
+    return tfmi_report(TFM_E_ARG, "tfm_decode_next: state or text is NULL, or state not zeroed");
+  if (cap < tfm_decode_bound(tokenizer))
+    return tfmi_report(TFM_E_ARG, "tfm_decode_next: cap is %llu, expected at least %llu "
+                       "(tfm_decode_bound)", (unsigned long long)cap,
+                       (unsigned long long)tfm_decode_bound(tokenizer));
+  if (id < -1 || id >= tokenizer->vocabulary)
+    return tfmi_report(TFM_E_ARG, "tfm_decode_next: id %d is outside the vocabulary of %d, and not "
+                       "the -1 that ends a text", (int)id, (int)tokenizer->vocabulary);
+  if (id < 0) tfmi_say_broken(&s, state->pending_bytes);
+  else tfmi_say_token(&s, id);
+  text[s.bytes] = 0;
+  return s.bytes;
+}
+
+TFM_API int64_t tfm_decode(const tfm_tokenizer *tokenizer, const int32_t *ids, size_t n, char *text,
+                           size_t cap) {
+  tfm_decoder state = {{0}, 0, false};
+  tfmi_sink s = {tokenizer, &state, text, cap, 0};
+  size_t i;
+  if (!tokenizer) return tfmi_null_object("tfm_decode");
+  if ((n && !ids) || (cap && !text))
+    return tfmi_report(TFM_E_ARG, "tfm_decode: ids or text is NULL, but its size is not 0");
+  for (i = 0; i < n; i++) {
+    if (ids[i] < 0 || ids[i] >= tokenizer->vocabulary)
+      return tfmi_report(TFM_E_ARG, "tfm_decode: ids[%llu] is %d, expected 0 to %d",
+                         (unsigned long long)i, (int)ids[i], (int)tokenizer->vocabulary - 1);
+    tfmi_say_token(&s, ids[i]);
+  }
+  tfmi_say_broken(&s, state.pending_bytes);
+  if (cap) text[(size_t)s.bytes < cap ? (size_t)s.bytes : cap - 1] = 0;
+  return s.bytes;
+}
+
+/* ---- Asking ---- */
+
+TFM_API tfm_status tfm_tokenizer_describe(const tfm_tokenizer *tokenizer, tfm_tokenizer_info *out) {
+  if (!tokenizer) return tfmi_null_object("tfm_tokenizer_describe");
+  if (!out) return tfmi_report(TFM_E_ARG, "tfm_tokenizer_describe: out is NULL");
+  out->kind = tokenizer->kind;
+  out->vocabulary = tokenizer->vocabulary;
+  out->bos = tokenizer->bos;
+  out->eos = tokenizer->eos;
+  out->unk = tokenizer->unk;
+  out->pad = tokenizer->pad;
+  out->adds_bos = tokenizer->before_count > 0;
+  out->adds_eos = tokenizer->after_count > 0;
+  return TFM_OK;
+}
+
+TFM_API const char *tfm_token_text(const tfm_tokenizer *tokenizer, int32_t id, size_t *bytes) {
+  const tfmi_token *token;
+  if (!tokenizer || id < 0 || id >= tokenizer->vocabulary) return NULL;
+  token = &tokenizer->token[id];
+  if (token->speech == TFMI_SPEECH_NONE) return NULL;
+  if (bytes) *bytes = token->n;
+  return tokenizer->arena + token->at;
+}
+
+TFM_API int32_t tfm_token_id(const tfm_tokenizer *tokenizer, const char *text, size_t bytes) {
+  int32_t id = -1;
+  if (tokenizer && (text || !bytes)) id = tfmi_text_find(&tokenizer->spelled, text, bytes);
+  return id >= 0 && id < tokenizer->vocabulary ? id : -1; /* phantoms are nobody's business */
+}
+
+/* What stands in for an empty prompt; -1: nothing does. */
+static int32_t tfmi_tokenizer_start_id(const tfm_tokenizer *t) {
+  static const char end[] = "<|endoftext|>"; /* what GPT-2 was trained to start after */
+  return t->bos >= 0 ? t->bos : tfm_token_id(t, end, sizeof end - 1);
+}
+
+/* ---- Making: what every kind of file is brought to ---- */
+
+enum { /* types of pieces, numbered as by SentencePiece and GGUF */
+  TFMI_PIECE_NORMAL = 1, TFMI_PIECE_UNKNOWN, TFMI_PIECE_CONTROL, TFMI_PIECE_USER,
+  TFMI_PIECE_UNUSED, TFMI_PIECE_BYTE, TFMI_PIECE_PHANTOM
+};
+enum { TFMI_VOCABULARY_MAX = 1 << 22, TFMI_PIECE_BYTES_MAX = 512 };
+
+typedef struct tfmi_piece {
+  tfmi_text text;
+  int32_t id, type;
+  float score;
+} tfmi_piece;
+
+typedef struct tfmi_merge_text {
+  tfmi_text left, right; /* left.at NULL: `right` is a line that cannot be cut in two */
+} tfmi_merge_text;
+
+typedef struct tfmi_added_text {
+  tfmi_text text;
+  int32_t id;
+  bool special, left_blanks, right_blanks;
+  bool normalised; /* belongs to the second set ... */
+  bool verbatim;   /* ... and is looked for as it is, not in normalised form */
+} tfmi_added_text;
+
+typedef struct tfmi_template_id {
+  tfmi_text name;
+  int32_t id;
+} tfmi_template_id;
+
+typedef struct tfmi_make { /* a load of a tokenizer */
+  tfmi_load load;
+  tfmi_heap heap;
+  tfmi_load *outer; /* the load that this one interrupts, if any */
+  const tfm_tokenizer_config *config;
+  const char *path; /* or NULL, then: */
+  const void *data;
+  size_t bytes;
+  tfmi_file file[8]; /* the model, all that may lie beside it, its companions */
+  int32_t files;
+  bool done;
+  tfm_tokenizer *t;
+  tfmi_piece *piece;            /* stb arrays, all of them */
+  tfmi_merge_text *merge;
+  tfmi_added_text *added;
+  tfmi_text *template_names;    /* before and after the text, at NULL */
+  tfmi_template_id *template_ids;
+  size_t vocabulary_pieces;     /* the first so many are the model's own */
+  uint32_t arena_bytes, arena_cap;
+  uint64_t merge_count;
+  tfmi_text unk;                /* spelling; n 0: none, or known by its id */
+  bool scored;                  /* merges follow from the scores */
+  bool whole_first;             /* a pre-token that is a token needs no merging */
+  bool says_bytes, says_blanks; /* decoding knows "<0x0A>"; turns U+2581 into a blank */
+} tfmi_make;
+
+static const char tfmi_low_line[] = "\xe2\x96\x81"; /* U+2581, SentencePiece's blank */
+
+static tfmi_text tfmi_text_of(const char *word) {
+  tfmi_text text;
+  text.at = word;
+  text.n = strlen(word);
+  return text;
+}
+
+static tfmi_piece *tfmi_make_piece(tfmi_make *m, tfmi_text text, int64_t id, int32_t type,
+                                   float score) {
+  tfmi_piece p;
+  if (id < 0 || id >= TFMI_VOCABULARY_MAX)
+    tfmi_fail(&m->load, id < 0 ? TFM_E_FORMAT : TFM_E_UNSUPPORTED,
+              "token \"%s\" has id %lld, expected 0 to %d", tfmi_plain(text).text, (long long)id,
+              TFMI_VOCABULARY_MAX - 1);
+  p.text = text;
+  p.id = (int32_t)id;
+  p.type = type;
+  p.score = score;
+  stbds_arrput(m->piece, p);
+  return &m->piece[stbds_arrlen(m->piece) - 1];
+}
+
+static uint32_t tfmi_arena_put(tfmi_make *m, const char *p, size_t n) {
+  uint32_t at = m->arena_bytes;
+  TFM_ASSERT(n <= m->arena_cap - at);
+  if (n) memcpy(m->t->arena + at, p, n);
+  m->arena_bytes += (uint32_t)n;
+  return at;
+}
+
+/* Room for every text twice, as it is spelled and as it is said, and for what added tokens are. */
+static void tfmi_arena_make(tfmi_make *m) {
+  uint64_t bytes = 1;
+  ptrdiff_t i;
+  for (i = 0; i < stbds_arrlen(m->piece); i++) bytes += 2 * (uint64_t)m->piece[i].text.n;
+  for (i = 0; i < stbds_arrlen(m->added); i++)
+    bytes += 2 * (uint64_t)tfmi_normal_bound(m->t, m->added[i].text.at, m->added[i].text.n);
+  if (bytes > UINT32_MAX)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the vocabulary's texts take %llu bytes, expected less "
+              "than 2^31", (unsigned long long)bytes);
+  m->t->arena = (char *)tfmi_keep(&m->load, bytes, 1);
+  m->arena_cap = (uint32_t)bytes;
+  m->arena_bytes = 0;
+}
+
+static void tfmi_text_table_make(tfmi_make *m, tfmi_text_table *table, uint64_t count) {
+  uint64_t slots = tfmi_slots(count), i;
+  table->slot = TFMI_NEW(tfmi_text_slot, tfmi_keep(&m->load, slots, sizeof *table->slot));
+  table->mask = slots - 1;
+  table->arena = m->t->arena;
+  for (i = 0; i < slots; i++) table->slot[i].id = -1;
+}
+
+/* The id that already has this text, or -1 and now it is `id`. */
+static int32_t tfmi_text_table_put(tfmi_text_table *table, uint32_t at, uint32_t n, int32_t id) {
+  uint32_t hash = tfmi_text_hash(table->arena + at, n);
+  tfmi_text_slot *s = tfmi_text_slot_of(table, table->arena + at, n, hash);
+  if (s->id >= 0) return s->id;
+  s->hash = hash;
+  s->at = at;
+  s->n = n;
+  s->id = id;
+  return -1;
+}
+
+static void tfmi_check_utf8(tfmi_make *m, const tfmi_piece *p) {
+  size_t at = 0;
+  while (at < p->text.n) {
+    tfmi_rune r = tfmi_rune_at(p->text.at + at, p->text.n - at);
+    if (r.state != TFMI_RUNE_WHOLE)
+      tfmi_fail(&m->load, TFM_E_FORMAT, "token %d, \"%s\", is not UTF-8", (int)p->id,
+                tfmi_plain(p->text).text);
+    at += r.bytes;
+  }
+}
+
+static void tfmi_place_piece(tfmi_make *m, const tfmi_piece *p) {
+  tfmi_token *token = &m->t->token[p->id];
+  int32_t other;
+  if (token->speech != TFMI_SPEECH_NONE)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "tokens \"%s\" and \"%.*s\" have the same id, %d",
+              tfmi_plain(p->text).text, (int)(token->n < 60 ? token->n : 60),
+              m->t->arena + token->at, (int)p->id);
+  tfmi_check_utf8(m, p);
+  token->speech = TFMI_SPEECH_TEXT;
+  token->n = (uint32_t)p->text.n;
+  token->at = tfmi_arena_put(m, p->text.at, p->text.n);
+  other = tfmi_text_table_put(&m->t->spelled, token->at, token->n, p->id);
+  if (other >= 0)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "token \"%s\" is there twice, with the ids %d and %d",
+              tfmi_plain(p->text).text, (int)other, (int)p->id);
+}
+
+/* The texts with their ids, findable. Again from the start when pieces have been added since. */
+static void tfmi_place(tfmi_make *m) {
+  tfm_tokenizer *t = m->t;
+  ptrdiff_t count = stbds_arrlen(m->piece), i;
+  int32_t ids = 0;
+  tfmi_release(&m->load, t->arena);
+  tfmi_release(&m->load, t->token);
+  tfmi_release(&m->load, t->spelled.slot);
+  t->vocabulary = 0;
+  for (i = 0; i < count; i++) {
+    if (m->piece[i].id >= ids) ids = m->piece[i].id + 1;
+    if (m->piece[i].type != TFMI_PIECE_PHANTOM) t->vocabulary = ids;
+  }
+  if (t->vocabulary == 0) tfmi_fail(&m->load, TFM_E_FORMAT, "the vocabulary is empty");
+  tfmi_arena_make(m);
+  t->token = TFMI_NEW(tfmi_token, tfmi_keep(&m->load, (uint64_t)ids, sizeof *t->token));
+  tfmi_text_table_make(m, &t->spelled, (uint64_t)count);
+  for (i = 0; i < count; i++) tfmi_place_piece(m, &m->piece[i]);
+}
+
+/* ---- Making: phantoms ---- */
+
+static int tfmi_text_place_order(const void *a, const void *b) {
+  return tfmi_text_order(*(const tfmi_text *)a, *(const tfmi_text *)b);
+}
+
+static bool tfmi_is_long(tfmi_text text) { /* more than one character */
+  return text.n > 0 && tfmi_rune_at(text.at, text.n).bytes < text.n;
+}
+
+/* Characters of pieces to be merged that are no pieces themselves. */
+static void tfmi_make_phantoms(tfmi_make *m) {
+  tfmi_text *found = NULL, c;
+  ptrdiff_t i;
+  size_t at;
+  for (i = 0; i < stbds_arrlen(m->piece); i++) {
+    tfmi_text text = m->piece[i].text;
+    if (m->piece[i].type != TFMI_PIECE_NORMAL || !tfmi_is_long(text)) continue;
+    for (at = 0; at < text.n; at += c.n) {
+      c.at = text.at + at;
+      c.n = tfmi_rune_at(c.at, text.n - at).bytes;
+      if (tfmi_text_find(&m->t->spelled, c.at, c.n) < 0) stbds_arrput(found, c);
+    }
+  }
+  tfmi_sort(found, (size_t)stbds_arrlen(found), sizeof *found, tfmi_text_place_order);
+  for (i = 0; i < stbds_arrlen(found); i++)
+    if (i == 0 || tfmi_text_order(found[i - 1], found[i]) != 0) {
+      const tfmi_piece *last = &m->piece[stbds_arrlen(m->piece) - 1];
+      int32_t id = last->type == TFMI_PIECE_PHANTOM ? last->id + 1 : m->t->vocabulary;
+      tfmi_make_piece(m, found[i], id, TFMI_PIECE_PHANTOM, 0);
+    }
+  if (stbds_arrlen(found)) tfmi_place(m);
+  stbds_arrfree(found);
+}
+
+/* ---- Making: merges ---- */
+
+static void tfmi_merge_table_make(tfmi_make *m, uint64_t count) {
+  tfmi_merge_table *table = &m->t->merges;
+  uint64_t slots = tfmi_slots(count), i;
+  table->slot = TFMI_NEW(tfmi_merge, tfmi_keep(&m->load, slots, sizeof *table->slot));
+  table->mask = slots - 1;
+  table->ranks = 0;
+  if (slots > INT32_MAX) tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "more than 2^29 merges");
+  for (i = 0; i < slots; i++) table->slot[i].into = -1;
+}
+
+static void tfmi_merge_put(tfmi_make *m, int32_t left, int32_t right, int32_t into, uint32_t rank) {
+  tfmi_merge *slot = tfmi_merge_slot_of(&m->t->merges, left, right);
+  if (slot->into < 0) m->merge_count++;
+  slot->left = left;
+  slot->right = right;
+  slot->into = into;
+  if (rank >= m->t->merges.ranks) m->t->merges.ranks = (int64_t)rank + 1;
+  slot->rank = rank; /* of the last, when a pair is listed twice, as in the reference */
+}
+
+static int32_t tfmi_merge_part(tfmi_make *m, ptrdiff_t i, tfmi_text part, const char *which) {
+  int32_t id = tfmi_text_find(&m->t->spelled, part.at, part.n);
+  if (id < 0)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "merge %lld: its %s, \"%s\", is not in the vocabulary",
+              (long long)i, which, tfmi_plain(part).text);
+  if (id == m->t->unk)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "merge %lld: it merges the unknown token", (long long)i);
+  return id;
+}
+
+/* A line with more than one blank is an error, but some files have blanks where U+00A0 was. Where
+   the normaliser leaves no blank in the text such a merge can never apply. */
+static void tfmi_merge_uncut(tfmi_make *m, ptrdiff_t i) {
+  const tfm_tokenizer *t = m->t;
+  if (!t->blank.n || memchr(t->blank.at, ' ', t->blank.n))
+    tfmi_fail(&m->load, TFM_E_FORMAT, "merge %lld, \"%s\", expected two parts with one blank "
+              "between", (long long)i, tfmi_plain(m->merge[i].right).text);
+  tfmi_log(&m->heap.host, TFM_LOG_WARNING, "%s: merge %lld, \"%s\", is malformed and was left out",
+           m->load.object, (long long)i, tfmi_plain(m->merge[i].right).text);
+}
+
+static void tfmi_merges_from_texts(tfmi_make *m) {
+  ptrdiff_t i, count = stbds_arrlen(m->merge);
+  char *both = NULL;
+  tfmi_merge_table_make(m, (uint64_t)count);
+  for (i = 0; i < count; i++) {
+    tfmi_text left = m->merge[i].left, right = m->merge[i].right, into;
+    int32_t a, b;
+    if (!left.at) {
+      tfmi_merge_uncut(m, i);
+      continue;
+    }
+    a = tfmi_merge_part(m, i, left, "left part");
+    b = tfmi_merge_part(m, i, right, "right part");
+    into.n = left.n + right.n;
+    stbds_arrsetlen(both, into.n + 1);
+    into.at = both;
+    tfmi_append(both, tfmi_append(both, 0, left), right);
+    tfmi_merge_put(m, a, b, tfmi_merge_part(m, i, into, "result"), (uint32_t)i);
+  }
+  stbds_arrfree(both);
+}
+
+typedef struct tfmi_scored {
+  float score;
+  int32_t piece;
+} tfmi_scored;
+
+static int tfmi_score_order(const void *a, const void *b) { /* best first */
+  const tfmi_scored *s = (const tfmi_scored *)a, *t = (const tfmi_scored *)b;
+  if (s->score != t->score) return s->score > t->score ? -1 : 1;
+  return s->piece - t->piece;
+}
+
+/* The id of a text that can be a symbol while merging: a character, or what merging gave. */
+static int32_t tfmi_symbol_find(tfmi_make *m, const uint8_t *mergeable, const char *p, size_t n) {
+  int32_t id = tfmi_text_find(&m->t->spelled, p, n);
+  return id >= 0 && (mergeable[id] || tfmi_rune_at(p, n).bytes == n) ? id : -1;
+}
+
+static void tfmi_merges_of_piece(tfmi_make *m, const uint8_t *mergeable, const tfmi_piece *p,
+                                 uint32_t rank) {
+  tfmi_text text = p->text;
+  size_t at = tfmi_rune_at(text.at, text.n).bytes;
+  for (; at < text.n; at += tfmi_rune_at(text.at + at, text.n - at).bytes) {
+    int32_t left = tfmi_symbol_find(m, mergeable, text.at, at), right;
+    if (left < 0) continue;
+    right = tfmi_symbol_find(m, mergeable, text.at + at, text.n - at);
+    if (right >= 0) tfmi_merge_put(m, left, right, p->id, rank);
+  }
+}
+
+static void tfmi_check_scored(tfmi_make *m, const tfmi_piece *p) {
+  if (p->text.n > TFMI_PIECE_BYTES_MAX)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "token %d has %llu bytes, expected at most %d",
+              (int)p->id, (unsigned long long)p->text.n, TFMI_PIECE_BYTES_MAX);
+  if (isnan(p->score))
+    tfmi_fail(&m->load, TFM_E_FORMAT, "token %d, \"%s\", has a score that is not a number",
+              (int)p->id, tfmi_plain(p->text).text);
+}
+
+static void tfmi_merges_from_scores(tfmi_make *m) {
+  uint8_t *mergeable = (uint8_t *)tfmi_scratch(
+      &m->load, (uint64_t)m->t->vocabulary + (uint64_t)stbds_arrlen(m->piece), 1);
+  tfmi_scored *order = NULL, s;
+  uint64_t splits = 0;
+  uint32_t rank = 0;
+  ptrdiff_t i;
+  for (i = 0; i < stbds_arrlen(m->piece); i++) {
+    const tfmi_piece *p = &m->piece[i];
+    if (p->type != TFMI_PIECE_NORMAL || !tfmi_is_long(p->text)) continue;
+    tfmi_check_scored(m, p);
+    mergeable[p->id] = 1;
+    s.score = p->score;
+    s.piece = (int32_t)i;
+    stbds_arrput(order, s);
+    splits += p->text.n;
+  }
+  tfmi_sort(order, (size_t)stbds_arrlen(order), sizeof *order, tfmi_score_order);
+  tfmi_merge_table_make(m, splits);
+  for (i = 0; i < stbds_arrlen(order); i++) {
+    if (i && order[i].score != order[i - 1].score) rank = (uint32_t)i;
+    tfmi_merges_of_piece(m, mergeable, &m->piece[order[i].piece], rank);
+  }
+  stbds_arrfree(order);
+  tfmi_release(&m->load, mergeable);
+}
+
+/* Copies the merges into a table of the right size: the first was sized for the worst case. */
+static void tfmi_merges_fit(tfmi_make *m) {
+  tfmi_merge_table old = m->t->merges;
+  uint64_t i;
+  if (tfmi_slots(m->merge_count) > old.mask) return;
+  tfmi_merge_table_make(m, m->merge_count);
+  m->t->merges.ranks = old.ranks;
+  for (i = 0; i <= old.mask; i++)
+    if (old.slot[i].into >= 0)
+      *tfmi_merge_slot_of(&m->t->merges, old.slot[i].left, old.slot[i].right) = old.slot[i];
+  tfmi_release(&m->load, old.slot);
+}
+
+/* ---- Making: joins ---- */
+
+/* The first symbols with which the text of a token can begin, or end: itself, if it comes from a
+   fallback, and its first or last character. */
+static int tfmi_edge_symbols(const tfm_tokenizer *t, int32_t id, bool end, int32_t edge[2]) {
+  const char *p = t->arena + t->token[id].at;
+  size_t n = t->token[id].n, at = end && n ? n - 1 : 0;
+  edge[0] = id;
+  if (n == 0) return 1;
+  while (end && at && ((uint8_t)p[at] & 0xc0) == 0x80) at--;
+  edge[1] = tfmi_text_find(&t->spelled, p + at, tfmi_rune_at(p + at, n - at).bytes);
+  return edge[1] < 0 || edge[1] == id ? 1 : 2;
+}
+
+static void tfmi_join_table_make(tfmi_join_table *table, void *slots, uint64_t count) {
+  table->slot = TFMI_NEW(uint64_t, slots);
+  table->mask = count - 1;
+  memset(slots, 0xff, count * sizeof *table->slot);
+}
+
+/* Which neighbours in the text a merge can ever reach across: those where one side of a merge ends
+   and the other begins. Everywhere else text can be cut, which keeps the work in small pieces. */
+static void tfmi_make_joins(tfmi_make *m) {
+  const tfmi_merge_table *merges = &m->t->merges;
+  uint64_t slots = tfmi_slots(4 * m->merge_count), distinct = 0, i;
+  tfmi_join_table all;
+  tfmi_join_table_make(&all, tfmi_scratch(&m->load, slots, sizeof *all.slot), slots);
+  for (i = 0; i <= merges->mask; i++) {
+    int32_t ends[2], begins[2];
+    int a, b, k;
+    if (merges->slot[i].into < 0) continue;
+    a = tfmi_edge_symbols(m->t, merges->slot[i].left, true, ends);
+    b = tfmi_edge_symbols(m->t, merges->slot[i].right, false, begins);
+    for (k = 0; k < a * b; k++) {
+      uint64_t *slot = tfmi_join_slot_of(&all, ends[k / b], begins[k % b]);
+      distinct += *slot == UINT64_MAX;
+      *slot = tfmi_pair_key(ends[k / b], begins[k % b]);
+    }
+  }
+  slots = tfmi_slots(distinct);
+  tfmi_join_table_make(&m->t->joins, tfmi_keep(&m->load, slots, sizeof *all.slot), slots);
+  for (i = 0; i <= all.mask; i++)
+    if (all.slot[i] != UINT64_MAX)
+      *tfmi_join_slot_of(&m->t->joins, (int32_t)(all.slot[i] >> 32),
+                         (int32_t)(uint32_t)all.slot[i]) = all.slot[i];
+  tfmi_release(&m->load, all.slot);
+}
+
+/* ---- Making: bytes ---- */
+
+/* GPT-2's alphabet for bytes: printable Latin-1 stands for itself, the rest follows from U+0100. */
+static int tfmi_byte_of(uint32_t c) { /* -1: no such letter */
+  if (c >= 0x100 && c <= 0x120) return (int)(c - 0x100);
+  if (c >= 0x121 && c <= 0x142) return (int)(c - 0x121 + 0x7f);
+  if (c == 0x143) return 0xad;
+  return (c > 0x20 && c < 0x7f) || (c > 0xa0 && c <= 0xff && c != 0xad) ? (int)c : -1;
+}
+
+static size_t tfmi_spell_byte(const tfm_tokenizer *t, uint32_t byte, char spelled[8]) {
+  uint32_t c = byte <= 0x20                     ? byte + 0x100
+               : byte >= 0x7f && byte <= 0xa0 ? byte - 0x7f + 0x121
+               : byte == 0xad                 ? 0x143
+                                              : byte;
+  if (t->from_bytes) return (size_t)(tfmi_json_put_utf8(spelled, c) - spelled);
+  return (size_t)snprintf(spelled, 8, "<0x%02X>", (unsigned)byte);
+}
+
+static void tfmi_make_symbols(tfmi_make *m) {
+  tfm_tokenizer *t = m->t;
+  int32_t found = 0, i;
+  char spelled[8];
+  for (i = 0; i < 256; i++) {
+    size_t n = tfmi_spell_byte(t, (uint32_t)i, spelled);
+    t->byte_id[i] = tfmi_text_find(&t->spelled, spelled, n);
+    found += t->byte_id[i] >= 0;
+  }
+  if (t->byte_fallback && found > 0 && found < 256)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "byte fallback with %d byte tokens, expected all 256",
+              (int)found);
+  t->byte_fallback = t->byte_fallback && found;
+  for (i = 0; i < 128; i++) {
+    char c = (char)i;
+    t->ascii_id[i] = tfmi_text_find(&t->spelled, &c, 1);
+  }
+}
+
+/* Writes what the letters of a text stand for; false when one is outside the alphabet. */
+static bool tfmi_unspell(const char *p, size_t n, char *out, size_t *size) {
+  size_t at = 0;
+  for (*size = 0; at < n;) {
+    tfmi_rune r = tfmi_rune_at(p + at, n - at);
+    int byte = tfmi_byte_of(r.code);
+    if (byte < 0) return false;
+    out[(*size)++] = (char)byte;
+    at += r.bytes;
+  }
+  return true;
+}
+
+static int tfmi_hex_digit(char c) {
+  if (c >= '0' && c <= '9') return c - '0';
+  return (c | 32) >= 'a' && (c | 32) <= 'f' ? (c | 32) - 'a' + 10 : -1;
+}
+
+static int tfmi_byte_token(const char *p, size_t n) { /* the byte of "<0x0A>", -1: not like this */
+  int high, low;
+  if (n != 6 || memcmp(p, "<0x", 3) != 0 || p[5] != '>') return -1;
+  high = tfmi_hex_digit(p[3]);
+  low = tfmi_hex_digit(p[4]);
+  return high < 0 || low < 0 ? -1 : high * 16 + low;
+}
+
+static size_t tfmi_unescape(const char *p, size_t n, char *out) { /* U+2581 becomes a blank */
+  size_t at = 0, size = 0;
+  while (at < n)
+    if (n - at >= 3 && memcmp(p + at, tfmi_low_line, 3) == 0) {
+      out[size++] = ' ';
+      at += 3;
+    } else {
+      out[size++] = p[at++];
+    }
+  return size;
+}
+
+/* What the token decodes to, which is never longer than the text that it stands for. */
+static void tfmi_make_said(tfmi_make *m, tfmi_token *token, const char *p, size_t n) {
+  tfm_tokenizer *t = m->t;
+  char *out = t->arena + m->arena_bytes;
+  size_t whole = n;
+  int byte = m->says_bytes ? tfmi_byte_token(p, n) : -1;
+  token->said_at = m->arena_bytes;
+  if (t->from_bytes || byte >= 0) token->speech = TFMI_SPEECH_BYTES;
+  if (byte >= 0) {
+    out[0] = (char)byte;
+    n = 1;
+  } else if (m->says_blanks) {
+    n = tfmi_unescape(p, n, out);
+  } else if (!t->from_bytes || !tfmi_unspell(p, n, out, &n)) {
+    n = whole; /* a letter that is no byte's: the reference takes the text as it is */
+    if (n) memcpy(out, p, n);
+  }
+  token->said_n = (uint32_t)n;
+  m->arena_bytes += (uint32_t)n;
+  if (token->said_n > t->longest_said) t->longest_said = token->said_n;
+}
+
+/* The bytes of the model's own tokens, for those who look a pre-token up before merging. */
+static void tfmi_make_whole(tfmi_make *m) {
+  tfm_tokenizer *t = m->t;
+  size_t i, n;
+  char *out = (char *)tfmi_scratch(&m->load, m->arena_cap, 1);
+  tfmi_text_table_make(m, &t->whole, m->vocabulary_pieces);
+  for (i = 0; i < m->vocabulary_pieces; i++) {
+    const tfmi_token *token = &t->token[m->piece[i].id];
+    if (token->n && tfmi_unspell(t->arena + token->at, token->n, out, &n))
+      tfmi_text_table_put(&t->whole, token->said_at, token->said_n, m->piece[i].id);
+  }
+  tfmi_release(&m->load, out);
+}
+
+/* ---- Making: added tokens ---- */
+
+static int tfmi_added_order(const void *a, const void *b) {
+  const tfmi_added_text *s = (const tfmi_added_text *)a, *t = (const tfmi_added_text *)b;
+  int order = tfmi_text_order(s->text, t->text);
+  return order ? order : s->special != t->special ? (s->special ? -1 : 1) : s->id - t->id;
+}
+
+/* What is looked for instead of the token's own text. */
+static tfmi_text tfmi_added_pattern(tfmi_make *m, const tfmi_added_text *a) {
+  tfmi_text pattern = a->text;
+  char *out;
+  if (!a->normalised || a->verbatim) return pattern;
+  out = (char *)tfmi_scratch(&m->load, tfmi_normal_bound(m->t, a->text.at, a->text.n) + 1, 1);
+  pattern.n = tfmi_normalise(m->t, a->text.at, a->text.n, out);
+  pattern.at = out;
+  return pattern;
+}
+
+static void tfmi_make_added_set(tfmi_make *m, tfmi_added_set *set, bool normalised) {
+  tfmi_added_text *list = NULL;
+  ptrdiff_t i;
+  for (i = 0; i < stbds_arrlen(m->added); i++) {
+    tfmi_added_text a = m->added[i];
+    a.text = tfmi_added_pattern(m, &a);
+    if (a.normalised == normalised && a.text.n) stbds_arrput(list, a);
+  }
+  tfmi_sort(list, (size_t)stbds_arrlen(list), sizeof *list, tfmi_added_order);
+  set->token = TFMI_NEW(tfmi_added, tfmi_keep(&m->load, (uint64_t)stbds_arrlen(list),
+                                              sizeof *set->token));
+  for (i = 0; i < stbds_arrlen(list); i++) {
+    const tfmi_added_text *a = &list[i];
+    tfmi_added *to = &set->token[set->count];
+    if (a->normalised && !a->verbatim) /* the reference decodes it in normalised form too */
+      tfmi_make_said(m, &m->t->token[a->id], a->text.at, a->text.n);
+    if (i && tfmi_text_order(list[i - 1].text, a->text) == 0) continue; /* the same by now */
+    to->at = tfmi_arena_put(m, a->text.at, a->text.n);
+    to->n = (uint32_t)a->text.n;
+    to->id = a->id;
+    to->special = a->special;
+    to->left_blanks = a->left_blanks;
+    to->right_blanks = a->right_blanks;
+    set->first[(uint8_t)a->text.at[0]] = true;
+    set->count++;
+  }
+  stbds_arrfree(list);
+}
+
+static void tfmi_make_added(tfmi_make *m, tfmi_text text, int32_t id, bool special) {
+  tfmi_added_text a;
+  memset(&a, 0, sizeof a);
+  a.text = text;
+  a.id = id;
+  a.special = special;
+  stbds_arrput(m->added, a);
+}
+
+/* ---- Making: the template, and the whole ---- */
+
+static int32_t *tfmi_keep_ids(tfmi_make *m, const int32_t *ids, int32_t count) {
+  int32_t *kept = TFMI_NEW(int32_t, tfmi_keep(&m->load, (uint64_t)count, sizeof *kept));
+  if (count) memcpy(kept, ids, (size_t)count * sizeof *kept);
+  return kept;
+}
+
+static void tfmi_make_before(tfmi_make *m, const int32_t *ids, int32_t count) {
+  m->t->before = tfmi_keep_ids(m, ids, count);
+  m->t->before_count = count;
+}
+
+static void tfmi_make_after(tfmi_make *m, const int32_t *ids, int32_t count) {
+  m->t->after = tfmi_keep_ids(m, ids, count);
+  m->t->after_count = count;
+}
+
+/* An id from a file, or -1 where it names no token. */
+static int32_t tfmi_known_id(const tfm_tokenizer *t, int64_t id) {
+  bool known = id >= 0 && id < t->vocabulary && t->token[id].speech != TFMI_SPEECH_NONE;
+  return known ? (int32_t)id : -1;
+}
+
+/* The special token of the first of these names, -1: none. */
+static int32_t tfmi_guess_id(tfmi_make *m, const char *const *names, int32_t count) {
+  int32_t i;
+  ptrdiff_t k;
+  for (i = 0; i < count; i++)
+    for (k = 0; k < stbds_arrlen(m->added); k++)
+      if (m->added[k].special && tfmi_text_is(m->added[k].text, names[i])) return m->added[k].id;
+  return -1;
+}
+
+static void tfmi_guess_ids(tfmi_make *m) {
+  static const char *const bos[] = {"<s>", "<|begin_of_text|>", "<bos>", "<|endoftext|>"};
+  static const char *const eos[] = {"</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>"};
+  static const char *const unk[] = {"<unk>"}, *const pad[] = {"<pad>", "<|pad|>"};
+  tfm_tokenizer *t = m->t;
+  if (t->bos < 0) t->bos = tfmi_guess_id(m, bos, TFMI_COUNT(bos));
+  if (t->eos < 0) t->eos = tfmi_guess_id(m, eos, TFMI_COUNT(eos));
+  if (t->pad < 0) t->pad = tfmi_guess_id(m, pad, TFMI_COUNT(pad));
+  if (t->unk < 0 && t->byte_fallback) t->unk = tfmi_guess_id(m, unk, TFMI_COUNT(unk));
+}
+
+static void tfmi_make_unk(tfmi_make *m) {
+  if (!m->unk.n) return;
+  m->t->unk = tfmi_text_find(&m->t->spelled, m->unk.at, m->unk.n);
+  if (m->t->unk < 0)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "the unknown token, \"%s\", is not in the vocabulary",
+              tfmi_plain(m->unk).text);
+}
+
+/* From the pieces, merges and added tokens that a file gave to the finished tables. */
+static void tfmi_make_tables(tfmi_make *m) {
+  tfm_tokenizer *t = m->t;
+  int32_t i;
+  tfmi_place(m);
+  if (m->scored) tfmi_make_phantoms(m);
+  tfmi_make_unk(m);
+  tfmi_make_symbols(m);
+  if (m->scored) tfmi_merges_from_scores(m);
+  else tfmi_merges_from_texts(m);
+  tfmi_merges_fit(m);
+  if (!t->from_bytes) tfmi_make_joins(m);
+  for (i = 0; i < t->vocabulary; i++)
+    if (t->token[i].speech != TFMI_SPEECH_NONE)
+      tfmi_make_said(m, &t->token[i], t->arena + t->token[i].at, t->token[i].n);
+  if (m->whole_first) tfmi_make_whole(m);
+  tfmi_make_added_set(m, &t->added[0], false);
+  tfmi_make_added_set(m, &t->added[1], true);
+  tfmi_guess_ids(m);
+}
+
+/* Fields that a file hands over as scratch outlive it. */
+static tfmi_text tfmi_keep_bytes(tfmi_make *m, tfmi_text text) {
+  char *kept = (char *)tfmi_keep(&m->load, text.n + 1, 1);
+  tfmi_append(kept, 0, text);
+  text.at = kept;
+  return text;
+}
+
+/* ---- tokenizer.json ----
+   Normaliser, pre-tokenizer, post-processor and decoder are each one part or a Sequence of parts. A
+   part is read into one flat struct, whatever its type; then each stage takes the types it knows
+   and refuses the rest, with the place in the file. */
+
+typedef struct tfmi_part {
+  const char *at; /* in the file */
+  tfmi_text type, prepend, content, behavior, pattern;
+  bool regex, add_prefix_space, use_regex, invert;
+  int64_t start, stop;
+} tfmi_part;
+
+typedef struct tfmi_json_parts {
+  tfmi_json *json;
+  tfmi_part *normalise, *split, *after, *decode; /* stb arrays */
+} tfmi_json_parts;
+
+static const struct tfmi_part_field {
+  const char *name;
+  tfmi_json_kind kind;
+  size_t offset;
+} tfmi_part_fields[] = {
+  {"type", TFMI_JSON_STRING, offsetof(tfmi_part, type)},
+  {"prepend", TFMI_JSON_STRING, offsetof(tfmi_part, prepend)},
+  {"content", TFMI_JSON_STRING, offsetof(tfmi_part, content)},
+  {"behavior", TFMI_JSON_STRING, offsetof(tfmi_part, behavior)},
+  {"add_prefix_space", TFMI_JSON_TRUE, offsetof(tfmi_part, add_prefix_space)},
+  {"use_regex", TFMI_JSON_TRUE, offsetof(tfmi_part, use_regex)},
+  {"invert", TFMI_JSON_TRUE, offsetof(tfmi_part, invert)},
+  {"start", TFMI_JSON_NUMBER, offsetof(tfmi_part, start)},
+  {"stop", TFMI_JSON_NUMBER, offsetof(tfmi_part, stop)},
+};
+
+/* Reads the member if the part has such a field. */
+static bool tfmi_part_member(tfmi_json *j, tfmi_part *part, tfmi_text key) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_part_fields); i++) {
+    const struct tfmi_part_field *field = &tfmi_part_fields[i];
+    char *to = (char *)part + field->offset;
+    if (!tfmi_text_is(key, field->name)) continue;
+    if (field->kind == TFMI_JSON_STRING) *TFMI_NEW(tfmi_text, to) = tfmi_json_string(j);
+    else if (field->kind == TFMI_JSON_TRUE) *TFMI_NEW(bool, to) = tfmi_json_bool(j);
+    else *TFMI_NEW(int64_t, to) = tfmi_json_integer(j, 0, INT32_MAX);
+    return true;
+  }
+  return false;
+}
+
+static void tfmi_part_pattern(tfmi_json *j, tfmi_part *part) { /* {"String": " "}, {"Regex": "."} */
+  tfmi_text key;
+  tfmi_json_object(j);
+  while (tfmi_json_member(j, &key)) {
+    part->regex = tfmi_text_is(key, "Regex");
+    part->pattern = tfmi_json_string(j);
+  }
+}
+
+/* [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}] */
+static void tfmi_json_template(tfmi_make *m, tfmi_json *j) {
+  tfmi_text key, inner, name = {NULL, 0};
+  tfmi_json_array(j);
+  while (tfmi_json_element(j)) {
+    bool text = false;
+    tfmi_json_object(j);
+    while (tfmi_json_member(j, &key)) {
+      text = tfmi_text_is(key, "Sequence");
+      tfmi_json_object(j);
+      while (tfmi_json_member(j, &inner))
+        if (tfmi_text_is(inner, "id")) name = tfmi_json_string(j);
+        else tfmi_json_skip(j);
+    }
+    if (text && !tfmi_text_is(name, "A"))
+      tfmi_json_fail(j, TFM_E_UNSUPPORTED, "a template for one text names the sequence \"%s\"",
+                     tfmi_plain(name).text);
+    if (text) name.at = NULL;
+    stbds_arrput(m->template_names, name);
+  }
+}
+
+/* {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}} */
+static void tfmi_json_template_ids(tfmi_make *m, tfmi_json *j) {
+  tfmi_template_id entry;
+  tfmi_text key;
+  tfmi_json_object(j);
+  while (tfmi_json_member(j, &entry.name)) {
+    tfmi_json_object(j);
+    while (tfmi_json_member(j, &key)) {
+      if (!tfmi_text_is(key, "ids")) {
+        tfmi_json_skip(j);
+        continue;
+      }
+      tfmi_json_array(j);
+      while (tfmi_json_element(j)) {
+        entry.id = (int32_t)tfmi_json_integer(j, 0, TFMI_VOCABULARY_MAX);
+        stbds_arrput(m->template_ids, entry);
+      }
+    }
+  }
+}
+
+static bool tfmi_is_sequence_key(tfmi_text key) {
+  return tfmi_text_is(key, "normalizers") || tfmi_text_is(key, "pretokenizers") ||
+         tfmi_text_is(key, "processors") || tfmi_text_is(key, "decoders");
+}
+
+/* Appends a part, or, where it may be a Sequence, the parts of that: *list NULL forbids it. */
+static void tfmi_part_read(tfmi_make *m, tfmi_json *j, tfmi_part **list, bool nested) {
+  tfmi_part part;
+  tfmi_text key;
+  bool sequence = false;
+  memset(&part, 0, sizeof part);
+  part.use_regex = true;
+  part.at = j->at;
+  tfmi_json_object(j);
+  while (tfmi_json_member(j, &key))
+    if (tfmi_part_member(j, &part, key)) {
+      continue;
+    } else if (!nested && tfmi_is_sequence_key(key)) {
+      sequence = true;
+      tfmi_json_array(j);
+      while (tfmi_json_element(j)) tfmi_part_read(m, j, list, true);
+    } else if (tfmi_text_is(key, "pattern") && tfmi_json_peek(j) == TFMI_JSON_OBJECT) {
+      tfmi_part_pattern(j, &part);
+    } else if (tfmi_text_is(key, "single")) {
+      tfmi_json_template(m, j);
+    } else if (tfmi_text_is(key, "special_tokens")) {
+      tfmi_json_template_ids(m, j);
+    } else {
+      tfmi_json_skip(j);
+    }
+  if (!sequence) stbds_arrput(*list, part);
+}
+
+static void tfmi_parts_read(tfmi_make *m, tfmi_json *j, tfmi_part **list) {
+  if (!tfmi_json_null(j)) tfmi_part_read(m, j, list, false);
+}
+
+static TFMI_NORETURN void tfmi_part_refuse(tfmi_json *j, const tfmi_part *part, const char *stage) {
+  j->at = part->at;
+  tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the %s \"%s\", or one of its options here, cannot be "
+                 "reproduced exactly", stage, tfmi_plain(part->type).text);
+}
+
+static tfmi_splitter tfmi_pattern_find(tfmi_json *j, const tfmi_part *part) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_patterns); i++)
+    if (tfmi_text_is(part->pattern, tfmi_patterns[i].pattern)) return tfmi_patterns[i].split;
+  j->at = part->at;
+  tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the splitting pattern \"%s\" is none of the %d known ones",
+                 tfmi_plain(part->pattern).text, TFMI_COUNT(tfmi_patterns));
+}
+
+static void tfmi_json_normalise(tfmi_make *m, tfmi_json_parts *parts) {
+  ptrdiff_t i;
+  for (i = 0; i < stbds_arrlen(parts->normalise); i++) {
+    const tfmi_part *p = &parts->normalise[i];
+    bool prepends = tfmi_text_is(p->type, "Prepend") && !m->t->prefix.n && p->prepend.n &&
+                    !memchr(p->prepend.at, ' ', p->prepend.n);
+    bool replaces = tfmi_text_is(p->type, "Replace") && !m->t->blank.n && p->content.n &&
+                    !p->regex && tfmi_text_is(p->pattern, " ");
+    if (prepends) m->t->prefix = tfmi_keep_bytes(m, p->prepend);
+    else if (replaces) m->t->blank = tfmi_keep_bytes(m, p->content);
+    else tfmi_part_refuse(parts->json, p, "normalizer");
+  }
+}
+
+static void tfmi_json_split(tfmi_make *m, tfmi_json_parts *parts) {
+  tfm_tokenizer *t = m->t;
+  ptrdiff_t i, count = stbds_arrlen(parts->split);
+  for (i = 0; i < count; i++) {
+    const tfmi_part *p = &parts->split[i];
+    bool last = i + 1 == count;
+    if (tfmi_text_is(p->type, "Split") && i == 0 && !last && p->regex && !p->invert &&
+        tfmi_text_is(p->behavior, "Isolated")) {
+      t->split = tfmi_pattern_find(parts->json, p);
+    } else if (tfmi_text_is(p->type, "ByteLevel") && last &&
+               !(t->split && (p->use_regex || p->add_prefix_space))) {
+      t->from_bytes = true;
+      t->prefix_blank = p->add_prefix_space;
+      if (p->use_regex) t->split = tfmi_split_gpt2;
+    } else {
+      tfmi_part_refuse(parts->json, p, "pre_tokenizer");
+    }
+  }
+  if (t->from_bytes && stbds_arrlen(parts->normalise))
+    tfmi_part_refuse(parts->json, &parts->normalise[0], "normalizer before bytes,");
+}
+
+/* Decoders of characters come in this order, each at most once. */
+static int tfmi_decode_rank(const tfmi_part *p) {
+  if (tfmi_text_is(p->type, "Replace") && !p->regex && tfmi_text_is(p->content, " ") &&
+      tfmi_text_is(p->pattern, tfmi_low_line)) return 1;
+  if (tfmi_text_is(p->type, "ByteFallback")) return 2;
+  if (tfmi_text_is(p->type, "Fuse")) return 3;
+  if (tfmi_text_is(p->type, "Strip") && tfmi_text_is(p->content, " ") && p->start <= 1 &&
+      p->stop == 0) return 4;
+  return 0;
+}
+
+static void tfmi_json_decode(tfmi_make *m, tfmi_json_parts *parts) {
+  ptrdiff_t i, count = stbds_arrlen(parts->decode);
+  int before = 0;
+  if (count == 0)
+    tfmi_json_fail(parts->json, TFM_E_UNSUPPORTED, "there is no decoder; the reference would put a "
+                   "blank between all tokens");
+  if (m->t->from_bytes && count == 1 && tfmi_text_is(parts->decode[0].type, "ByteLevel")) return;
+  for (i = 0; i < count; i++) {
+    const tfmi_part *p = &parts->decode[i];
+    int rank = m->t->from_bytes ? 0 : tfmi_decode_rank(p);
+    if (rank <= before || (rank == 4 && before != 3)) tfmi_part_refuse(parts->json, p, "decoder");
+    if (rank == 1) m->says_blanks = true;
+    if (rank == 2) m->says_bytes = true;
+    if (rank == 4) m->t->strip = p->start == 1;
+    before = rank;
+  }
+}
+
+static void tfmi_json_after(const tfmi_json_parts *parts) {
+  int templates = 0;
+  ptrdiff_t i;
+  for (i = 0; i < stbds_arrlen(parts->after); i++) {
+    const tfmi_part *p = &parts->after[i];
+    if (tfmi_text_is(p->type, "ByteLevel")) continue; /* moves offsets only */
+    if (!tfmi_text_is(p->type, "TemplateProcessing") || templates++)
+      tfmi_part_refuse(parts->json, p, "post_processor");
+  }
+}
+
+static int32_t *tfmi_template_expand(tfmi_make *m, tfmi_json *j, ptrdiff_t from, ptrdiff_t to) {
+  int32_t *ids = NULL, before;
+  for (; from < to; from++) {
+    ptrdiff_t k;
+    before = (int32_t)stbds_arrlen(ids);
+    for (k = 0; k < stbds_arrlen(m->template_ids); k++)
+      if (tfmi_text_order(m->template_ids[k].name, m->template_names[from]) == 0)
+        stbds_arrput(ids, m->template_ids[k].id);
+    if (before == (int32_t)stbds_arrlen(ids))
+      tfmi_json_fail(j, TFM_E_FORMAT, "the template's token \"%s\" is not among its special_tokens",
+                     tfmi_plain(m->template_names[from]).text);
+  }
+  return ids;
+}
+
+static void tfmi_json_template_use(tfmi_make *m, tfmi_json *j) {
+  ptrdiff_t count = stbds_arrlen(m->template_names), text = -1, i;
+  int32_t *before, *after;
+  if (count == 0) return;
+  for (i = 0; i < count; i++) {
+    if (m->template_names[i].at) continue;
+    if (text >= 0) tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the template has its text twice");
+    text = i;
+  }
+  if (text < 0) tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the template leaves its text out");
+  before = tfmi_template_expand(m, j, 0, text);
+  after = tfmi_template_expand(m, j, text + 1, count);
+  tfmi_make_before(m, before, (int32_t)stbds_arrlen(before));
+  tfmi_make_after(m, after, (int32_t)stbds_arrlen(after));
+  stbds_arrfree(before);
+  stbds_arrfree(after);
+}
+
+static void tfmi_json_check_template(tfmi_make *m) { /* once the vocabulary is known */
+  const tfm_tokenizer *t = m->t;
+  ptrdiff_t i;
+  for (i = 0; i < stbds_arrlen(m->template_ids); i++)
+    if (tfmi_known_id(t, m->template_ids[i].id) < 0)
+      tfmi_fail(&m->load, TFM_E_FORMAT, "the template's token \"%s\" has id %d, which is no token's",
+                tfmi_plain(m->template_ids[i].name).text, (int)m->template_ids[i].id);
+}
+
+static void tfmi_json_added_token(tfmi_make *m, tfmi_json *j) {
+  tfmi_added_text a;
+  tfmi_text key;
+  bool word = false;
+  memset(&a, 0, sizeof a);
+  a.id = -1;
+  tfmi_json_object(j);
+  while (tfmi_json_member(j, &key))
+    if (tfmi_text_is(key, "content")) a.text = tfmi_json_string(j);
+    else if (tfmi_text_is(key, "id")) a.id = (int32_t)tfmi_json_integer(j, 0, TFMI_VOCABULARY_MAX);
+    else if (tfmi_text_is(key, "special")) a.special = tfmi_json_bool(j);
+    else if (tfmi_text_is(key, "lstrip")) a.left_blanks = tfmi_json_bool(j);
+    else if (tfmi_text_is(key, "rstrip")) a.right_blanks = tfmi_json_bool(j);
+    else if (tfmi_text_is(key, "normalized")) a.normalised = tfmi_json_bool(j);
+    else if (tfmi_text_is(key, "single_word")) word = tfmi_json_bool(j);
+    else tfmi_json_skip(j);
+  if (word)
+    tfmi_json_fail(j, TFM_E_UNSUPPORTED, "added token \"%s\" is looked for as a single_word",
+                   tfmi_plain(a.text).text);
+  if (a.id < 0) tfmi_json_fail(j, TFM_E_FORMAT, "an added token has no id");
+  if (a.text.n) stbds_arrput(m->added, a); /* the reference ignores those without text */
+}
+
+static void tfmi_json_added(tfmi_make *m, tfmi_json *j) {
+  tfmi_json_array(j);
+  while (tfmi_json_element(j)) tfmi_json_added_token(m, j);
+}
+
+static void tfmi_json_vocabulary(tfmi_make *m, tfmi_json *j) {
+  tfmi_text key;
+  tfmi_json_object(j);
+  while (tfmi_json_member(j, &key))
+    tfmi_make_piece(m, key, tfmi_json_integer(j, 0, UINT32_MAX), TFMI_PIECE_NORMAL, 0);
+  m->vocabulary_pieces = (size_t)stbds_arrlen(m->piece);
+}
+
+/* "a b": exactly one blank, which neither begins nor ends the line. */
+static void tfmi_make_merge_line(tfmi_make *m, tfmi_text line) {
+  const char *blank = line.n ? (const char *)memchr(line.at, ' ', line.n) : NULL;
+  tfmi_merge_text pair = {{NULL, 0}, {NULL, 0}};
+  pair.right = line;
+  if (blank && !memchr(blank + 1, ' ', (size_t)(line.at + line.n - blank - 1))) {
+    pair.left.at = line.at;
+    pair.left.n = (size_t)(blank - line.at);
+    pair.right.at = blank + 1;
+    pair.right.n = line.n - pair.left.n - 1;
+  }
+  stbds_arrput(m->merge, pair);
+}
+
+static void tfmi_json_merges(tfmi_make *m, tfmi_json *j) {
+  tfmi_merge_text pair;
+  tfmi_json_array(j);
+  while (tfmi_json_element(j)) {
+    if (tfmi_json_peek(j) == TFMI_JSON_STRING) {
+      tfmi_make_merge_line(m, tfmi_json_string(j));
+      continue;
+    }
+    tfmi_json_array(j);
+    if (!tfmi_json_element(j)) tfmi_json_fail(j, TFM_E_FORMAT, "a merge is empty, expected a pair");
+    pair.left = tfmi_json_string(j);
+    if (!tfmi_json_element(j)) tfmi_json_fail(j, TFM_E_FORMAT, "a merge of one part, expected two");
+    pair.right = tfmi_json_string(j);
+    if (tfmi_json_element(j)) tfmi_json_fail(j, TFM_E_FORMAT, "a merge of three parts, expected two");
+    stbds_arrput(m->merge, pair);
+  }
+}
+
+static bool tfmi_json_flag(tfmi_json *j) { return !tfmi_json_null(j) && tfmi_json_bool(j); }
+
+static void tfmi_json_empty_text(tfmi_json *j, tfmi_text key) { /* null or "" */
+  if (!tfmi_json_null(j) && tfmi_json_string(j).n)
+    tfmi_json_fail(j, TFM_E_UNSUPPORTED, "%s is not empty", tfmi_plain(key).text);
+}
+
+static void tfmi_json_model(tfmi_make *m, tfmi_json *j) {
+  tfm_tokenizer *t = m->t;
+  tfmi_text key, type = tfmi_text_of("BPE"); /* old files do not tell */
+  tfmi_json_object(j);
+  while (tfmi_json_member(j, &key)) {
+    if (tfmi_text_is(key, "type")) type = tfmi_json_string(j);
+    if (!tfmi_text_is(type, "BPE") || (tfmi_text_is(key, "vocab") &&
+                                       tfmi_json_peek(j) == TFMI_JSON_ARRAY))
+      tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the model is %s, expected BPE",
+                     tfmi_text_is(type, "BPE") ? "Unigram" : tfmi_plain(type).text);
+    if (tfmi_text_is(key, "type")) continue;
+    if (tfmi_text_is(key, "vocab")) tfmi_json_vocabulary(m, j);
+    else if (tfmi_text_is(key, "merges")) tfmi_json_merges(m, j);
+    else if (tfmi_text_is(key, "fuse_unk")) t->fuse_unk = tfmi_json_flag(j);
+    else if (tfmi_text_is(key, "byte_fallback")) t->byte_fallback = tfmi_json_flag(j);
+    else if (tfmi_text_is(key, "ignore_merges")) m->whole_first = tfmi_json_flag(j);
+    else if (tfmi_text_is(key, "continuing_subword_prefix")) tfmi_json_empty_text(j, key);
+    else if (tfmi_text_is(key, "end_of_word_suffix")) tfmi_json_empty_text(j, key);
+    else if (tfmi_text_is(key, "unk_token") && !tfmi_json_null(j)) m->unk = tfmi_json_string(j);
+    else if (tfmi_text_is(key, "dropout") && !tfmi_json_null(j) && tfmi_json_number(j) != 0)
+      tfmi_json_fail(j, TFM_E_UNSUPPORTED, "dropout makes tokens random");
+    else if (!tfmi_text_is(key, "unk_token") && !tfmi_text_is(key, "dropout")) tfmi_json_skip(j);
+  }
+}
+
+/* The reference gives ids by its own rule, whatever the file says: those of the model's tokens of
+   the same text, else the next behind all others. A file that says otherwise is refused. */
+static void tfmi_json_added_ids(tfmi_make *m) {
+  int64_t size = (int64_t)m->vocabulary_pieces, largest = -1;
+  ptrdiff_t i;
+  tfmi_place(m);
+  for (i = 0; i < stbds_arrlen(m->added); i++) {
+    const tfmi_added_text *a = &m->added[i];
+    int64_t id = tfmi_text_find(&m->t->spelled, a->text.at, a->text.n);
+    if (id < 0) {
+      id = largest >= size ? largest + 1 : size;
+      tfmi_make_piece(m, a->text, id, TFMI_PIECE_USER, 0);
+    }
+    if (id != a->id)
+      tfmi_fail(&m->load, TFM_E_FORMAT, "added token \"%s\" has id %d, expected %lld by its place "
+                "in the vocabulary", tfmi_plain(a->text).text, (int)a->id, (long long)id);
+    if (id > largest) largest = id;
+  }
+}
+
+static void tfmi_read_json(tfmi_make *m, tfmi_text file) {
+  tfmi_json_parts parts = {NULL, NULL, NULL, NULL, NULL};
+  tfmi_json j;
+  tfmi_text key;
+  tfmi_json_init(&j, &m->load, "tokenizer.json", file.at, file.n);
+  parts.json = &j;
+  tfmi_json_object(&j);
+  while (tfmi_json_member(&j, &key))
+    if (tfmi_text_is(key, "model")) tfmi_json_model(m, &j);
+    else if (tfmi_text_is(key, "added_tokens")) tfmi_json_added(m, &j);
+    else if (tfmi_text_is(key, "normalizer")) tfmi_parts_read(m, &j, &parts.normalise);
+    else if (tfmi_text_is(key, "pre_tokenizer")) tfmi_parts_read(m, &j, &parts.split);
+    else if (tfmi_text_is(key, "post_processor")) tfmi_parts_read(m, &j, &parts.after);
+    else if (tfmi_text_is(key, "decoder")) tfmi_parts_read(m, &j, &parts.decode);
+    else tfmi_json_skip(&j);
+  tfmi_json_finish(&j);
+  tfmi_json_normalise(m, &parts);
+  tfmi_json_split(m, &parts);
+  tfmi_json_decode(m, &parts);
+  tfmi_json_after(&parts);
+  tfmi_json_template_use(m, &j);
+  if (m->t->from_bytes ? m->t->byte_fallback : m->whole_first)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "%s together with %s-level BPE",
+              m->t->from_bytes ? "byte_fallback" : "ignore_merges",
+              m->t->from_bytes ? "byte" : "character");
+  m->t->kind = m->t->from_bytes ? "byte-level BPE" : "SentencePiece BPE";
+  tfmi_json_added_ids(m);
+  tfmi_make_tables(m);
+  tfmi_json_check_template(m);
+}
+
+/* ---- vocab.json with merges.txt: GPT-2's own files ---- */
+
+static void tfmi_read_merge_lines(tfmi_make *m, tfmi_text file) {
+  const char *end = file.at + file.n;
+  tfmi_text line;
+  for (line.at = file.at; line.at < end; line.at += line.n + 1) {
+    const char *stop = (const char *)memchr(line.at, '\n', (size_t)(end - line.at));
+    tfmi_text kept = line;
+    line.n = (size_t)((stop ? stop : end) - line.at);
+    kept.n = line.n && line.at[line.n - 1] == '\r' ? line.n - 1 : line.n;
+    if (kept.n >= 8 && memcmp(kept.at, "#version", 8) == 0) continue;
+    tfmi_make_merge_line(m, kept);
+  }
+}
+
+static void tfmi_read_gpt2(tfmi_make *m, tfmi_text vocabulary, tfmi_text merges) {
+  tfm_tokenizer *t = m->t;
+  tfmi_text end = tfmi_text_of("<|endoftext|>");
+  tfmi_json j;
+  ptrdiff_t i;
+  tfmi_json_init(&j, &m->load, "vocab.json", vocabulary.at, vocabulary.n);
+  tfmi_json_vocabulary(m, &j);
+  tfmi_json_finish(&j);
+  tfmi_read_merge_lines(m, merges);
+  for (i = 0; i < stbds_arrlen(m->piece); i++)
+    if (tfmi_text_order(m->piece[i].text, end) == 0) tfmi_make_added(m, end, m->piece[i].id, true);
+  t->kind = "byte-level BPE";
+  t->from_bytes = true;
+  t->split = tfmi_split_gpt2;
+  tfmi_make_tables(m);
+}
+
+/* ---- GGUF ---- */
+
+static const struct tfmi_gguf_pre_row { /* tokenizer.ggml.pre, where its pattern is known */
+  const char *name;
+  tfmi_splitter split;
+  bool whole_first;
+} tfmi_gguf_pres[] = {
+  {"gpt-2", tfmi_split_gpt2, false},
+  {"llama-bpe", tfmi_split_llama3, true},
+  {"llama3", tfmi_split_llama3, true},
+};
+
+static const tfmi_gguf_value *tfmi_gguf_list(tfmi_make *m, const tfmi_gguf *g, const char *key,
+                                             uint64_t count) {
+  const tfmi_gguf_value *v = tfmi_gguf_find(g, key);
+  if (v && (v->type != TFMI_GGUF_ARRAY || v->count != count))
+    tfmi_fail(&m->load, TFM_E_FORMAT, "key %s has %llu elements, expected an array of %llu", key,
+              (unsigned long long)v->count, (unsigned long long)count);
+  return v;
+}
+
+/* Texts with types and scores, where the file has them. */
+static void tfmi_gguf_pieces(tfmi_make *m, const tfmi_gguf *g) {
+  const char *key = "tokenizer.ggml.tokens", *type_key = "tokenizer.ggml.token_type";
+  const tfmi_gguf_value *tokens = tfmi_gguf_find(g, key), *types, *scores;
+  const uint8_t *at;
+  uint64_t i;
+  tfmi_text text;
+  if (!tokens || tokens->type != TFMI_GGUF_ARRAY || tokens->element != TFMI_GGUF_STRING)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "key %s is missing or no array of strings", key);
+  types = tfmi_gguf_list(m, g, type_key, tokens->count);
+  scores = tfmi_gguf_list(m, g, "tokenizer.ggml.scores", tokens->count);
+  if (scores && scores->element != TFMI_GGUF_F32)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "key tokenizer.ggml.scores is not an array of f32");
+  at = tokens->at;
+  for (i = 0; i < tokens->count; i++) {
+    int64_t type = TFMI_PIECE_NORMAL;
+    at = tfmi_gguf_text_at(at, &text);
+    if (types && !tfmi_gguf_int_at(g, type_key, types->element,
+                                   types->at + i * (types->bytes / types->count), &type))
+      tfmi_fail(&m->load, TFM_E_FORMAT, "key %s is not an array of integers", type_key);
+    if (type < TFMI_PIECE_NORMAL || type > TFMI_PIECE_BYTE)
+      tfmi_fail(&m->load, TFM_E_FORMAT, "token %llu has type %lld, expected 1 to 6",
+                (unsigned long long)i, (long long)type);
+    tfmi_make_piece(m, text, (int64_t)i, (int32_t)type, scores ? tfmi_f32(scores->at + 4 * i) : 0);
+    if (type == TFMI_PIECE_UNKNOWN || type == TFMI_PIECE_CONTROL || type == TFMI_PIECE_USER)
+      tfmi_make_added(m, text, (int32_t)i, type != TFMI_PIECE_USER);
+  }
+  m->vocabulary_pieces = (size_t)stbds_arrlen(m->piece);
+}
+
+static void tfmi_gguf_merges(tfmi_make *m, const tfmi_gguf *g) {
+  const tfmi_gguf_value *v = tfmi_gguf_find(g, "tokenizer.ggml.merges");
+  const uint8_t *at;
+  tfmi_text line;
+  uint64_t i;
+  if (!v || v->type != TFMI_GGUF_ARRAY || v->element != TFMI_GGUF_STRING)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "key tokenizer.ggml.merges is missing, or no array of texts");
+  for (i = 0, at = v->at; i < v->count; i++) {
+    at = tfmi_gguf_text_at(at, &line);
+    tfmi_make_merge_line(m, line);
+  }
+}
+
+static void tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
+  tfmi_text pre = tfmi_text_of("gpt-2");
+  int i;
+  if (!tfmi_gguf_get_text(g, "tokenizer.ggml.pre", &pre))
+    tfmi_log(&m->heap.host, TFM_LOG_WARNING,
+             "%s: no tokenizer.ggml.pre; text is split as for GPT-2", m->load.object);
+  for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
+    if (tfmi_text_is(pre, tfmi_gguf_pres[i].name)) {
+      m->t->split = tfmi_gguf_pres[i].split;
+      m->whole_first = tfmi_gguf_pres[i].whole_first;
+      return;
+    }
+  tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.pre is \"%s\", whose splitting is not "
+            "known here; use the model's tokenizer.json", tfmi_plain(pre).text);
+}
+
+static void tfmi_make_spm(tfmi_make *m, bool prefix) { /* what all SentencePiece files share */
+  tfm_tokenizer *t = m->t;
+  t->kind = "SentencePiece BPE";
+  t->blank = tfmi_text_of(tfmi_low_line);
+  if (prefix) t->prefix = t->blank;
+  t->strip = prefix;
+  t->byte_fallback = true;
+  t->fuse_unk = true;
+  m->scored = true;
+  m->says_bytes = true;
+  m->says_blanks = true;
+}
+
+static int32_t tfmi_gguf_id(const tfmi_gguf *g, const char *key) {
+  int64_t id = -1;
+  tfmi_gguf_get_int(g, key, &id);
+  return id >= 0 && id < TFMI_VOCABULARY_MAX ? (int32_t)id : -1; /* 2^32 - 1 means none */
+}
+
+static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
+  tfm_tokenizer *t = m->t;
+  bool eos = false;
+  tfmi_gguf_get_bool(g, "tokenizer.ggml.add_bos_token", &bos);
+  tfmi_gguf_get_bool(g, "tokenizer.ggml.add_eos_token", &eos);
+  t->bos = tfmi_known_id(t, tfmi_gguf_id(g, "tokenizer.ggml.bos_token_id"));
+  t->eos = tfmi_known_id(t, tfmi_gguf_id(g, "tokenizer.ggml.eos_token_id"));
+  t->pad = tfmi_known_id(t, tfmi_gguf_id(g, "tokenizer.ggml.padding_token_id"));
+  tfmi_make_before(m, &t->bos, bos && t->bos >= 0);
+  tfmi_make_after(m, &t->eos, eos && t->eos >= 0);
+}
+
+/* False when the file has no vocabulary. */
+static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
+  tfmi_gguf g;
+  tfmi_text model;
+  bool prefix = true, spm;
+  tfmi_gguf_open(&g, &m->load, file.at, file.n);
+  if (!tfmi_gguf_get_text(&g, "tokenizer.ggml.model", &model)) return false;
+  spm = tfmi_text_is(model, "llama");
+  if (!spm && !tfmi_text_is(model, "gpt2"))
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.model is \"%s\", expected gpt2 or llama",
+              tfmi_plain(model).text);
+  tfmi_gguf_pieces(m, &g);
+  if (spm) {
+    tfmi_gguf_get_bool(&g, "tokenizer.ggml.add_space_prefix", &prefix);
+    tfmi_gguf_get_bool(&g, "tokenizer.ggml.remove_extra_whitespaces", &m->t->squeeze);
+    tfmi_make_spm(m, prefix);
+    if (!tfmi_gguf_find(&g, "tokenizer.ggml.scores"))
+      tfmi_fail(&m->load, TFM_E_FORMAT, "key tokenizer.ggml.scores is missing");
+  } else {
+    m->t->kind = "byte-level BPE";
+    m->t->from_bytes = true;
+    tfmi_gguf_pre(m, &g);
+    tfmi_gguf_merges(m, &g);
+  }
+  m->t->unk = tfmi_gguf_id(&g, "tokenizer.ggml.unknown_token_id");
+  tfmi_make_tables(m);
+  m->t->unk = tfmi_known_id(m->t, m->t->unk);
+  tfmi_gguf_adds(m, &g, spm);
+  return true;
+}
+
+/* ---- SentencePiece .model: protocol buffers, of which only these fields are read ---- */
+
+typedef struct tfmi_proto {
+  tfmi_make *make;
+  const uint8_t *at, *end;
+} tfmi_proto;
+
+typedef struct tfmi_proto_field {
+  uint32_t number, wire; /* wire: 0 varint, 1 eight bytes, 2 bytes, 5 four bytes */
+  uint64_t value;        /* of a varint, or four bytes */
+  tfmi_text bytes;
+} tfmi_proto_field;
+
+static uint64_t tfmi_proto_varint(tfmi_proto *p) {
+  uint64_t value = 0;
+  int shift;
+  for (shift = 0; shift < 70 && p->at < p->end; shift += 7) {
+    uint8_t byte = *p->at++;
+    if (shift < 64) value |= (uint64_t)(byte & 0x7f) << shift;
+    if (byte < 0x80) return value;
+  }
+  tfmi_fail(&p->make->load, TFM_E_FORMAT, "a number in the model does not end");
+}
+
+static tfmi_text tfmi_proto_bytes(tfmi_proto *p, uint64_t n) {
+  tfmi_text bytes;
+  if (n > (uint64_t)(p->end - p->at))
+    tfmi_fail(&p->make->load, TFM_E_FORMAT,
+              "a field of the model has %llu bytes, but %llu are left", (unsigned long long)n, (unsigned long long)(p->end - p->at));
+  bytes.at = (const char *)p->at;
+  bytes.n = (size_t)n;
+  p->at += n;
+  return bytes;
+}
+
+static bool tfmi_proto_next(tfmi_proto *p, tfmi_proto_field *f) {
+  uint64_t key;
+  memset(f, 0, sizeof *f);
+  if (p->at == p->end) return false;
+  key = tfmi_proto_varint(p);
+  f->number = (uint32_t)(key >> 3);
+  f->wire = (uint32_t)(key & 7);
+  if (key >> 3 == 0 || key >> 3 > 536870911)
+    tfmi_fail(&p->make->load, TFM_E_FORMAT, "the model has a field of number 0 or above 2^29 - 1");
+  switch (f->wire) {
+    case 0: f->value = tfmi_proto_varint(p); break;
+    case 1: tfmi_proto_bytes(p, 8); break;
+    case 2: f->bytes = tfmi_proto_bytes(p, tfmi_proto_varint(p)); break;
+    case 5: f->value = tfmi_u32(tfmi_proto_bytes(p, 4).at); break;
+    default:
+      tfmi_fail(&p->make->load, TFM_E_FORMAT, "field %u of the model has wire type %u, expected "
+                "0, 1, 2 or 5", (unsigned)f->number, (unsigned)f->wire);
+  }
+  return true;
+}
+
+static tfmi_proto tfmi_proto_open(tfmi_make *m, tfmi_text bytes) {
+  tfmi_proto p;
+  p.make = m;
+  p.at = (const uint8_t *)bytes.at;
+  p.end = p.at + bytes.n;
+  return p;
+}
+
+static void tfmi_proto_expect(tfmi_make *m, const tfmi_proto_field *f, uint32_t wire) {
+  if (f->wire != wire)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "field %u of the model has wire type %u, expected %u",
+              (unsigned)f->number, (unsigned)f->wire, (unsigned)wire);
+}
+
+static void tfmi_spm_piece(tfmi_make *m, tfmi_text bytes) {
+  tfmi_proto p = tfmi_proto_open(m, bytes);
+  tfmi_proto_field f;
+  tfmi_text text = {"", 0};
+  uint64_t type = TFMI_PIECE_NORMAL;
+  uint32_t bits = 0;
+  float score;
+  int32_t id = (int32_t)stbds_arrlen(m->piece);
+  while (tfmi_proto_next(&p, &f)) {
+    if (f.number <= 3) tfmi_proto_expect(m, &f, f.number == 1 ? 2 : f.number == 2 ? 5 : 0);
+    if (f.number == 1) text = f.bytes;
+    else if (f.number == 2) bits = (uint32_t)f.value;
+    else if (f.number == 3) type = f.value;
+  }
+  if (text.n == 0) tfmi_fail(&m->load, TFM_E_FORMAT, "piece %d is empty", (int)id);
+  if (type < TFMI_PIECE_NORMAL || type > TFMI_PIECE_BYTE || type == TFMI_PIECE_UNUSED)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "piece %d, \"%s\", has type %llu; unused pieces cannot "
+              "be reproduced", (int)id, tfmi_plain(text).text, (unsigned long long)type);
+  memcpy(&score, &bits, sizeof score);
+  tfmi_make_piece(m, text, id, (int32_t)type, score);
+  if (type == TFMI_PIECE_UNKNOWN && m->t->unk < 0) m->t->unk = id;
+  if (type == TFMI_PIECE_NORMAL || type == TFMI_PIECE_BYTE) return;
+  tfmi_make_added(m, text, id, type != TFMI_PIECE_USER);
+  m->added[stbds_arrlen(m->added) - 1].normalised = type == TFMI_PIECE_USER;
+  m->added[stbds_arrlen(m->added) - 1].verbatim = true;
+}
+
+static void tfmi_spm_trainer(tfmi_make *m, tfmi_text bytes, int64_t ids[4]) {
+  static const char *const models[] = {"?", "Unigram", "BPE", "words", "characters"};
+  tfmi_proto p = tfmi_proto_open(m, bytes);
+  tfmi_proto_field f;
+  uint64_t model = 1;
+  bool fallback = false;
+  while (tfmi_proto_next(&p, &f)) {
+    if (f.number == 3) model = f.value;
+    else if (f.number == 35) fallback = f.value != 0;
+    else if (f.number >= 40 && f.number <= 43) ids[f.number - 40] = (int32_t)(uint32_t)f.value;
+    else if (f.number == 24 && f.value)
+      tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "treat_whitespace_as_suffix cannot be reproduced");
+  }
+  if (model != 2)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the SentencePiece model is %s, expected BPE",
+              model < 5 ? models[model] : "?");
+  m->t->byte_fallback = fallback;
+}
+
+static void tfmi_spm_normaliser(tfmi_make *m, tfmi_text bytes) {
+  tfmi_proto p = tfmi_proto_open(m, bytes);
+  tfmi_proto_field f;
+  tfm_tokenizer *t = m->t;
+  while (tfmi_proto_next(&p, &f)) {
+    if (f.number == 2 && f.bytes.n)
+      tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the model normalises characters "
+                "(precompiled_charsmap), which cannot be reproduced");
+    if (f.number == 3) t->strip = f.value != 0;
+    if (f.number == 4) t->squeeze = f.value != 0;
+    if (f.number == 5 && !f.value)
+      tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a model without escape_whitespaces");
+  }
+  t->prefix.n = t->strip ? t->blank.n : 0;
+}
+
+static void tfmi_read_spm(tfmi_make *m, tfmi_text file) {
+  tfmi_proto p = tfmi_proto_open(m, file);
+  tfmi_proto_field f;
+  tfm_tokenizer *t = m->t;
+  int64_t ids[4] = {0, 1, 2, -1}; /* unk, bos, eos, pad: the format's defaults */
+  bool trainer = false;
+  tfmi_make_spm(m, true);
+  t->squeeze = true;
+  while (tfmi_proto_next(&p, &f)) {
+    if (f.number <= 3) tfmi_proto_expect(m, &f, 2);
+    if (f.number == 1) tfmi_spm_piece(m, f.bytes);
+    else if (f.number == 2) tfmi_spm_trainer(m, f.bytes, ids);
+    else if (f.number == 3) tfmi_spm_normaliser(m, f.bytes);
+    trainer = trainer || f.number == 2;
+  }
+  if (!trainer) tfmi_fail(&m->load, TFM_E_FORMAT, "not a SentencePiece model: no trainer_spec");
+  if (t->unk < 0) tfmi_fail(&m->load, TFM_E_FORMAT, "the model has no unknown piece");
+  m->vocabulary_pieces = (size_t)stbds_arrlen(m->piece);
+  tfmi_make_tables(m);
+  t->bos = tfmi_known_id(t, ids[1]);
+  t->eos = tfmi_known_id(t, ids[2]);
+  t->pad = tfmi_known_id(t, ids[3]);
+  tfmi_make_before(m, &t->bos, t->bos >= 0); /* as Llama's code does */
+}
+
+/* ---- llama2.c tokenizer.bin ----
+   int32 longest, then for each id float score, int32 length, bytes; pieces have a plain blank. Ids
+   0, 1, 2 are unk, bos, eos, 3 to 258 the bytes, which is how llama2.c falls back on them. */
+
+static void tfmi_check_llama2c(tfmi_make *m) {
+  int i;
+  for (i = 0; i < 256; i++)
+    if (m->t->byte_id[i] != i + 3)
+      tfmi_fail(&m->load, TFM_E_FORMAT, "the token of byte 0x%02X has id %d, expected %d", i,
+                (int)m->t->byte_id[i], i + 3);
+}
+
+static void tfmi_read_llama2c(tfmi_make *m, tfmi_text file) {
+  static const char *const names[] = {"<unk>", "<s>", "</s>"};
+  const uint8_t *at = (const uint8_t *)file.at + 4, *end = (const uint8_t *)file.at + file.n;
+  tfm_tokenizer *t = m->t;
+  int32_t expected = m->config ? m->config->vocabulary : 0, id = 0;
+  for (; at < end && (!expected || id < expected); id++) {
+    tfmi_text text;
+    float score = end - at >= 8 ? tfmi_f32(at) : 0;
+    uint32_t n = end - at >= 8 ? tfmi_u32(at + 4) : 0;
+    if (end - at < 8 || n > (uint32_t)INT32_MAX || n > (size_t)(end - at - 8))
+      tfmi_fail(&m->load, TFM_E_FORMAT, "token %d of tokenizer.bin goes beyond the end of the file",
+                (int)id);
+    text.at = (const char *)at + 8;
+    text.n = n;
+    at += 8 + n;
+    if (id < 3) text = tfmi_text_of(names[id]);
+    tfmi_make_piece(m, text, id, id < 3 ? TFMI_PIECE_CONTROL
+                                 : id < 259 ? TFMI_PIECE_BYTE : TFMI_PIECE_NORMAL, score);
+    if (id < 3) tfmi_make_added(m, text, id, true);
+  }
+  if (at < end || (expected && id != expected) || id < 259)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "tokenizer.bin has %s%d tokens, expected %d%s",
+              at < end ? "more than " : "", (int)id, (int)(expected ? expected : 259),
+              expected ? "" : " or more");
+  tfmi_make_spm(m, true);
+  t->prefix = tfmi_text_of(" ");
+  t->blank.n = 0;
+  m->says_blanks = false;
+  t->unk = 0;
+  tfmi_make_tables(m);
+  tfmi_check_llama2c(m);
+  t->bos = 1;
+  t->eos = 2;
+  tfmi_make_before(m, &t->bos, 1);
+}
+
+/* ---- Characters of a text ---- */
+
+static int tfmi_code_order(const void *a, const void *b) {
+  uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+  return x < y ? -1 : x > y;
+}
+
+static void tfmi_read_characters(tfmi_make *m) {
+  tfmi_text text;
+  uint8_t *seen = (uint8_t *)tfmi_scratch(&m->load, 0x110000, 1);
+  uint32_t *code = NULL;
+  tfmi_rune r;
+  size_t at;
+  ptrdiff_t i;
+  text.at = (const char *)m->data;
+  text.n = m->bytes;
+  for (at = 0; at < text.n; at += r.bytes) {
+    r = tfmi_rune_at(text.at + at, text.n - at);
+    if (r.state != TFMI_RUNE_WHOLE)
+      tfmi_fail(&m->load, TFM_E_ARG, "byte %llu of the text is not UTF-8", (unsigned long long)at);
+    if (!seen[r.code]) stbds_arrput(code, r.code);
+    seen[r.code] = 1;
+  }
+  tfmi_sort(code, (size_t)stbds_arrlen(code), sizeof *code, tfmi_code_order);
+  for (i = 0; i < stbds_arrlen(code); i++) {
+    char *spelled = (char *)tfmi_scratch(&m->load, 4, 1);
+    tfmi_text c;
+    c.at = spelled;
+    c.n = (size_t)(tfmi_json_put_utf8(spelled, code[i]) - spelled);
+    tfmi_make_piece(m, c, i, TFMI_PIECE_NORMAL, 0);
+  }
+  m->t->kind = "characters";
+  m->t->strict = true;
+  tfmi_make_tables(m);
+}
+
+/* ---- Finding the file, knowing its kind ---- */
+
+static tfmi_text tfmi_make_file(tfmi_make *m, const char *path) {
+  tfmi_file *f = &m->file[m->files];
+  tfmi_text text;
+  tfmi_file_open(&m->load, path, f);
+  m->files++;
+  text.at = (const char *)f->data;
+  text.n = f->bytes;
+  return text;
+}
+
+/* llama2.c's header, version 0: dim, hidden, layers, heads, kv heads, vocabulary, positions. */
+static bool tfmi_is_checkpoint(tfmi_text file) {
+  int32_t h[7];
+  int i;
+  if (file.n >= 4 && memcmp(file.at, "24ka", 4) == 0) return true; /* "ak42" */
+  if (file.n < 28) return false;
+  for (i = 0; i < 7; i++) h[i] = (int32_t)tfmi_u32(file.at + 4 * i);
+  if (h[5] < 0 && h[5] > INT32_MIN) h[5] = -h[5]; /* negative: the head is not tied */
+  for (i = 0; i < 7; i++)
+    if (h[i] <= 0 || h[i] >= 1 << 24) return false;
+  return h[0] % h[3] == 0 && h[3] % h[4] == 0;
+}
+
+static bool tfmi_is_safetensors(tfmi_text file) {
+  return file.n > 8 && file.at[8] == '{' && tfmi_u64(file.at) <= file.n - 8;
+}
+
+/* Of vocab.json's members all are numbers, of tokenizer.json's the first is a string. */
+static bool tfmi_is_vocabulary(tfmi_make *m, tfmi_text file) {
+  tfmi_json j;
+  tfmi_text key;
+  tfmi_json_init(&j, &m->load, "JSON", file.at, file.n);
+  tfmi_json_object(&j);
+  return tfmi_json_member(&j, &key) && tfmi_json_peek(&j) == TFMI_JSON_NUMBER;
+}
+
+/* The two files do not tell how text is split; tokenizer_config.json beside them may. */
+static void tfmi_check_class(tfmi_make *m, const char *folder) {
+  char *path = tfmi_join(&m->load, folder, "tokenizer_config.json");
+  tfmi_text file, key, name = {"", 0};
+  tfmi_json j;
+  if (!tfmi_file_exists(&m->load, path)) return;
+  file = tfmi_make_file(m, path);
+  tfmi_json_init(&j, &m->load, "tokenizer_config.json", file.at, file.n);
+  tfmi_json_object(&j);
+  while (tfmi_json_member(&j, &key))
+    if (tfmi_text_is(key, "tokenizer_class") && tfmi_json_peek(&j) == TFMI_JSON_STRING)
+      name = tfmi_json_string(&j);
+    else tfmi_json_skip(&j);
+  if (name.n && !tfmi_text_is(name, "GPT2Tokenizer") && !tfmi_text_is(name, "GPT2TokenizerFast"))
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer_config.json names %s, not GPT2Tokenizer; "
+              "use the model's tokenizer.json", tfmi_plain(name).text);
+}
+
+static void tfmi_read_beside(tfmi_make *m, tfmi_text vocabulary, const char *path) {
+  static const char *const names[] = {"merges.txt", "vocab.bpe"};
+  char *folder = path ? tfmi_folder_of(&m->load, path) : NULL;
+  int i;
+  for (i = 0; folder && i < TFMI_COUNT(names); i++) {
+    char *merges = tfmi_join(&m->load, folder, names[i]);
+    if (!tfmi_file_exists(&m->load, merges)) continue;
+    tfmi_check_class(m, folder);
+    tfmi_read_gpt2(m, vocabulary, tfmi_make_file(m, merges));
+    return;
+  }
+  tfmi_fail(&m->load, path ? TFM_E_IO : TFM_E_UNSUPPORTED, "a vocab.json needs its merges.txt "
+            "beside it; load it by its path, or use tokenizer.json");
+}
+
+/* Reads the vocabulary in the file; false when this is a model file that has none. */
+static bool tfmi_read_file(tfmi_make *m, tfmi_text file, const char *path) {
+  size_t at = 0;
+  if (file.n >= 4 && memcmp(file.at, "GGUF", 4) == 0) return tfmi_read_gguf(m, file);
+  if (tfmi_is_safetensors(file) || tfmi_is_checkpoint(file)) return false;
+  while (at < file.n && strchr(" \t\r\n", file.at[at]) && file.at[at]) at++;
+  if (at < file.n && file.at[at] == '{') {
+    if (tfmi_is_vocabulary(m, file)) tfmi_read_beside(m, file, path);
+    else tfmi_read_json(m, file);
+  } else if (file.n > 2 && file.at[0] == '\n' && file.at[1]) { /* a piece: field 1 with bytes */
+    tfmi_read_spm(m, file);
+  } else if (file.n > 12) {
+    tfmi_read_llama2c(m, file);
+  } else {
+    tfmi_fail(&m->load, TFM_E_FORMAT, "%llu bytes are no vocabulary", (unsigned long long)file.n);
+  }
+  return true;
+}
+
+static void tfmi_read_folder(tfmi_make *m, const char *folder) {
+  static const char *const names[] = {"tokenizer.json", "tokenizer.model", "tokenizer.bin",
+                                      "tok512.bin", "vocab.json"};
+  int i;
+  for (i = 0; i < TFMI_COUNT(names); i++) {
+    char *path = tfmi_join(&m->load, folder, names[i]);
+    if (tfmi_file_exists(&m->load, path) &&
+        tfmi_read_file(m, tfmi_make_file(m, path), path)) return;
+    tfmi_release(&m->load, path);
+  }
+  tfmi_fail(&m->load, TFM_E_IO, "no tokenizer there; expected tokenizer.json, tokenizer.model, "
+            "tokenizer.bin, tok512.bin, or vocab.json with merges.txt");
+}
+
+static void tfmi_read_path(tfmi_make *m) {
+  if (tfmi_is_folder(&m->load, m->path)) tfmi_read_folder(m, m->path);
+  else if (!tfmi_read_file(m, tfmi_make_file(m, m->path), m->path))
+    tfmi_read_folder(m, tfmi_folder_of(&m->load, m->path));
+}
+
+static void tfmi_read_memory(tfmi_make *m) {
+  tfmi_text file;
+  file.at = (const char *)m->data;
+  file.n = m->bytes;
+  if (!tfmi_read_file(m, file, NULL))
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a model file without a vocabulary; load its "
+              "tokenizer's file instead");
+}
+
+/* ---- Entry points ---- */
+
+static void tfmi_make_run(tfmi_make *m, void (*read)(tfmi_make *m)) {
+  m->t = TFMI_NEW(tfm_tokenizer, tfmi_keep(&m->load, 1, sizeof *m->t));
+  m->t->bos = m->t->eos = m->t->unk = m->t->pad = -1;
+  read(m);
+}
+
+/* The memory that the load kept becomes the tokenizer's. */
+static tfm_tokenizer *tfmi_make_finish(tfmi_make *m) {
+  tfm_tokenizer *t = m->t;
+  t->heap = m->heap;
+  t->kept = m->load.kept;
+  t->kept.next->prev = t->kept.prev->next = &t->kept;
+  return t;
+}
+
+static tfm_tokenizer *tfmi_make_tokenizer(tfmi_make *m, const char *object,
+                                          const tfm_tokenizer_config *config,
+                                          void (*read)(tfmi_make *m)) {
+  if (config) m->heap.host = config->host;
+  m->config = config;
+  tfmi_load_init(&m->load, &m->heap, object);
+  m->outer = tfmi_stb_load;
+  tfmi_stb_load = &m->load;
+  if (setjmp(m->load.fail) == 0) {
+    tfmi_make_run(m, read);
+    m->done = true;
+  }
+  tfmi_stb_load = m->outer;
+  while (m->files) tfmi_file_close(&m->heap, &m->file[--m->files]);
+  tfmi_ring_free(&m->heap, &m->load.scratch);
+  if (m->done) return tfmi_make_finish(m);
+  tfmi_ring_free(&m->heap, &m->load.kept);
+  return NULL;
+}
+
+TFM_API tfm_tokenizer *tfm_tokenizer_load(const char *path, const tfm_tokenizer_config *config) {
+  tfmi_make m;
+  memset(&m, 0, sizeof m);
+  m.path = path;
+  if (!path) {
+    tfmi_report(TFM_E_ARG, "tfm_tokenizer_load: path is NULL");
+    return NULL;
+  }
+  return tfmi_make_tokenizer(&m, path, config, tfmi_read_path);
+}
+
+TFM_API tfm_tokenizer *tfm_tokenizer_load_memory(const void *data, size_t bytes,
+                                                 const tfm_tokenizer_config *config) {
+  tfmi_make m;
+  memset(&m, 0, sizeof m);
+  m.data = data;
+  m.bytes = bytes;
+  if (!data) {
+    tfmi_report(TFM_E_ARG, "tfm_tokenizer_load_memory: data is NULL");
+    return NULL;
+  }
+  return tfmi_make_tokenizer(&m, "tokenizer in memory", config, tfmi_read_memory);
+}
+
+TFM_API tfm_tokenizer *tfm_tokenizer_from_text(const char *text, size_t bytes,
+                                               const tfm_tokenizer_config *config) {
+  tfmi_make m;
+  memset(&m, 0, sizeof m);
+  m.data = text;
+  m.bytes = bytes;
+  if (!text || !bytes) {
+    tfmi_report(TFM_E_ARG, "tfm_tokenizer_from_text: the text is empty");
+    return NULL;
+  }
+  return tfmi_make_tokenizer(&m, "tfm_tokenizer_from_text", config, tfmi_read_characters);
+}
+
+TFM_API void tfm_tokenizer_free(tfm_tokenizer *tokenizer) {
+  tfmi_heap heap;
+  tfmi_block kept;
+  if (!tokenizer) return;
+  heap = tokenizer->heap; /* both lie in the memory that goes */
+  kept = tokenizer->kept;
+  kept.next->prev = kept.prev->next = &kept;
+  tfmi_ring_free(&heap, &kept);
+}
+/* ==================================================================================================
+   >>formats   safetensors, shards, GGUF and llama2.c files become one directory of tensors
+   ==================================================================================================
+
+   Whatever the format, a model's files become a `tfmi_source`: a directory of tensors, by name,
+   each pointing into its file, and settings, the numbers of config.json or of GGUF's keys.
+   A llama2.c checkpoint, which has neither names nor keys, is given Hugging Face's, so that nothing
+   below this section knows it.
+
+   Kinds of files are told apart by their first bytes. Every rule of the formats is checked here, in
+   the order of the reference implementations; where those are lax (duplicate names, unknown fields),
+   we are not. Settings are found by name: nested ones, one
+   level deep, by "rope_scaling.factor". */
+
+typedef struct tfmi_setting { /* of config.json */
+  tfmi_text key;
+  tfmi_json_kind kind;
+  tfmi_text value; /* as it is written there */
+} tfmi_setting;
+
+typedef struct tfmi_settings {
+  tfmi_setting *at; /* sorted by key */
+  uint64_t count;
+} tfmi_settings;
+
+typedef struct tfmi_source {
+  tfmi_load *load;
+  tfm_model *model;
+  const char *path; /* of the weights; NULL: from memory */
+  const char *format;
+  tfmi_tensor *tensor; /* sorted by name */
+  uint64_t tensors;
+  tfmi_settings config, generation;
+  tfmi_gguf *gguf;    /* where settings come from instead, or NULL */
+  bool interleaved;   /* q and k rows are in Meta's order, for rotation of neighbours */
+} tfmi_source;
+
+/* ---- Settings of a config.json ---- */
+
+static int tfmi_setting_order(const void *a, const void *b) {
+  return tfmi_text_order(((const tfmi_setting *)a)->key, ((const tfmi_setting *)b)->key);
+}
+
+static tfmi_text tfmi_text_join(tfmi_load *l, tfmi_text a, tfmi_text b) { /* "a.b" */
+  char *at = (char *)tfmi_scratch(l, a.n + 1 + b.n, 1);
+  tfmi_text joined;
+  if (a.n) memcpy(at, a.at, a.n);
+  at[a.n] = '.';
+  if (b.n) memcpy(at + a.n + 1, b.at, b.n);
+  joined.at = at;
+  joined.n = a.n + 1 + b.n;
+  return joined;
+}
+
+static tfmi_setting tfmi_setting_read(tfmi_json *j, tfmi_text key) {
+  tfmi_setting s;
+  s.key = key;
+  s.kind = tfmi_json_peek(j);
+  s.value.at = j->at;
+  tfmi_json_skip(j);
+  s.value.n = (size_t)(j->at - s.value.at);
+  return s;
+}
+
+static tfmi_settings tfmi_settings_read(tfmi_load *l, const char *what, const void *text,
+                                        size_t n) {
+  tfmi_json outer, inner;
+  tfmi_setting *all = NULL, s;
+  tfmi_text key, name;
+  tfmi_settings out;
+  uint64_t i;
+  tfmi_json_init(&outer, l, what, text, n);
+  tfmi_json_object(&outer);
+  while (tfmi_json_member(&outer, &name)) {
+    inner = outer;
+    s = tfmi_setting_read(&outer, name);
+    stbds_arrput(all, s);
+    if (s.kind != TFMI_JSON_OBJECT) continue;
+    tfmi_json_object(&inner);
+    while (tfmi_json_member(&inner, &key)) {
+      s = tfmi_setting_read(&inner, tfmi_text_join(l, name, key));
+      stbds_arrput(all, s);
+    }
+  }
+  tfmi_json_finish(&outer);
+  out.at = all;
+  out.count = (uint64_t)stbds_arrlen(all);
+  tfmi_sort(all, (size_t)out.count, sizeof *all, tfmi_setting_order);
+  for (i = 1; i < out.count; i++)
+    if (tfmi_text_order(all[i - 1].key, all[i].key) == 0)
+      tfmi_fail(l, TFM_E_FORMAT, "%s: \"%s\" is there twice", what, tfmi_plain(all[i].key).text);
+  return out;
+}
+
+/* A small file's text, scratch. While open the file is the model's, which closes it on failure. */
+static tfmi_text tfmi_text_of_file(tfmi_source *s, const char *path) {
+  tfmi_file *file = &s->model->text;
+  tfmi_text text;
+  char *copy;
+  tfmi_file_open(s->load, path, file);
+  text.n = file->bytes;
+  text.at = copy = (char *)tfmi_scratch(s->load, text.n, 1);
+  memcpy(copy, file->data, text.n);
+  tfmi_file_close(s->load->heap, file);
+  return text;
+}
+
+/* ---- The directory ---- */
+
+static tfmi_tensor *tfmi_tensor_find(const tfmi_source *s, tfmi_text name) {
+  uint64_t low = 0, high = s->tensors;
+  while (low < high) {
+    uint64_t middle = low + (high - low) / 2;
+    int order = tfmi_text_order(name, s->tensor[middle].name);
+    if (order == 0) return &s->tensor[middle];
+    if (order < 0) high = middle;
+    else low = middle + 1;
+  }
+  return NULL;
+}
+
+static int tfmi_name_order(const void *a, const void *b) {
+  return tfmi_text_order(*(const tfmi_text *)a, *(const tfmi_text *)b);
+}
+
+/* Sorts names; the same one twice fails. */
+static void tfmi_names_unique(tfmi_load *l, const char *what, tfmi_text *name, uint64_t count) {
+  uint64_t i;
+  tfmi_sort(name, (size_t)count, sizeof *name, tfmi_name_order);
+  for (i = 1; i < count; i++)
+    if (tfmi_text_order(name[i - 1], name[i]) == 0)
+      tfmi_fail(l, TFM_E_FORMAT, "%s: \"%s\" is there twice", what, tfmi_plain(name[i]).text);
+}
+
+/* ---- Files of weights: the model's, until it is freed ---- */
+
+/* A dry load maps what the real one would read, and counts its bytes. */
+static tfmi_file *tfmi_source_open(tfmi_source *s, const char *path) {
+  tfmi_load *l = s->load;
+  tfm_model *m = s->model;
+  const tfm_io *io = l->heap->host.io;
+  tfmi_file *file = &m->files[m->file_count];
+  bool pretend = l->heap->dry && l->no_mmap && (!io || io->map), no_mmap = l->no_mmap;
+  l->no_mmap = no_mmap && !pretend;
+  tfmi_file_open(l, path, file);
+  l->no_mmap = no_mmap;
+  m->file_count++;
+  if (pretend && file->kind != TFMI_FILE_BORROWED) {
+    if (tfmi_heap_charge(l->heap, file->bytes) != TFM_OK) tfmi_fail_again(l);
+  } else if (file->kind == TFMI_FILE_MAPPED || file->kind == TFMI_FILE_IO) {
+    m->mapped_bytes += file->bytes;
+  }
+  return file;
+}
+
+static void tfmi_source_files(tfmi_source *s, uint64_t count) {
+  s->model->files = TFMI_NEW(tfmi_file, tfmi_keep(s->load, count, sizeof *s->model->files));
+}
+
+/* ---- safetensors ---- */
+
+static const struct tfmi_dtype_row {
+  const char *name;
+  uint8_t bits;
+  tfm_type type;
+} tfmi_dtypes[] = {
+  {"F32", 32, TFM_F32}, {"F16", 16, TFM_F16}, {"BF16", 16, TFM_BF16},
+  {"F8_E4M3", 8, TFM_F8_E4M3}, {"F8_E5M2", 8, TFM_F8_E5M2}, {"BOOL", 8, TFM_TYPE_DEFAULT},
+  {"U8", 8, TFM_TYPE_DEFAULT}, {"I8", 8, TFM_TYPE_DEFAULT}, {"U16", 16, TFM_TYPE_DEFAULT},
+  {"I16", 16, TFM_TYPE_DEFAULT}, {"U32", 32, TFM_TYPE_DEFAULT}, {"I32", 32, TFM_TYPE_DEFAULT},
+  {"U64", 64, TFM_TYPE_DEFAULT}, {"I64", 64, TFM_TYPE_DEFAULT}, {"F64", 64, TFM_TYPE_DEFAULT},
+  {"C64", 64, TFM_TYPE_DEFAULT}, {"F4", 4, TFM_TYPE_DEFAULT}, {"F6_E2M3", 6, TFM_TYPE_DEFAULT},
+  {"F6_E3M2", 6, TFM_TYPE_DEFAULT}, {"F8_E8M0", 8, TFM_TYPE_DEFAULT},
+  {"F8_E4M3FNUZ", 8, TFM_TYPE_DEFAULT}, {"F8_E5M2FNUZ", 8, TFM_TYPE_DEFAULT},
+};
+
+typedef struct tfmi_description { /* of one tensor in a header */
+  const struct tfmi_dtype_row *dtype;
+  uint64_t elements, begin, end;
+  bool shape_seen, offsets_seen;
+} tfmi_description;
+
+static void tfmi_safetensors_dtype(tfmi_json *j, tfmi_description *d, const tfmi_tensor *t) {
+  tfmi_text name = tfmi_json_string(j);
+  int i;
+  if (d->dtype)
+    tfmi_json_fail(j, TFM_E_FORMAT, "tensor %s: dtype twice", tfmi_plain(t->name).text);
+  for (i = 0; i < TFMI_COUNT(tfmi_dtypes); i++)
+    if (tfmi_text_is(name, tfmi_dtypes[i].name)) d->dtype = &tfmi_dtypes[i];
+  if (!d->dtype)
+    tfmi_json_fail(j, TFM_E_FORMAT, "tensor %s: unknown dtype \"%s\"", tfmi_plain(t->name).text,
+                   tfmi_plain(name).text);
+}
+
+/* The product is checked from left to right: a zero hides no overflow before it. */
+static void tfmi_safetensors_shape(tfmi_json *j, tfmi_description *d, tfmi_tensor *t) {
+  if (d->shape_seen)
+    tfmi_json_fail(j, TFM_E_FORMAT, "tensor %s: shape twice", tfmi_plain(t->name).text);
+  d->shape_seen = true;
+  d->elements = 1;
+  tfmi_json_array(j);
+  while (tfmi_json_element(j)) {
+    uint64_t dim = (uint64_t)tfmi_json_integer(j, 0, INT64_MAX);
+    if (t->rank < 4) t->dims[t->rank] = dim;
+    t->rank++;
+    if (!tfmi_mul(d->elements, dim, &d->elements))
+      tfmi_json_fail(j, TFM_E_FORMAT, "tensor %s: the shape has more than 2^64 elements",
+                     tfmi_plain(t->name).text);
+  }
+}
+
+static void tfmi_safetensors_offsets(tfmi_json *j, tfmi_description *d, const tfmi_tensor *t) {
+  uint64_t offset[2] = {0, 0}, n = 0;
+  if (d->offsets_seen)
+    tfmi_json_fail(j, TFM_E_FORMAT, "tensor %s: data_offsets twice", tfmi_plain(t->name).text);
+  d->offsets_seen = true;
+  tfmi_json_array(j);
+  for (; tfmi_json_element(j); n++)
+    if (n < 2) offset[n] = (uint64_t)tfmi_json_integer(j, 0, INT64_MAX);
+    else tfmi_json_skip(j);
+  if (n != 2)
+    tfmi_json_fail(j, TFM_E_FORMAT, "tensor %s: data_offsets has %llu numbers, expected 2",
+                   tfmi_plain(t->name).text, (unsigned long long)n);
+  d->begin = offset[0];
+  d->end = offset[1];
+}
+
+static void tfmi_safetensors_check(tfmi_json *j, const tfmi_description *d, const tfmi_tensor *t,
+                                   uint64_t room) {
+  uint64_t bits;
+  const char *missing = !d->dtype ? "dtype" : !d->shape_seen ? "shape" : "data_offsets";
+  if (!d->dtype || !d->shape_seen || !d->offsets_seen)
+    tfmi_json_fail(j, TFM_E_FORMAT, "tensor %s has no %s", tfmi_plain(t->name).text, missing);
+  if (!tfmi_mul(d->elements, d->dtype->bits, &bits))
+    tfmi_json_fail(j, TFM_E_FORMAT, "tensor %s has more than 2^64 bits", tfmi_plain(t->name).text);
+  if (bits % 8)
+    tfmi_json_fail(j, TFM_E_FORMAT, "tensor %s: %llu values of %s do not fill whole bytes",
+                   tfmi_plain(t->name).text, (unsigned long long)d->elements, d->dtype->name);
+  if (d->begin > d->end || d->end - d->begin != bits / 8)
+    tfmi_json_fail(j, TFM_E_FORMAT,
+                   "tensor %s: data_offsets [%llu, %llu] do not span the %llu bytes of its shape",
+                   tfmi_plain(t->name).text, (unsigned long long)d->begin,
+                   (unsigned long long)d->end, (unsigned long long)(bits / 8));
+  if (d->end > room)
+    tfmi_json_fail(j, TFM_E_FORMAT, "tensor %s ends at %llu, but the file has %llu bytes of data; "
+                   "it may be cut off", tfmi_plain(t->name).text, (unsigned long long)d->end,
+                   (unsigned long long)room);
+}
+
+static tfmi_tensor tfmi_safetensors_tensor(tfmi_json *j, tfmi_text name, const uint8_t *data,
+                                           uint64_t room) {
+  tfmi_tensor t;
+  tfmi_description d;
+  tfmi_text key;
+  memset(&t, 0, sizeof t);
+  memset(&d, 0, sizeof d);
+  t.name = name;
+  tfmi_json_object(j);
+  while (tfmi_json_member(j, &key))
+    if (tfmi_text_is(key, "dtype")) tfmi_safetensors_dtype(j, &d, &t);
+    else if (tfmi_text_is(key, "shape")) tfmi_safetensors_shape(j, &d, &t);
+    else if (tfmi_text_is(key, "data_offsets")) tfmi_safetensors_offsets(j, &d, &t);
+    else
+      tfmi_json_fail(j, TFM_E_FORMAT, "tensor %s has an unknown field \"%s\"",
+                     tfmi_plain(name).text, tfmi_plain(key).text);
+  tfmi_safetensors_check(j, &d, &t, room);
+  t.type = d.dtype->type;
+  t.type_name = d.dtype->name;
+  t.data = data + d.begin;
+  t.bytes = (size_t)(d.end - d.begin);
+  return t;
+}
+
+static void tfmi_safetensors_metadata(tfmi_json *j) {
+  tfmi_text key, *keys = NULL;
+  tfmi_json_object(j);
+  while (tfmi_json_member(j, &key)) {
+    stbds_arrput(keys, key);
+    tfmi_json_string(j);
+  }
+  tfmi_names_unique(j->load, "__metadata__", keys, (uint64_t)stbds_arrlen(keys));
+  stbds_arrfree(keys);
+}
+
+/* Tensors must cover the data from its first byte to its last: no holes, nothing hidden. */
+static void tfmi_safetensors_tile(tfmi_load *l, tfmi_tensor *t, uint64_t n, const uint8_t *data,
+                                  const uint8_t *end) {
+  uint64_t i;
+  tfmi_sort(t, (size_t)n, sizeof *t, tfmi_tensor_place_order);
+  for (i = 0; i < n; data = t[i].data + t[i].bytes, i++)
+    if (t[i].data != data)
+      tfmi_fail(l, TFM_E_FORMAT, "tensor %s %s", tfmi_plain(t[i].name).text,
+                t[i].data < data ? "overlaps the one before it"
+                : i == 0 ? "comes first but does not begin at offset 0"
+                         : "leaves a hole behind the one before it");
+  if (data != end)
+    tfmi_fail(l, TFM_E_FORMAT, "%llu bytes follow the last tensor, expected none",
+              (unsigned long long)(end - data));
+}
+
+/* Appends the tensors of one file to an stb array. */
+static void tfmi_safetensors_read(tfmi_load *l, const tfmi_file *file, int32_t index,
+                                  tfmi_tensor **all) {
+  uint64_t n = file->bytes < 8 ? 0 : tfmi_u64(file->data), before = (uint64_t)stbds_arrlen(*all);
+  const uint8_t *data;
+  tfmi_json j;
+  tfmi_text name;
+  bool metadata = false;
+  if (file->bytes < 8)
+    tfmi_fail(l, TFM_E_FORMAT, "safetensors: the file has %llu bytes, expected 8 at least",
+              (unsigned long long)file->bytes);
+  if (n > 100000000 || n > file->bytes - 8)
+    tfmi_fail(l, TFM_E_FORMAT, "safetensors: a header of %llu bytes is announced, expected at most "
+              "%s", (unsigned long long)n, n > 100000000 ? "100000000" : "the file's own size");
+  data = file->data + 8 + n;
+  tfmi_json_init(&j, l, "safetensors header", file->data + 8, (size_t)n);
+  tfmi_json_object(&j);
+  while (tfmi_json_member(&j, &name))
+    if (tfmi_text_is(name, "__metadata__")) {
+      if (metadata) tfmi_json_fail(&j, TFM_E_FORMAT, "__metadata__ twice");
+      metadata = true;
+      tfmi_safetensors_metadata(&j);
+    } else {
+      tfmi_tensor t = tfmi_safetensors_tensor(&j, name, data, file->bytes - 8 - n);
+      t.file = index;
+      stbds_arrput(*all, t);
+    }
+  tfmi_json_finish(&j);
+  tfmi_safetensors_tile(l, *all + before, (uint64_t)stbds_arrlen(*all) - before, data,
+                        file->data + file->bytes);
+}
+
+static void tfmi_source_tensors(tfmi_source *s, tfmi_tensor *all) { /* an stb array */
+  s->tensor = all;
+  s->tensors = (uint64_t)stbds_arrlen(all);
+  tfmi_tensors_sort(s->load, s->tensor, s->tensors);
+}
+
+/* ---- Shards ---- */
+
+typedef struct tfmi_shard_entry { tfmi_text tensor, file; } tfmi_shard_entry;
+
+/* A file name comes from outside: it may not lead out of the folder. */
+static void tfmi_shard_name_check(tfmi_json *j, tfmi_text name) {
+  if (name.n == 0 || name.n > 255 || name.at[0] == '.' || memchr(name.at, '/', name.n) ||
+      memchr(name.at, '\\', name.n) || memchr(name.at, 0, name.n))
+    tfmi_json_fail(j, TFM_E_FORMAT, "\"%s\" is not a plain file name", tfmi_plain(name).text);
+}
+
+static tfmi_shard_entry *tfmi_index_read(tfmi_source *s, tfmi_text text) {
+  tfmi_shard_entry *map = NULL, e;
+  tfmi_json j;
+  tfmi_text key;
+  bool seen = false;
+  tfmi_json_init(&j, s->load, "index", text.at, text.n);
+  tfmi_json_object(&j);
+  while (tfmi_json_member(&j, &key)) {
+    if (!tfmi_text_is(key, "weight_map")) {
+      tfmi_json_skip(&j);
+      continue;
+    }
+    if (seen) tfmi_json_fail(&j, TFM_E_FORMAT, "weight_map twice");
+    seen = true;
+    tfmi_json_object(&j);
+    while (tfmi_json_member(&j, &e.tensor)) {
+      e.file = tfmi_json_string(&j);
+      tfmi_shard_name_check(&j, e.file);
+      stbds_arrput(map, e);
+    }
+  }
+  tfmi_json_finish(&j);
+  if (!map) tfmi_fail(s->load, TFM_E_FORMAT, "index: weight_map is missing or empty");
+  return map;
+}
+
+/* The distinct file names, sorted; an stb array. */
+static tfmi_text *tfmi_index_files(const tfmi_shard_entry *map) {
+  tfmi_text *all = NULL, *files = NULL;
+  int64_t i, n = (int64_t)stbds_arrlen(map);
+  for (i = 0; i < n; i++) stbds_arrput(all, map[i].file);
+  tfmi_sort(all, (size_t)n, sizeof *all, tfmi_name_order);
+  for (i = 0; i < n; i++)
+    if (i == 0 || tfmi_text_order(all[i - 1], all[i]) != 0) stbds_arrput(files, all[i]);
+  stbds_arrfree(all);
+  return files;
+}
+
+/* The map and the shards must tell the same. */
+static void tfmi_index_check(tfmi_source *s, const tfmi_shard_entry *map, const tfmi_text *files) {
+  tfmi_text *names = NULL;
+  uint64_t i, n = (uint64_t)stbds_arrlen(map);
+  for (i = 0; i < n; i++) {
+    const tfmi_tensor *t = tfmi_tensor_find(s, map[i].tensor);
+    if (!t || tfmi_text_order(files[t->file], map[i].file) != 0)
+      tfmi_fail(s->load, TFM_E_FORMAT, "index: tensor %s is not in %s, where weight_map has it",
+                tfmi_plain(map[i].tensor).text, tfmi_plain(map[i].file).text);
+    stbds_arrput(names, map[i].tensor);
+  }
+  tfmi_names_unique(s->load, "weight_map", names, n);
+  for (i = 0; n != s->tensors && i < s->tensors; i++)
+    if (i >= n || tfmi_text_order(names[i], s->tensor[i].name) != 0)
+      tfmi_fail(s->load, TFM_E_FORMAT, "index: tensor %s of shard %s is not in weight_map",
+                tfmi_plain(s->tensor[i].name).text, tfmi_plain(files[s->tensor[i].file]).text);
+  stbds_arrfree(names);
+}
+
+static void tfmi_source_shards(tfmi_source *s, const char *path) {
+  tfmi_load *l = s->load;
+  const char *object = l->object, *folder = tfmi_folder_of(l, path);
+  tfmi_shard_entry *map = tfmi_index_read(s, tfmi_text_of_file(s, path));
+  tfmi_text *files = tfmi_index_files(map);
+  tfmi_tensor *all = NULL;
+  int32_t i, n = (int32_t)stbds_arrlen(files);
+  char name[256];
+  tfmi_source_files(s, (uint64_t)n);
+  for (i = 0; i < n; i++) {
+    const tfmi_file *file;
+    memcpy(name, files[i].at, files[i].n);
+    name[files[i].n] = 0;
+    l->object = tfmi_join(l, folder, name);
+    file = tfmi_source_open(s, l->object);
+    tfmi_safetensors_read(l, file, i, &all);
+    l->object = object;
+  }
+  tfmi_source_tensors(s, all);
+  tfmi_index_check(s, map, files);
+  s->format = "safetensors";
+}
+
+/* ---- llama2.c checkpoints ---- */
+
+typedef struct tfmi_llama2 { /* the header's numbers */
+  uint64_t width, ffn, layers, heads, kv_heads, vocabulary, context;
+  bool tied;
+} tfmi_llama2;
+
+/* In file order, all layers of a row together. Sizes: C width, K width of all keys, F, V, T as
+   elsewhere, D half a head, 1 a vector. */
+typedef struct tfmi_llama2_row {
+  const char *name; /* NULL: not a weight (rotation tables of version 0) */
+  bool per_layer;
+  char rows, cols;
+} tfmi_llama2_row;
+
+static const tfmi_llama2_row tfmi_llama2_v0[] = {
+  {"model.embed_tokens.weight", false, 'V', 'C'},
+  {"model.layers.%d.input_layernorm.weight", true, '1', 'C'},
+  {"model.layers.%d.self_attn.q_proj.weight", true, 'C', 'C'},
+  {"model.layers.%d.self_attn.k_proj.weight", true, 'K', 'C'},
+  {"model.layers.%d.self_attn.v_proj.weight", true, 'K', 'C'},
+  {"model.layers.%d.self_attn.o_proj.weight", true, 'C', 'C'},
+  {"model.layers.%d.post_attention_layernorm.weight", true, '1', 'C'},
+  {"model.layers.%d.mlp.gate_proj.weight", true, 'F', 'C'},
+  {"model.layers.%d.mlp.down_proj.weight", true, 'C', 'F'},
+  {"model.layers.%d.mlp.up_proj.weight", true, 'F', 'C'},
+  {"model.norm.weight", false, '1', 'C'},
+  {NULL, false, 'T', 'D'},
+  {NULL, false, 'T', 'D'},
+  {"lm_head.weight", false, 'V', 'C'}, /* last in both: absent when tied */
+};
+
+static const tfmi_llama2_row tfmi_llama2_v1[] = {
+  {"model.layers.%d.input_layernorm.weight", true, '1', 'C'},
+  {"model.layers.%d.post_attention_layernorm.weight", true, '1', 'C'},
+  {"model.norm.weight", false, '1', 'C'},
+  {"model.embed_tokens.weight", false, 'V', 'C'},
+  {"model.layers.%d.self_attn.q_proj.weight", true, 'C', 'C'},
+  {"model.layers.%d.self_attn.k_proj.weight", true, 'K', 'C'},
+  {"model.layers.%d.self_attn.v_proj.weight", true, 'K', 'C'},
+  {"model.layers.%d.self_attn.o_proj.weight", true, 'C', 'C'},
+  {"model.layers.%d.mlp.gate_proj.weight", true, 'F', 'C'},
+  {"model.layers.%d.mlp.down_proj.weight", true, 'C', 'F'},
+  {"model.layers.%d.mlp.up_proj.weight", true, 'F', 'C'},
+  {"lm_head.weight", false, 'V', 'C'},
+};
+
+static uint64_t tfmi_llama2_size(const tfmi_llama2 *h, char letter) {
+  switch (letter) {
+    case 'C': return h->width;
+    case 'K': return h->width / h->heads * h->kv_heads;
+    case 'F': return h->ffn;
+    case 'V': return h->vocabulary;
+    case 'T': return h->context;
+    case 'D': return h->width / h->heads / 2;
+    default: return 1;
+  }
+}
+
+/* Seven numbers from `at`; false when they cannot be a model's. */
+static bool tfmi_llama2_header(tfmi_llama2 *h, const uint8_t *at) {
+  uint64_t n[7];
+  int i;
+  bool negative = tfmi_u32(at + 20) >> 31;
+  for (i = 0; i < 7; i++) {
+    n[i] = i == 5 && negative ? 0u - tfmi_u32(at + 20) : tfmi_u32(at + 4 * i);
+    if (n[i] == 0 || n[i] > 1u << 24) return false;
+  }
+  h->width = n[0];
+  h->ffn = n[1];
+  h->layers = n[2];
+  h->heads = n[3];
+  h->kv_heads = n[4];
+  h->vocabulary = n[5];
+  h->context = n[6];
+  h->tied = !negative;
+  return h->layers <= 4096 && h->width % h->heads == 0 && h->heads % h->kv_heads == 0;
+}
+
+/* prefix + pattern + suffix, the layer's number in place of "%d". The longest of ours has 60
+   characters; what does not fit is cut. */
+static tfmi_text tfmi_layer_name(char *out, size_t size, const char *prefix, const char *pattern,
+                                 int32_t layer, const char *suffix) {
+  const char *number = strstr(pattern, "%d");
+  int before = number ? (int)(number - pattern) : (int)strlen(pattern);
+  tfmi_text name;
+  if (number)
+    snprintf(out, size, "%s%.*s%d%s%s", prefix, before, pattern, (int)layer, number + 2, suffix);
+  else
+    snprintf(out, size, "%s%s%s", prefix, pattern, suffix);
+  name.at = out;
+  name.n = strlen(out);
+  return name;
+}
+
+static tfmi_tensor tfmi_llama2_tensor(tfmi_load *l, const tfmi_llama2 *h,
+                                      const tfmi_llama2_row *row, int32_t layer) {
+  tfmi_tensor t;
+  char *name;
+  memset(&t, 0, sizeof t);
+  if (row->name) {
+    name = (char *)tfmi_scratch(l, 64, 1);
+    t.name = tfmi_layer_name(name, 64, "", row->name, layer, "");
+  }
+  t.type = TFM_F32;
+  t.type_name = "F32";
+  t.rank = row->rows == '1' ? 1 : 2;
+  t.dims[0] = tfmi_llama2_size(h, t.rank == 1 ? row->cols : row->rows);
+  t.dims[1] = t.rank == 1 ? 0 : tfmi_llama2_size(h, row->cols);
+  t.bytes = (size_t)(t.dims[0] * (t.rank == 1 ? 1 : t.dims[1]) * 4); /* below 2^51 */
+  return t;
+}
+
+static void tfmi_llama2_tensors(tfmi_source *s, const tfmi_llama2 *h, const tfmi_llama2_row *row,
+                                int32_t rows, const tfmi_file *file, size_t at) {
+  tfmi_tensor *all = NULL;
+  int32_t i, layer;
+  for (i = 0; i < rows - h->tied; i++)
+    for (layer = 0; layer < (row[i].per_layer ? (int32_t)h->layers : 1); layer++) {
+      tfmi_tensor t = tfmi_llama2_tensor(s->load, h, &row[i], layer);
+      if (t.bytes > file->bytes - at)
+        tfmi_fail(s->load, TFM_E_FORMAT, "llama2.c checkpoint: %s needs %llu bytes, but the file "
+                  "ends after %llu", row[i].name ? tfmi_plain(t.name).text : "a rotation table",
+                  (unsigned long long)t.bytes, (unsigned long long)(file->bytes - at));
+      t.data = file->data + at;
+      at += t.bytes;
+      if (row[i].name) stbds_arrput(all, t);
+    }
+  if (at != file->bytes)
+    tfmi_fail(s->load, TFM_E_FORMAT, "llama2.c checkpoint: %llu bytes follow the last tensor, "
+              "expected none", (unsigned long long)(file->bytes - at));
+  tfmi_source_tensors(s, all);
+}
+
+/* What the header does not say is the same in every such model. */
+static void tfmi_llama2_settings(tfmi_source *s, const tfmi_llama2 *h) {
+  char *text = (char *)tfmi_scratch(s->load, 512, 1);
+  snprintf(text, 512,
+           "{\"model_type\":\"llama\",\"hidden_size\":%d,\"intermediate_size\":%d,"
+           "\"num_hidden_layers\":%d,\"num_attention_heads\":%d,\"num_key_value_heads\":%d,"
+           "\"vocab_size\":%d,\"max_position_embeddings\":%d,\"tie_word_embeddings\":%s,"
+           "\"rms_norm_eps\":1e-5,\"rope_theta\":10000,\"bos_token_id\":1,\"eos_token_id\":[1,2]}",
+           (int)h->width, (int)h->ffn, (int)h->layers, (int)h->heads, (int)h->kv_heads,
+           (int)h->vocabulary, (int)h->context, h->tied ? "true" : "false");
+  s->config = tfmi_settings_read(s->load, "llama2.c header", text, strlen(text));
+}
+
+static void tfmi_source_llama2(tfmi_source *s, const tfmi_file *file, bool ak42) {
+  tfmi_llama2 h;
+  uint32_t version;
+  s->format = "llama2.c";
+  s->interleaved = true;
+  if (!ak42) {
+    if (file->bytes < 28 || !tfmi_llama2_header(&h, file->data))
+      tfmi_fail(s->load, TFM_E_FORMAT, "the file is not recognised; expected GGUF, safetensors or "
+                "a llama2.c checkpoint");
+    tfmi_llama2_tensors(s, &h, tfmi_llama2_v0, TFMI_COUNT(tfmi_llama2_v0), file, 28);
+  } else {
+    version = file->bytes < 256 ? 0 : tfmi_u32(file->data + 4);
+    if (file->bytes < 256)
+      tfmi_fail(s->load, TFM_E_FORMAT, "llama2.c checkpoint: the file has %llu bytes, expected a "
+                "header of 256", (unsigned long long)file->bytes);
+    if (version != 1)
+      tfmi_fail(s->load, TFM_E_UNSUPPORTED, "llama2.c checkpoint: version %u, expected 1 (2 is "
+                "quantised); export it again", (unsigned)version);
+    if (!tfmi_llama2_header(&h, file->data + 8) || tfmi_u32(file->data + 28) >> 31)
+      tfmi_fail(s->load, TFM_E_FORMAT, "llama2.c checkpoint: the header's numbers are no model's");
+    h.tied = file->data[36] != 0;
+    tfmi_llama2_tensors(s, &h, tfmi_llama2_v1, TFMI_COUNT(tfmi_llama2_v1), file, 256);
+  }
+  tfmi_llama2_settings(s, &h);
+}
+
+/* ---- Which kind of file it is ---- */
+
+static void tfmi_source_gguf(tfmi_source *s, const tfmi_file *file) {
+  s->gguf = TFMI_NEW(tfmi_gguf, tfmi_scratch(s->load, 1, sizeof *s->gguf));
+  tfmi_gguf_open(s->gguf, s->load, file->data, file->bytes);
+  s->tensor = s->gguf->tensor;
+  s->tensors = s->gguf->tensors;
+  s->format = "gguf";
+  s->interleaved = true;
+  if (s->tensors == 0)
+    tfmi_fail(s->load, TFM_E_FORMAT, "the file has no tensors: it is a vocabulary, not a model");
+}
+
+static bool tfmi_looks_like_safetensors(const tfmi_source *s, const tfmi_file *file) {
+  size_t i = 8;
+  if (s->path && tfmi_ends_with(s->path, ".safetensors")) return true;
+  while (i < file->bytes && i < 64 && file->data[i] <= ' ') i++;
+  return i < file->bytes && file->data[i] == '{';
+}
+
+static void tfmi_source_file(tfmi_source *s, const tfmi_file *file) {
+  static const char *const old[] = {"lmgg", "tjgg", "fmgg", "algg", "GGML", "GGJT", "ggml", "ggjt"};
+  tfmi_tensor *all = NULL;
+  int i;
+  if (file->bytes == 0) tfmi_fail(s->load, TFM_E_FORMAT, "the file is empty");
+  for (i = 0; i < TFMI_COUNT(old); i++)
+    if (file->bytes >= 4 && memcmp(file->data, old[i], 4) == 0)
+      tfmi_fail(s->load, TFM_E_UNSUPPORTED, "an old GGML file, expected GGUF version 3; convert "
+                "the model again");
+  if (file->bytes >= 4 && memcmp(file->data, "GGUF", 4) == 0) {
+    tfmi_source_gguf(s, file);
+  } else if (file->bytes >= 4 && tfmi_u32(file->data) == 0x616b3432) {
+    tfmi_source_llama2(s, file, true);
+  } else if (tfmi_looks_like_safetensors(s, file)) {
+    tfmi_safetensors_read(s->load, file, 0, &all);
+    tfmi_source_tensors(s, all);
+    s->format = "safetensors";
+  } else {
+    tfmi_source_llama2(s, file, false);
+  }
+}
+
+/* config.json and generation_config.json of a folder, or the former as the application gave it. */
+static void tfmi_source_settings(tfmi_source *s, const char *config_json) {
+  tfmi_load *l = s->load;
+  const char *folder, *path;
+  tfmi_text text;
+  if (config_json) {
+    s->config = tfmi_settings_read(l, "config_json", config_json, strlen(config_json));
+    return;
+  }
+  if (!s->path)
+    tfmi_fail(l, TFM_E_ARG, "safetensors from memory need config_json, the text of a config.json");
+  folder = tfmi_folder_of(l, s->path);
+  text = tfmi_text_of_file(s, tfmi_join(l, folder, "config.json"));
+  s->config = tfmi_settings_read(l, "config.json", text.at, text.n);
+  path = tfmi_join(l, folder, "generation_config.json");
+  if (!tfmi_file_exists(l, path)) return;
+  text = tfmi_text_of_file(s, path);
+  s->generation = tfmi_settings_read(l, "generation_config.json", text.at, text.n);
+}
+
+/* The file of weights that stands for a folder. */
+static const char *tfmi_folder_weights(tfmi_load *l, const char *folder) {
+  static const char *const names[] = {"model.safetensors", "model.safetensors.index.json"};
+  int i;
+  for (i = 0; i < TFMI_COUNT(names); i++) {
+    const char *path = tfmi_join(l, folder, names[i]);
+    if (tfmi_file_exists(l, path)) return path;
+  }
+  tfmi_fail(l, TFM_E_IO, "the folder has neither model.safetensors nor its .index.json; name a "
+            "GGUF or llama2.c file itself");
+}
+
+/* Fills the directory and the settings. path NULL: data, borrowed. */
+static void tfmi_source_read(tfmi_source *s, const char *path, const void *data, size_t bytes,
+                             const char *config_json) {
+  tfmi_load *l = s->load;
+  s->path = path;
+  if (path) {
+    if (tfmi_is_folder(l, path)) s->path = tfmi_folder_weights(l, path);
+    if (tfmi_ends_with(s->path, ".index.json")) {
+      tfmi_source_shards(s, s->path);
+    } else {
+      tfmi_source_files(s, 1);
+      tfmi_source_file(s, tfmi_source_open(s, s->path));
+    }
+  } else {
+    tfmi_source_files(s, 1);
+    s->model->file_count = 1;
+    s->model->files[0].kind = TFMI_FILE_BORROWED;
+    s->model->files[0].data = (const uint8_t *)data;
+    s->model->files[0].bytes = bytes;
+    tfmi_source_file(s, &s->model->files[0]);
+  }
+  if (strcmp(s->format, "safetensors") == 0) tfmi_source_settings(s, config_json);
+}
+
+/* ==================================================================================================
+   >>families   rows of data that make a network of a model's files
+   ==================================================================================================
+
+   A family is a row of tfmi_families: how its numbers are called in config.json and GGUF and what
+   they may be, how its tensors are called, and how it differs: the norm, the activation, biases,
+   positions. Whatever no row describes exactly is refused by name, never guessed.
+
+   tfmi_network walks the network twice by the same code. The first pass measures: it finds every
+   tensor, checks its shape and type, and adds up what the table wants for the packed weights and
+   what vectors take. Then come one block from the heap and one from the device, and the second pass
+   fills them. The memory plan is a load on a dry heap that stops in between. Vectors (norms,
+   biases, frequencies) are converted to F32 and lie in the device's block too. */
+
+typedef struct tfmi_key { /* a number of a model */
+  const char *hf, *gguf; /* gguf: behind the "llama." of the architecture; NULL: not told there */
+  double low, high;
+  double fallback;       /* when absent; NAN: it must be there */
+} tfmi_key;
+
+typedef struct tfmi_flag { /* whether something is there, in Hugging Face's models */
+  const char *key; /* NULL: always as the fallback says */
+  bool fallback;
+} tfmi_flag;
+
+typedef enum tfmi_slot { /* tensors, without ".weight" and ".bias" */
+  TFMI_EMBED, TFMI_POSITIONS, TFMI_HEAD, TFMI_FINAL_NORM, TFMI_NORM1, TFMI_NORM2,
+  TFMI_QKV, TFMI_Q, TFMI_K, TFMI_V, TFMI_OUT, TFMI_GATE_UP, TFMI_GATE, TFMI_UP, TFMI_DOWN,
+  TFMI_SLOTS
+} tfmi_slot;
+
+typedef struct tfmi_family {
+  const char *name;       /* model_type; GGUF's general.architecture */
+  const char *classes[2]; /* of config.json's "architectures" */
+  const char *prefix;     /* that names have in some files; the head never */
+  const char *slot[TFMI_SLOTS];
+  tfmi_key layers, width, heads, kv_heads, head_width, ffn, vocabulary, context, eps;
+  tfmi_key neutral[2];         /* these must have their fallback's value, or be absent */
+  const char *refused[2];      /* these flags may not be set */
+  const char *act_key, *act;   /* and the activation when it is absent */
+  tfmi_flag qkv_bias, out_bias, up_bias, down_bias, tied;
+  tfm_norm_kind norm;
+  float norm_offset;
+  bool gated, rotary;          /* not rotary: learned positions */
+  bool conv1d;                 /* Hugging Face stores matrices as [in, out] */
+  bool inverse_layer_scale;    /* honours GPT-2's scale_attn_... */
+} tfmi_family;
+
+#define TFMI_BIG 16777216.0
+
+static const tfmi_family tfmi_families[] = {
+  {"gpt2",
+   {"GPT2LMHeadModel", "GPT2Model"},
+   "transformer.",
+   {"wte", "wpe", "lm_head", "ln_f", "h.%d.ln_1", "h.%d.ln_2", "h.%d.attn.c_attn", NULL, NULL,
+    NULL, "h.%d.attn.c_proj", NULL, NULL, "h.%d.mlp.c_fc", "h.%d.mlp.c_proj"},
+   {"n_layer", "block_count", 1, 4096, NAN},
+   {"n_embd", "embedding_length", 1, TFMI_BIG, NAN},
+   {"n_head", "attention.head_count", 1, 65536, NAN},
+   {NULL, "attention.head_count_kv", 1, 65536, 0},
+   {NULL, NULL, 1, 65536, 0},
+   {"n_inner", "feed_forward_length", 1, TFMI_BIG, 0},
+   {"vocab_size", "vocab_size", 1, TFMI_BIG, 0},
+   {"n_positions", "context_length", 1, TFMI_BIG, NAN},
+   {"layer_norm_epsilon", "attention.layer_norm_epsilon", 1e-30, 1, 1e-5},
+   {{NULL, NULL, 0, 0, 0}, {NULL, NULL, 0, 0, 0}},
+   {"add_cross_attention", NULL},
+   "activation_function", "gelu_new",
+   {NULL, true}, {NULL, true}, {NULL, true}, {NULL, true}, {"tie_word_embeddings", true},
+   TFM_NORM_LAYER, 0, false, false, true, true},
+  {"llama",
+   {"LlamaForCausalLM", "LlamaModel"},
+   "model.",
+   {"embed_tokens", NULL, "lm_head", "norm", "layers.%d.input_layernorm",
+    "layers.%d.post_attention_layernorm", NULL, "layers.%d.self_attn.q_proj",
+    "layers.%d.self_attn.k_proj", "layers.%d.self_attn.v_proj", "layers.%d.self_attn.o_proj", NULL,
+    "layers.%d.mlp.gate_proj", "layers.%d.mlp.up_proj", "layers.%d.mlp.down_proj"},
+   {"num_hidden_layers", "block_count", 1, 4096, NAN},
+   {"hidden_size", "embedding_length", 1, TFMI_BIG, NAN},
+   {"num_attention_heads", "attention.head_count", 1, 65536, NAN},
+   {"num_key_value_heads", "attention.head_count_kv", 1, 65536, 0},
+   {"head_dim", "attention.key_length", 1, 65536, 0},
+   {"intermediate_size", "feed_forward_length", 1, TFMI_BIG, NAN},
+   {"vocab_size", "vocab_size", 1, TFMI_BIG, 0},
+   {"max_position_embeddings", "context_length", 1, TFMI_BIG, 2048},
+   {"rms_norm_eps", "attention.layer_norm_rms_epsilon", 1e-30, 1, 1e-6},
+   {{"partial_rotary_factor", NULL, 1, 1, 1}, {NULL, "expert_count", 0, 0, 0}},
+   {NULL, NULL},
+   "hidden_act", "silu",
+   {"attention_bias", false}, {"attention_bias", false}, {"mlp_bias", false}, {"mlp_bias", false},
+   {"tie_word_embeddings", false},
+   TFM_NORM_RMS, 0, true, true, false, false},
+};
+
+static const char *const tfmi_gguf_slots[TFMI_SLOTS] = { /* the same for every family */
+  "token_embd", "position_embd", "output", "output_norm", "blk.%d.attn_norm", "blk.%d.ffn_norm",
+  "blk.%d.attn_qkv", "blk.%d.attn_q", "blk.%d.attn_k", "blk.%d.attn_v", "blk.%d.attn_output", NULL,
+  "blk.%d.ffn_gate", "blk.%d.ffn_up", "blk.%d.ffn_down",
+};
+
+static const struct tfmi_act_name {
+  const char *name;
+  tfm_act act;
+} tfmi_acts[] = {
+  {"gelu_new", TFM_ACT_GELU_TANH}, {"gelu_pytorch_tanh", TFM_ACT_GELU_TANH},
+  {"gelu", TFM_ACT_GELU}, {"relu", TFM_ACT_RELU}, {"silu", TFM_ACT_SILU}, {"swish", TFM_ACT_SILU},
+};
+
+/* ---- Settings by name ---- */
+
+static tfmi_text tfmi_text_make(const char *word) {
+  tfmi_text text;
+  text.at = word;
+  text.n = strlen(word);
+  return text;
+}
+
+/* NULL when absent or null, which mean the same in a config.json. */
+static const tfmi_setting *tfmi_setting_find(const tfmi_settings *s, const char *key) {
+  tfmi_text name = tfmi_text_make(key);
+  uint64_t low = 0, high = s->count;
+  while (low < high) {
+    uint64_t middle = low + (high - low) / 2;
+    int order = tfmi_text_order(name, s->at[middle].key);
+    if (order == 0) return s->at[middle].kind == TFMI_JSON_NULL ? NULL : &s->at[middle];
+    if (order < 0) high = middle;
+    else low = middle + 1;
+  }
+  return NULL;
+}
+
+static tfmi_json tfmi_setting_json(const tfmi_source *s, const tfmi_setting *v,
+                                   tfmi_json_kind kind) {
+  static const char *const names[] = {"an object", "an array", "text", "a number", "true or false",
+                                      "true or false", "null"};
+  tfmi_json_kind found = v->kind == TFMI_JSON_FALSE ? TFMI_JSON_TRUE : v->kind;
+  tfmi_json j;
+  if (found != kind)
+    tfmi_fail(s->load, TFM_E_FORMAT, "config.json: %s is %s, expected %s",
+              tfmi_plain(v->key).text, names[found], names[kind]);
+  tfmi_json_init(&j, s->load, "config.json", v->value.at, v->value.n);
+  return j;
+}
+
+static bool tfmi_setting_number(const tfmi_source *s, const char *key, bool whole, double *out) {
+  const tfmi_setting *v = tfmi_setting_find(&s->config, key);
+  tfmi_json j;
+  if (!v) return false;
+  j = tfmi_setting_json(s, v, TFMI_JSON_NUMBER);
+  *out = tfmi_json_number(&j);
+  if (whole && (*out != floor(*out) || memchr(v->value.at, '.', v->value.n)))
+    tfmi_fail(s->load, TFM_E_FORMAT, "config.json: %s is %s, expected a whole number", key,
+              tfmi_plain(v->value).text);
+  return true;
+}
+
+static bool tfmi_setting_text(const tfmi_source *s, const char *key, tfmi_text *out) {
+  const tfmi_setting *v = tfmi_setting_find(&s->config, key);
+  tfmi_json j;
+  if (!v) return false;
+  j = tfmi_setting_json(s, v, TFMI_JSON_STRING);
+  *out = tfmi_json_string(&j);
+  return true;
+}
+
+static bool tfmi_setting_flag(const tfmi_source *s, const char *key, bool fallback) {
+  const tfmi_setting *v = tfmi_setting_find(&s->config, key);
+  tfmi_json j;
+  if (!v) return fallback;
+  j = tfmi_setting_json(s, v, TFMI_JSON_TRUE);
+  return tfmi_json_bool(&j);
+}
+
+static bool tfmi_gguf_number(const tfmi_source *s, const char *key, bool whole, double *out) {
+  int64_t n;
+  if (!whole) return tfmi_gguf_get_real(s->gguf, key, out);
+  if (!tfmi_gguf_get_int(s->gguf, key, &n)) return false;
+  *out = (double)n;
+  return true;
+}
+
+/* The number of a key wherever it is told, checked. */
+static double tfmi_number(const tfmi_source *s, const tfmi_family *f, const tfmi_key *k,
+                          bool whole) {
+  const char *key = s->gguf ? k->gguf : k->hf;
+  char name[96];
+  double value = k->fallback;
+  bool there;
+  if (!key) return value;
+  if (s->gguf) snprintf(name, sizeof name, "%s.%s", f->name, key);
+  else snprintf(name, sizeof name, "%s", key);
+  there = s->gguf ? tfmi_gguf_number(s, name, whole, &value)
+                  : tfmi_setting_number(s, name, whole, &value);
+  if (!there && isnan(value)) tfmi_fail(s->load, TFM_E_FORMAT, "%s is missing", name);
+  if (there && !(value >= k->low && value <= k->high))
+    tfmi_fail(s->load, TFM_E_FORMAT, "%s is %g, expected %g to %g", name, value, k->low, k->high);
+  return value;
+}
+
+static int32_t tfmi_whole(const tfmi_source *s, const tfmi_family *f, const tfmi_key *k) {
+  return (int32_t)tfmi_number(s, f, k, true);
+}
+
+/* ---- Which family ---- */
+
+static const tfmi_family *tfmi_family_named(tfmi_text name) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_families); i++)
+    if (tfmi_text_is(name, tfmi_families[i].name)) return &tfmi_families[i];
+  return NULL;
+}
+
+static const tfmi_family *tfmi_family_of_class(tfmi_text name) {
+  int i, k;
+  for (i = 0; i < TFMI_COUNT(tfmi_families); i++)
+    for (k = 0; k < 2; k++)
+      if (tfmi_text_is(name, tfmi_families[i].classes[k])) return &tfmi_families[i];
+  return NULL;
+}
+
+static TFMI_NORETURN void tfmi_refuse(const tfmi_source *s, const char *what, tfmi_text name) {
+  tfmi_fail(s->load, TFM_E_UNSUPPORTED, "%s \"%s\" is not supported; gpt2 and llama are", what,
+            tfmi_plain(name).text);
+}
+
+/* By model_type, or where that is missing by architectures; these must agree. */
+static const tfmi_family *tfmi_family_find(const tfmi_source *s) {
+  const tfmi_setting *v = tfmi_setting_find(&s->config, "architectures");
+  const tfmi_family *f = NULL, *by_class = NULL;
+  tfmi_text name;
+  tfmi_json j;
+  if (s->gguf) {
+    if (!tfmi_gguf_get_text(s->gguf, "general.architecture", &name))
+      tfmi_fail(s->load, TFM_E_FORMAT, "key general.architecture is missing");
+    f = tfmi_family_named(name);
+    if (!f) tfmi_refuse(s, "architecture", name);
+    return f;
+  }
+  if (tfmi_setting_text(s, "model_type", &name)) {
+    f = tfmi_family_named(name);
+    if (!f) tfmi_refuse(s, "model_type", name);
+  }
+  if (v) {
+    j = tfmi_setting_json(s, v, TFMI_JSON_ARRAY);
+    tfmi_json_array(&j);
+    while (tfmi_json_element(&j)) {
+      name = tfmi_json_string(&j);
+      by_class = tfmi_family_of_class(name);
+      if (!by_class || (f && by_class != f)) tfmi_refuse(s, "architecture", name);
+    }
+  }
+  if (!f && !by_class)
+    tfmi_fail(s->load, TFM_E_FORMAT, "config.json: model_type is missing");
+  return f ? f : by_class;
+}
+
+static void tfmi_family_check(const tfmi_source *s, const tfmi_family *f) {
+  const tfmi_setting *quantised = tfmi_setting_find(&s->config, "quantization_config");
+  int i;
+  if (quantised)
+    tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: quantization_config is not supported: %s",
+              tfmi_plain(quantised->value).text);
+  for (i = 0; i < 2; i++) tfmi_number(s, f, &f->neutral[i], s->gguf != NULL);
+  for (i = 0; i < 2; i++)
+    if (f->refused[i] && tfmi_setting_flag(s, f->refused[i], false))
+      tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: %s is true, which is not supported",
+                f->refused[i]);
+}
+
+/* ---- The shape of the network ---- */
+
+static void tfmi_net_heads(const tfmi_source *s, const tfmi_family *f, tfm_net *net) {
+  net->heads = tfmi_whole(s, f, &f->heads);
+  net->kv_heads = tfmi_whole(s, f, &f->kv_heads);
+  net->head_width = tfmi_whole(s, f, &f->head_width);
+  if (net->kv_heads == 0) net->kv_heads = net->heads;
+  if (net->head_width == 0 && net->width % net->heads)
+    tfmi_fail(s->load, TFM_E_FORMAT, "width %d is not divisible by %d heads", (int)net->width,
+              (int)net->heads);
+  if (net->head_width == 0) net->head_width = net->width / net->heads;
+  if (net->heads % net->kv_heads)
+    tfmi_fail(s->load, TFM_E_FORMAT, "%d heads are not divisible by %d key/value heads",
+              (int)net->heads, (int)net->kv_heads);
+  if ((double)net->heads * net->head_width > TFMI_BIG)
+    tfmi_fail(s->load, TFM_E_FORMAT, "%d heads of width %d are wider than 2^24", (int)net->heads,
+              (int)net->head_width);
+  if (f->rotary && net->head_width % 2)
+    tfmi_fail(s->load, TFM_E_FORMAT, "head width %d is odd, expected pairs to rotate",
+              (int)net->head_width);
+}
+
+static tfm_act tfmi_net_act(const tfmi_source *s, const tfmi_family *f) {
+  tfmi_text name = tfmi_text_make(f->act);
+  int i;
+  if (!s->gguf) tfmi_setting_text(s, f->act_key, &name);
+  for (i = 0; i < TFMI_COUNT(tfmi_acts); i++)
+    if (tfmi_text_is(name, tfmi_acts[i].name)) return tfmi_acts[i].act;
+  tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: %s \"%s\" is not supported", f->act_key,
+            tfmi_plain(name).text);
+}
+
+/* The scale of the scores of one layer. */
+static float tfmi_net_attn_scale(const tfmi_source *s, const tfmi_family *f, int32_t layer,
+                                 int32_t head_width) {
+  double scale = 1.0 / sqrt((double)head_width);
+  if (f->inverse_layer_scale) {
+    if (!tfmi_setting_flag(s, "scale_attn_weights", true)) scale = 1;
+    if (tfmi_setting_flag(s, "scale_attn_by_inverse_layer_idx", false)) scale /= layer + 1;
+  }
+  return (float)scale;
+}
+
+static void tfmi_net_shape(const tfmi_source *s, const tfmi_family *f, tfm_net *net) {
+  int32_t i;
+  net->layers = tfmi_whole(s, f, &f->layers);
+  net->width = tfmi_whole(s, f, &f->width);
+  tfmi_net_heads(s, f, net);
+  net->ffn_width = tfmi_whole(s, f, &f->ffn);
+  if (net->ffn_width == 0) net->ffn_width = 4 * net->width;
+  net->vocabulary = tfmi_whole(s, f, &f->vocabulary);
+  net->context = tfmi_whole(s, f, &f->context);
+  net->norm.kind = f->norm;
+  net->norm.eps = (float)tfmi_number(s, f, &f->eps, false);
+  net->norm.offset = f->norm_offset;
+  net->act = tfmi_net_act(s, f);
+  net->gated = f->gated;
+  net->layer = TFMI_NEW(tfm_layer, tfmi_keep(s->load, (uint64_t)net->layers, sizeof *net->layer));
+  for (i = 0; i < net->layers; i++) {
+    net->layer[i].attn.heads = net->heads;
+    net->layer[i].attn.scale = tfmi_net_attn_scale(s, f, i, net->head_width);
+  }
+}
+
+/* ---- Rotation ---- */
+
+typedef struct tfmi_rotation { /* what the frequencies are computed from */
+  double theta;
+  bool llama3;
+  double factor, low, high, original; /* of llama3's scaling */
+} tfmi_rotation;
+
+static const tfmi_key tfmi_rotation_theta[] = {
+  {"rope_theta", "rope.freq_base", 1e-3, 1e12, 10000},
+  {"rope_parameters.rope_theta", NULL, 1e-3, 1e12, 0}, /* as transformers 5 writes it */
+};
+
+/* "rope_scaling.factor" or "rope_parameters.factor". */
+static double tfmi_rotation_number(const tfmi_source *s, const char *group, const char *name,
+                                   double low) {
+  tfmi_key key = {NULL, NULL, low, 1e12, NAN};
+  char path[64];
+  snprintf(path, sizeof path, "%s.%s", group, name);
+  key.hf = path;
+  return tfmi_number(s, NULL, &key, false);
+}
+
+static void tfmi_rotation_scaling(const tfmi_source *s, const char *group, tfmi_rotation *r) {
+  char path[64];
+  tfmi_text type = tfmi_text_make("default");
+  snprintf(path, sizeof path, "%s.type", group); /* before transformers 4.43 */
+  tfmi_setting_text(s, path, &type);
+  snprintf(path, sizeof path, "%s.rope_type", group);
+  tfmi_setting_text(s, path, &type);
+  if (tfmi_text_is(type, "default")) return;
+  if (!tfmi_text_is(type, "llama3"))
+    tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: rope type \"%s\" is not supported; default "
+              "and llama3 are", tfmi_plain(type).text);
+  r->llama3 = true;
+  r->factor = tfmi_rotation_number(s, group, "factor", 1e-6);
+  r->low = tfmi_rotation_number(s, group, "low_freq_factor", 1e-6);
+  r->high = tfmi_rotation_number(s, group, "high_freq_factor", 1e-6);
+  r->original = tfmi_rotation_number(s, group, "original_max_position_embeddings", 1);
+  if (r->low >= r->high)
+    tfmi_fail(s->load, TFM_E_FORMAT, "config.json: %s.low_freq_factor is %g, expected less than "
+              "high_freq_factor, which is %g", group, r->low, r->high);
+}
+
+static void tfmi_rotation_gguf(const tfmi_source *s, const tfmi_family *f, const tfm_net *net) {
+  tfmi_key dimensions = {NULL, "rope.dimension_count", 0, 0, 0};
+  char key[96];
+  tfmi_text type;
+  dimensions.low = dimensions.high = dimensions.fallback = net->head_width;
+  tfmi_whole(s, f, &dimensions);
+  dimensions.gguf = "attention.value_length";
+  tfmi_whole(s, f, &dimensions);
+  snprintf(key, sizeof key, "%s.rope.scaling.type", f->name);
+  if (tfmi_gguf_get_text(s->gguf, key, &type) && !tfmi_text_is(type, "none"))
+    tfmi_fail(s->load, TFM_E_UNSUPPORTED, "%s \"%s\" is not supported", key, tfmi_plain(type).text);
+}
+
+static tfmi_rotation tfmi_rotation_of(const tfmi_source *s, const tfmi_family *f,
+                                      const tfm_net *net) {
+  tfmi_rotation r;
+  double newer;
+  memset(&r, 0, sizeof r);
+  r.theta = tfmi_number(s, f, &tfmi_rotation_theta[0], false);
+  newer = tfmi_number(s, f, &tfmi_rotation_theta[1], false);
+  if (newer != 0) r.theta = newer;
+  if (s->gguf) {
+    tfmi_rotation_gguf(s, f, net);
+  } else {
+    tfmi_rotation_scaling(s, "rope_scaling", &r);
+    tfmi_rotation_scaling(s, "rope_parameters", &r);
+  }
+  return r;
+}
+
+/* Step by step in float32, as transformers has it (_compute_llama3_parameters). */
+static float tfmi_rotation_llama3(const tfmi_rotation *r, float frequency) {
+  float wavelength = (float)(2 * 3.14159265358979323846) / frequency, smooth, scaled;
+  scaled = frequency / (float)r->factor;
+  if (wavelength > (float)(r->original / r->low)) return scaled;
+  if (wavelength < (float)(r->original / r->high)) return frequency;
+  smooth = ((float)r->original / wavelength - (float)r->low) / (float)(r->high - r->low);
+  return (1.0f - smooth) * frequency / (float)r->factor + smooth * frequency;
+}
+
+static float tfmi_rotation_frequency(const tfmi_rotation *r, int32_t i, int32_t rot) {
+  float frequency = 1.0f / powf((float)r->theta, (float)(2 * i) / (float)rot);
+  return r->llama3 ? tfmi_rotation_llama3(r, frequency) : frequency;
+}
+
+/* ---- The ids that begin and end a text ---- */
+
+static void tfmi_end_add(const tfmi_source *s, const char *key, int64_t id) {
+  tfm_model *m = s->model;
+  if (id < 0 || id >= m->net.vocabulary) {
+    tfmi_log(&m->heap.host, TFM_LOG_WARNING, "%s %lld is outside the vocabulary of %d: ignored",
+             key, (long long)id, (int)m->net.vocabulary);
+    return;
+  }
+  if (m->end_count == TFMI_COUNT(m->end))
+    tfmi_fail(s->load, TFM_E_UNSUPPORTED, "%s has more than %d ids", key, TFMI_COUNT(m->end));
+  m->end[m->end_count++] = (int32_t)id;
+}
+
+static void tfmi_end_read(const tfmi_source *s, const tfmi_settings *settings) {
+  const tfmi_setting *v = tfmi_setting_find(settings, "eos_token_id");
+  tfmi_json j;
+  if (!v) return;
+  if (v->kind == TFMI_JSON_NUMBER) {
+    j = tfmi_setting_json(s, v, TFMI_JSON_NUMBER);
+    tfmi_end_add(s, "eos_token_id", tfmi_json_integer(&j, INT32_MIN, INT64_MAX));
+    return;
+  }
+  j = tfmi_setting_json(s, v, TFMI_JSON_ARRAY);
+  tfmi_json_array(&j);
+  while (tfmi_json_element(&j))
+    tfmi_end_add(s, "eos_token_id", tfmi_json_integer(&j, INT32_MIN, INT64_MAX));
+}
+
+static int32_t tfmi_bos_read(const tfmi_source *s, const tfmi_settings *settings) {
+  const tfmi_setting *v = tfmi_setting_find(settings, "bos_token_id");
+  tfmi_json j;
+  int64_t id;
+  if (!v) return -1;
+  j = tfmi_setting_json(s, v, TFMI_JSON_NUMBER);
+  id = tfmi_json_integer(&j, INT32_MIN, INT64_MAX);
+  return id < 0 || id >= s->model->net.vocabulary ? -1 : (int32_t)id;
+}
+
+/* generation_config.json goes before config.json, as in transformers. */
+static void tfmi_ends(const tfmi_source *s) {
+  tfm_model *m = s->model;
+  int64_t id;
+  if (s->gguf) {
+    if (tfmi_gguf_get_int(s->gguf, "tokenizer.ggml.eos_token_id", &id))
+      tfmi_end_add(s, "tokenizer.ggml.eos_token_id", id);
+    if (tfmi_gguf_get_int(s->gguf, "tokenizer.ggml.bos_token_id", &id) && id >= 0 &&
+        id < m->net.vocabulary)
+      m->bos = (int32_t)id;
+    return;
+  }
+  tfmi_end_read(s, &s->generation);
+  if (m->end_count == 0) tfmi_end_read(s, &s->config);
+  m->bos = tfmi_bos_read(s, &s->generation);
+  if (m->bos < 0) m->bos = tfmi_bos_read(s, &s->config);
+}
+
+/* ---- From tensors to weights ---- */
+
+typedef struct tfmi_builder {
+  tfmi_source *s;
+  tfm_model *m;
+  const tfmi_family *f;
+  const char *const *slot;
+  const char *prefix;
+  tfmi_rotation rotation;
+  tfm_type convert;
+  bool measure;
+  uint8_t *host, *device;              /* the blocks, and what is used of them */
+  uint64_t host_used, device_used;
+  uint64_t done_bytes, total_bytes;    /* of matrices, for the progress */
+  uint64_t longest;                    /* vector */
+  float *stage;                        /* [longest] */
+  uint64_t type_bytes[TFM_TYPE_COUNT]; /* of the matrices, in memory */
+} tfmi_builder;
+
+static tfmi_tensor *tfmi_ask(tfmi_builder *b, tfmi_slot slot, int32_t layer, const char *suffix) {
+  char name[128];
+  tfmi_tensor *t;
+  const char *prefix = slot == TFMI_HEAD ? "" : b->prefix, *pattern = b->slot[slot];
+  if (!pattern) return NULL;
+  t = tfmi_tensor_find(b->s, tfmi_layer_name(name, sizeof name, prefix, pattern, layer, suffix));
+  if (t) t->used = true;
+  return t;
+}
+
+static tfmi_tensor *tfmi_need(tfmi_builder *b, tfmi_slot slot, int32_t layer, const char *suffix) {
+  char name[128];
+  tfmi_tensor *t = tfmi_ask(b, slot, layer, suffix);
+  if (t) return t;
+  tfmi_layer_name(name, sizeof name, slot == TFMI_HEAD ? "" : b->prefix,
+                  b->slot[slot] ? b->slot[slot] : "a matrix of layer %d", layer, suffix);
+  tfmi_fail(b->s->load, TFM_E_FORMAT, "tensor %s is missing", name);
+}
+
+/* cols 0: a vector. */
+static void tfmi_expect(tfmi_builder *b, const tfmi_tensor *t, int32_t rows, int32_t cols) {
+  char found[96] = "", expected[48];
+  uint64_t rank = cols ? 2 : 1, i;
+  size_t n = 0;
+  if (t->rank == rank && t->dims[0] == (uint64_t)rows && (!cols || t->dims[1] == (uint64_t)cols))
+    return;
+  for (i = 0; i < t->rank && i < 4; i++)
+    n += (size_t)snprintf(found + n, sizeof found - n, "%s%llu", i ? ", " : "",
+                          (unsigned long long)t->dims[i]);
+  snprintf(expected, sizeof expected, cols ? "%d, %d" : "%d", (int)rows, (int)cols);
+  tfmi_fail(b->s->load, TFM_E_FORMAT, "tensor %s has shape [%s%s], expected [%s]",
+            tfmi_plain(t->name).text, found, t->rank > 4 ? ", ..." : "", expected);
+}
+
+static void tfmi_expect_type(tfmi_builder *b, const tfmi_tensor *t, bool floats) {
+  bool is_float = t->type == TFM_F32 || t->type == TFM_F16 || t->type == TFM_BF16;
+  if (is_float || (!floats && (t->type == TFM_Q8_0 || t->type == TFM_Q4_0))) return;
+  tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s has type %s, expected F32, F16%s",
+            tfmi_plain(t->name).text, t->type_name, floats ? " or BF16" : ", BF16, Q8_0 or Q4_0");
+}
+
+/* ---- Vectors ---- */
+
+/* stage[0 .. n-1] go to the device. */
+static const float *tfmi_vector_end(tfmi_builder *b, uint64_t n) {
+  uint8_t *at = b->measure ? NULL : b->device + b->device_used;
+  b->device_used += tfmi_align64((size_t)n * sizeof(float));
+  if (n > b->longest) b->longest = n;
+  if (at) b->m->dev.table->put(&b->m->dev, at, b->stage, (size_t)n * sizeof(float));
+  return TFMI_NEW(const float, at);
+}
+
+static void tfmi_floats(float *to, const tfmi_tensor *t, int32_t n) {
+  int32_t i;
+  for (i = 0; i < n; i++)
+    to[i] = t->type == TFM_F32   ? tfmi_f32(t->data + 4 * (size_t)i)
+            : t->type == TFM_F16 ? tfmi_from_f16(tfmi_u16(t->data + 2 * (size_t)i))
+                                 : tfmi_from_bf16(tfmi_u16(t->data + 2 * (size_t)i));
+}
+
+/* Vectors one behind the other: the biases of q, k and v are one. */
+static const float *tfmi_vector(tfmi_builder *b, tfmi_tensor *const *t, const int32_t *rows,
+                                int n) {
+  uint64_t total = 0;
+  int i;
+  for (i = 0; i < n; i++) {
+    tfmi_expect(b, t[i], rows[i], 0);
+    tfmi_expect_type(b, t[i], true);
+    if (!b->measure) tfmi_floats(b->stage + total, t[i], rows[i]);
+    total += (uint64_t)rows[i];
+  }
+  if (b->measure) b->m->parameters += total;
+  return tfmi_vector_end(b, total);
+}
+
+static void tfmi_norm_vectors(tfmi_builder *b, tfmi_slot slot, int32_t layer, const float **weight,
+                              const float **bias) {
+  int32_t width = b->m->net.width;
+  tfmi_tensor *t = tfmi_need(b, slot, layer, ".weight");
+  *weight = tfmi_vector(b, &t, &width, 1);
+  if (b->f->norm != TFM_NORM_LAYER) return;
+  t = tfmi_need(b, slot, layer, ".bias");
+  *bias = tfmi_vector(b, &t, &width, 1);
+}
+
+/* ---- Matrices ---- */
+
+typedef struct tfmi_matrix { /* one weight, of up to three tensors stacked along rows */
+  tfmi_slot slot[3];
+  int n;
+  int32_t rows[3], cols;
+  unsigned roles;
+} tfmi_matrix;
+
+static void tfmi_builder_check(tfmi_builder *b, const tfmi_tensor *t) {
+  tfm_dev *d = &b->m->dev;
+  if (d->status == TFM_OK) return;
+  tfmi_fail(b->s->load, d->status, "tensor %s: %s", tfmi_plain(t->name).text, d->message);
+}
+
+/* Packs with one table into the blocks, or measures. */
+static void tfmi_pack(tfmi_builder *b, const tfm_backend *table, tfm_weight *w,
+                      const tfm_weight_source *src) {
+  tfm_pack_size size = table->pack_size(&b->m->dev, src);
+  w->rows = src->rows;
+  w->cols = src->cols;
+  w->roles = src->roles;
+  if (!b->measure) {
+    w->host = b->host + b->host_used;
+    w->device = b->device + b->device_used;
+    table->pack(&b->m->dev, w, src, w->host, w->device);
+  }
+  b->host_used += size.host_bytes;
+  b->device_used += size.device_bytes;
+}
+
+/* Where entries run the reference, they read its own form of the weight beside the table's. */
+static void tfmi_pack_all(tfmi_builder *b, tfm_weight *w, const tfm_weight_source *src) {
+  tfm_dev *d = &b->m->dev;
+  tfm_weight *reference;
+  tfmi_pack(b, d->table, w, src);
+  if (!d->override_mask) return;
+  reference = (tfm_weight *)(uintptr_t)w->reference;
+  if (!reference) reference = TFMI_NEW(tfm_weight, tfmi_keep(b->s->load, 1, sizeof *reference));
+  w->reference = reference;
+  tfmi_pack(b, tfm_backend_ref(), reference, src);
+}
+
+static void tfmi_count_part(tfmi_builder *b, const tfmi_tensor *t, const tfm_weight_source *src) {
+  uint64_t values = t->dims[0] * t->dims[1]; /* both below 2^27 */
+  tfm_type type = src->type ? src->type : t->type;
+  size_t bytes = 0;
+  tfmi_type_bytes(type, values, &bytes);
+  if (!b->measure) {
+    b->done_bytes += t->bytes;
+    return;
+  }
+  b->total_bytes += t->bytes;
+  b->type_bytes[type] += bytes;
+  b->m->parameters += values;
+}
+
+static void tfmi_weight(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, tfm_weight *w) {
+  tfm_weight_source src;
+  tfm_part part[3];
+  tfmi_tensor *t = NULL;
+  bool conv1d = b->f->conv1d && !b->s->gguf && x->roles == TFM_ROLE_MATMUL && layer >= 0;
+  int i;
+  memset(&src, 0, sizeof src);
+  src.parts = part;
+  src.part_count = x->n;
+  src.cols = x->cols;
+  src.transposed = conv1d;
+  src.stable = true;
+  src.roles = x->roles;
+  src.type = b->convert;
+  if (x->slot[0] == TFMI_POSITIONS && tfmi_types[src.type].block_values > 1)
+    src.type = TFM_TYPE_DEFAULT; /* too few and too dear to quantise */
+  for (i = 0; i < x->n; i++) {
+    t = tfmi_need(b, x->slot[i], layer, ".weight");
+    tfmi_expect(b, t, conv1d ? x->cols : x->rows[i], conv1d ? x->rows[i] : x->cols);
+    tfmi_expect_type(b, t, conv1d);
+    part[i].data = t->data;
+    part[i].type = t->type;
+    part[i].rows = x->rows[i];
+    src.rows += x->rows[i];
+    tfmi_count_part(b, t, &src);
+  }
+  if (src.type && x->cols % tfmi_types[src.type].block_values)
+    tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s: rows of %d values do not fill the blocks "
+              "of %s; choose another type of weights", tfmi_plain(t->name).text, (int)x->cols,
+              tfm_type_name(src.type));
+  tfmi_pack_all(b, w, &src);
+  tfmi_builder_check(b, t);
+  if (!b->measure && x->roles & TFM_ROLE_MATMUL) b->m->token_bytes += w->bytes;
+  if (!b->measure && !tfmi_goes_on(&b->m->heap.host, "load",
+                                   (double)b->done_bytes / (double)b->total_bytes))
+    tfmi_fail(b->s->load, TFM_E_CANCELLED, "loading was cancelled");
+}
+
+/* Biases are where the config says; GGUF does not, there they are where they are. */
+static const float *tfmi_bias(tfmi_builder *b, int32_t layer, const tfmi_matrix *x,
+                              const tfmi_flag *flag) {
+  tfmi_tensor *t[3];
+  bool there = tfmi_ask(b, x->slot[0], layer, ".bias") != NULL, wanted = there;
+  int i;
+  if (!flag->key) wanted = flag->fallback;
+  else if (!b->s->gguf) wanted = tfmi_setting_flag(b->s, flag->key, flag->fallback);
+  for (i = 0; i < x->n; i++) {
+    t[i] = tfmi_ask(b, x->slot[i], layer, ".bias");
+    if (t[i] && !wanted)
+      tfmi_fail(b->s->load, TFM_E_FORMAT, "tensor %s is there, although %s is false",
+                tfmi_plain(t[i]->name).text, flag->key ? flag->key : "a bias");
+    if (wanted && !t[i]) tfmi_need(b, x->slot[i], layer, ".bias");
+  }
+  return wanted ? tfmi_vector(b, t, x->rows, x->n) : NULL;
+}
+
+/* ---- The network, walked once to measure and once to fill ---- */
+
+/* A file may hold the parts fused into one tensor already. */
+static tfmi_matrix tfmi_matrix_of(tfmi_builder *b, int32_t layer, tfmi_slot fused, tfmi_slot first,
+                                  int n, const int32_t *rows, int32_t cols) {
+  tfmi_matrix x;
+  int i;
+  memset(&x, 0, sizeof x);
+  x.cols = cols;
+  x.roles = TFM_ROLE_MATMUL;
+  x.n = n;
+  for (i = 0; i < n; i++) {
+    x.slot[i] = (tfmi_slot)((int)first + i);
+    x.rows[i] = rows[i];
+  }
+  if (n == 1 || (b->slot[first] && !tfmi_ask(b, fused, layer, ".weight"))) return x;
+  x.slot[0] = fused;
+  for (x.n = 1; --n > 0;) x.rows[0] += rows[n];
+  return x;
+}
+
+static void tfmi_layer(tfmi_builder *b, int32_t i) {
+  const tfmi_family *f = b->f;
+  const tfm_net *net = &b->m->net;
+  tfm_layer *y = &net->layer[i];
+  int32_t all_heads = net->heads * net->head_width, kv = net->kv_heads * net->head_width;
+  int32_t qkv_rows[3], up_rows[2];
+  tfmi_matrix x;
+  qkv_rows[0] = all_heads;
+  qkv_rows[1] = qkv_rows[2] = kv;
+  up_rows[0] = up_rows[1] = net->ffn_width;
+  tfmi_norm_vectors(b, TFMI_NORM1, i, &y->norm1, &y->norm1_bias);
+  x = tfmi_matrix_of(b, i, TFMI_QKV, TFMI_Q, 3, qkv_rows, net->width);
+  tfmi_weight(b, i, &x, &y->qkv);
+  y->qkv_bias = tfmi_bias(b, i, &x, &f->qkv_bias);
+  x = tfmi_matrix_of(b, i, TFMI_OUT, TFMI_OUT, 1, &net->width, all_heads);
+  tfmi_weight(b, i, &x, &y->out);
+  y->out_bias = tfmi_bias(b, i, &x, &f->out_bias);
+  tfmi_norm_vectors(b, TFMI_NORM2, i, &y->norm2, &y->norm2_bias);
+  if (f->gated) x = tfmi_matrix_of(b, i, TFMI_GATE_UP, TFMI_GATE, 2, up_rows, net->width);
+  else x = tfmi_matrix_of(b, i, TFMI_UP, TFMI_UP, 1, up_rows, net->width);
+  tfmi_weight(b, i, &x, &y->up);
+  y->up_bias = tfmi_bias(b, i, &x, &f->up_bias);
+  x = tfmi_matrix_of(b, i, TFMI_DOWN, TFMI_DOWN, 1, &net->width, net->ffn_width);
+  tfmi_weight(b, i, &x, &y->down);
+  y->down_bias = tfmi_bias(b, i, &x, &f->down_bias);
+}
+
+/* One array of frequencies for all layers; GGUF may divide them by factors of its own. */
+static void tfmi_frequencies(tfmi_builder *b) {
+  tfm_net *net = &b->m->net;
+  int32_t half = net->head_width / 2, i;
+  tfmi_tensor *factors = tfmi_tensor_find(b->s, tfmi_text_make("rope_freqs.weight"));
+  const float *frequencies;
+  if (factors && b->s->gguf) {
+    factors->used = true;
+    tfmi_expect(b, factors, half, 0);
+    tfmi_expect_type(b, factors, true);
+    if (!b->measure) tfmi_floats(b->stage, factors, half);
+  }
+  for (i = 0; !b->measure && i < half; i++) {
+    float divisor = factors && b->s->gguf ? b->stage[i] : 1.0f;
+    b->stage[i] = tfmi_rotation_frequency(&b->rotation, i, net->head_width) / divisor;
+  }
+  frequencies = tfmi_vector_end(b, (uint64_t)half);
+  for (i = 0; i < net->layers; i++) {
+    tfm_rope *rope = &net->layer[i].rope;
+    rope->head_width = rope->rot = net->head_width;
+    rope->interleaved = b->s->interleaved;
+    rope->inv_freq = frequencies;
+    rope->scale = 1;
+  }
+}
+
+static void tfmi_network(tfmi_builder *b, bool measure) {
+  tfm_net *net = &b->m->net;
+  tfmi_matrix x;
+  int32_t i;
+  b->measure = measure;
+  b->host_used = b->device_used = 0;
+  x = tfmi_matrix_of(b, -1, TFMI_EMBED, TFMI_EMBED, 1, &net->vocabulary, net->width);
+  x.roles = TFM_ROLE_GATHER | (b->m->tied ? (unsigned)TFM_ROLE_MATMUL : 0u);
+  tfmi_weight(b, -1, &x, &net->embed);
+  if (b->f->rotary) {
+    tfmi_frequencies(b);
+  } else {
+    x = tfmi_matrix_of(b, -1, TFMI_POSITIONS, TFMI_POSITIONS, 1, &net->context, net->width);
+    x.roles = TFM_ROLE_GATHER;
+    tfmi_weight(b, -1, &x, &net->positions);
+  }
+  for (i = 0; i < net->layers; i++) tfmi_layer(b, i);
+  tfmi_norm_vectors(b, TFMI_FINAL_NORM, -1, &net->final_norm, &net->final_norm_bias);
+  if (b->m->tied) {
+    net->head = net->embed;
+    return;
+  }
+  x = tfmi_matrix_of(b, -1, TFMI_HEAD, TFMI_HEAD, 1, &net->vocabulary, net->width);
+  tfmi_weight(b, -1, &x, &net->head);
+}
+
+/* ---- A model ---- */
+
+static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_config *config) {
+  tfm_model *m = s->model;
+  const tfmi_family *f = tfmi_family_find(s);
+  tfmi_tensor *embed;
+  memset(b, 0, sizeof *b);
+  b->s = s;
+  b->m = m;
+  b->f = f;
+  b->convert = config->weights;
+  b->slot = s->gguf ? tfmi_gguf_slots : f->slot;
+  b->prefix = s->gguf ? "" : f->prefix;
+  if (!tfmi_ask(b, TFMI_EMBED, 0, ".weight")) b->prefix = "";
+  embed = tfmi_need(b, TFMI_EMBED, 0, ".weight");
+  tfmi_family_check(s, f);
+  tfmi_net_shape(s, f, &m->net);
+  if (m->net.vocabulary == 0) { /* not told: one row each */
+    if (embed->rank != 2 || embed->dims[0] > (uint64_t)TFMI_BIG)
+      tfmi_fail(s->load, TFM_E_FORMAT, "tensor %s does not tell the vocabulary's size",
+                tfmi_plain(embed->name).text);
+    m->net.vocabulary = (int32_t)embed->dims[0];
+  }
+  if (f->rotary) b->rotation = tfmi_rotation_of(s, f, &m->net);
+  m->tied = s->gguf ? !tfmi_ask(b, TFMI_HEAD, 0, ".weight")
+                    : tfmi_setting_flag(s, f->tied.key, f->tied.fallback);
+  m->family = f->name;
+  m->format = s->format;
+  tfmi_ends(s);
+}
+
+/* What nobody asked for is a sign of another architecture, or a mask that old files carry along. */
+static void tfmi_builder_report(const tfmi_builder *b) {
+  static const char *const harmless[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq",
+                                         "lm_head.weight"};
+  const tfmi_tensor *first = NULL;
+  uint64_t i, count = 0;
+  int k;
+  for (i = 0; i < b->s->tensors; i++) {
+    const tfmi_tensor *t = &b->s->tensor[i];
+    bool known = t->used;
+    for (k = 0; k < TFMI_COUNT(harmless); k++) {
+      size_t n = strlen(harmless[k]);
+      known = known || (t->name.n >= n && !memcmp(t->name.at + t->name.n - n, harmless[k], n));
+    }
+    if (known) continue;
+    if (!first) first = t;
+    count++;
+  }
+  if (first)
+    tfmi_log(&b->m->heap.host, TFM_LOG_WARNING, "%s: %llu tensors are not used, the first is %s",
+             b->s->load->object, (unsigned long long)count, tfmi_plain(first->name).text);
+}
+
+static void tfmi_dev_check(tfmi_load *l, tfm_dev *d) {
+  tfm_status status = d->table->sync(d);
+  if (status != TFM_OK) tfmi_fail(l, status, "device %s: %s", d->table->name, d->message);
+}
+
+/* The two blocks; a dry heap only counts them. */
+static void tfmi_builder_allocate(tfmi_builder *b) {
+  tfmi_load *l = b->s->load;
+  tfm_model *m = b->m;
+  tfm_dev *d = &m->dev;
+  b->stage = TFMI_NEW(float, tfmi_scratch(l, b->longest, sizeof *b->stage));
+  if (b->host_used > SIZE_MAX / 4 || b->device_used > SIZE_MAX / 4)
+    tfmi_fail(l, TFM_E_MEMORY, "the weights are larger than the address space");
+  if (tfmi_heap_charge(l->heap, (size_t)b->device_used + TFMI_SLACK) != TFM_OK) tfmi_fail_again(l);
+  if (l->heap->dry) {
+    if (tfmi_heap_charge(l->heap, (size_t)b->host_used + 64 + sizeof(tfmi_block)) != TFM_OK)
+      tfmi_fail_again(l);
+    return;
+  }
+  b->host = (uint8_t *)tfmi_keep(l, b->host_used + 64, 1);
+  b->host += 64 - (uintptr_t)b->host % 64;
+  m->device_bytes = (size_t)b->device_used;
+  m->device = d->table->alloc(d, m->device_bytes);
+  b->device = (uint8_t *)m->device;
+  if (!m->device)
+    tfmi_fail(l, TFM_E_MEMORY, "out of memory: device %s refused %llu bytes for weights",
+              d->table->name, (unsigned long long)b->device_used);
+}
+
+static void tfmi_builder_run(tfmi_builder *b) {
+  int type;
+  tfmi_network(b, true);
+  tfmi_dev_check(b->s->load, &b->m->dev);
+  tfmi_builder_report(b);
+  for (type = 1, b->m->weights = TFM_F32; type < TFM_TYPE_COUNT; type++)
+    if (b->type_bytes[type] > b->type_bytes[b->m->weights]) b->m->weights = (tfm_type)type;
+  tfmi_builder_allocate(b);
+  if (b->s->load->heap->dry) return;
+  tfmi_network(b, false);
+  tfmi_dev_check(b->s->load, &b->m->dev);
+}
+
+typedef struct tfmi_model_request {
+  const char *path; /* NULL: data */
+  const void *data;
+  size_t bytes;
+  const tfm_model_config *config;
+  tfm_model *model;
+  tfmi_load load;
+  tfmi_source source;
+  tfmi_builder builder;
+} tfmi_model_request;
+
+static void tfmi_model_read(tfmi_model_request *r) {
+  const tfm_model_config *c = r->config;
+  r->source.load = &r->load;
+  r->source.model = r->model;
+  tfmi_source_read(&r->source, r->path, r->data, r->bytes, c->config_json);
+  tfmi_builder_begin(&r->builder, &r->source, c);
+  if (tfmi_dev_open(&r->model->dev, &r->model->heap, c->device, c->device_index, c->threads,
+                    c->override, c->no_fallback) != TFM_OK)
+    tfmi_fail_again(&r->load);
+  tfmi_builder_run(&r->builder);
+}
+
+static bool tfmi_model_try(tfmi_model_request *r) {
+  if (setjmp(r->load.fail)) return false;
+  tfmi_model_read(r);
+  return true;
+}
+
+static void tfmi_ring_move(tfmi_block *to, tfmi_block *from) { /* `to` is empty */
+  if (from->next == from) return;
+  to->next = from->next;
+  to->prev = from->prev;
+  to->next->prev = to->prev->next = to;
+  tfmi_ring_init(from);
+}
+
+/* dry: everything but the weights, for a plan. */
+static tfm_model *tfmi_model_make(const char *path, const void *data, size_t bytes,
+                                  const tfm_model_config *config, bool dry) {
+  tfmi_load *outer = tfmi_stb_load;
+  tfmi_model_request r;
+  tfm_model_config c;
+  tfmi_heap heap;
+  tfm_model *m;
+  bool done;
+  memset(&c, 0, sizeof c);
+  memset(&heap, 0, sizeof heap);
+  memset(&r, 0, sizeof r);
+  if (config) c = *config;
+  if ((int)c.weights < 0 || c.weights > TFM_Q4_0) {
+    tfmi_report(TFM_E_ARG, "model config: weights cannot be converted to %s; expected F32, F16, "
+                "BF16, Q8_0 or Q4_0", tfm_type_name(c.weights));
+    return NULL;
+  }
+  heap.host = c.host;
+  heap.dry = dry;
+  m = TFMI_NEW(tfm_model, tfmi_heap_get(&heap, sizeof *m));
+  if (!m) return NULL;
+  m->heap = heap;
+  m->bos = -1;
+  tfmi_ring_init(&m->kept);
+  r.path = path;
+  r.data = data;
+  r.bytes = bytes;
+  r.config = &c;
+  r.model = m;
+  tfmi_load_init(&r.load, &m->heap, path ? path : "model in memory");
+  r.load.no_mmap = c.no_mmap;
+  tfmi_stb_load = &r.load;
+  done = tfmi_model_try(&r);
+  tfmi_stb_load = outer;
+  tfmi_ring_free(&m->heap, &r.load.scratch);
+  tfmi_ring_move(&m->kept, &r.load.kept);
+  if (done) return m;
+  tfm_model_free(m);
+  return NULL;
+}
+
+TFM_API tfm_model *tfm_model_load(const char *path, const tfm_model_config *config) {
+  if (path) return tfmi_model_make(path, NULL, 0, config, false);
+  tfmi_report(TFM_E_ARG, "tfm_model_load: path is NULL");
+  return NULL;
+}
+
+TFM_API tfm_model *tfm_model_load_memory(const void *data, size_t bytes,
+                                         const tfm_model_config *config) {
+  if (data) return tfmi_model_make(NULL, data, bytes, config, false);
+  tfmi_report(TFM_E_ARG, "tfm_model_load_memory: data is NULL");
+  return NULL;
+}
+
+TFM_API void tfm_model_free(tfm_model *model) {
+  tfmi_heap heap;
+  int32_t i;
+  if (!model) return;
+  if (model->device) model->dev.table->release(&model->dev, model->device, model->device_bytes);
+  tfmi_dev_close(&model->dev, &model->heap);
+  for (i = 0; i < model->file_count; i++) tfmi_file_close(&model->heap, &model->files[i]);
+  tfmi_file_close(&model->heap, &model->text);
+  tfmi_ring_free(&model->heap, &model->kept);
+  heap = model->heap;
+  tfmi_heap_put(&heap, model, sizeof *model);
+}
+
+TFM_API tfm_status tfm_model_describe(const tfm_model *model, tfm_model_info *out) {
+  const tfm_net *net;
+  if (!model) return tfmi_null_object("tfm_model_describe");
+  if (!out) return tfmi_report(TFM_E_ARG, "tfm_model_describe: out is NULL");
+  net = &model->net;
+  memset(out, 0, sizeof *out);
+  out->family = model->family;
+  out->format = model->format;
+  out->device = model->dev.table->name;
+  out->layers = net->layers;
+  out->width = net->width;
+  out->heads = net->heads;
+  out->kv_heads = net->kv_heads;
+  out->head_width = net->head_width;
+  out->ffn_width = net->ffn_width;
+  out->vocabulary = net->vocabulary;
+  out->experts = net->experts;
+  out->context = net->context;
+  out->tied = model->tied;
+  out->weights = model->weights;
+  out->bos = model->bos;
+  out->end = model->end;
+  out->end_count = model->end_count;
+  out->parameters = model->parameters;
+  out->token_bytes = model->token_bytes;
+  out->mapped_bytes = model->mapped_bytes;
+  out->memory_bytes = model->heap.used;
+  out->peak_bytes = model->heap.peak;
+  return TFM_OK;
+}
+
+static tfm_status tfmi_engine_plan(const tfm_model *model, const tfm_engine_config *config,
+                                   tfm_plan *out); /* >>engine */
+
+TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *model,
+                                   const tfm_engine_config *engine, tfm_plan *out) {
+  tfm_model *m;
+  tfm_status status;
+  if (!path || !out) return tfmi_report(TFM_E_ARG, "tfm_plan_memory: path or out is NULL");
+  memset(out, 0, sizeof *out);
+  m = tfmi_model_make(path, NULL, 0, model, true);
+  if (!m) return tfmi_error.status;
+  out->mapped_bytes = m->mapped_bytes;
+  out->load_peak_bytes = m->heap.peak;
+  out->model_bytes = m->heap.used;
+  status = tfmi_engine_plan(m, engine, out);
+  tfm_model_free(m);
+  return status;
+}
+
+
+/* ==================================================================================================
+   >>device   opening a table of kernels; the thread pool
+   ==================================================================================================
+
+   tfmi_dev_open walks down CUDA, CPU, REF from the device that was asked for, and takes the first
+   table that is compiled in, complete, and whose `open` succeeds. What it passes over it tells the
+   log, or, with no_fallback, its caller.
+
+   A pool's workers are created once. Work is a range 0 .. n-1, cut into one contiguous share per
+   worker; the caller computes share 0 itself. A dispatch is one increment of `generation`, which
+   idle workers watch: spinning at first, as the next small operation is usually a microsecond away,
+   then asleep on a condition variable. `sleeping` and `generation` are each written before the
+   other is read (sequentially consistent), so either the worker sees the new generation or the
+   dispatcher sees the sleeper. A job must not dispatch again. */
+
+#include <signal.h>
+
+/* ---- Atomics: C11's header is not C++, the compilers' builtins are both ---- */
+
+static uint32_t tfmi_atomic_load(const uint32_t *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
+static void tfmi_atomic_store(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
+static void tfmi_atomic_increment(uint32_t *p) { __atomic_add_fetch(p, 1, __ATOMIC_SEQ_CST); }
+static void tfmi_atomic_decrement(uint32_t *p) { __atomic_sub_fetch(p, 1, __ATOMIC_SEQ_CST); }
+
+static void tfmi_pause(void) { /* tells the core that this is a spin */
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+/* ---- The pool ---- */
+
+typedef struct tfmi_task { /* one tfm_parallel_for */
+  tfm_job job;
+  void *context;
+  int32_t n, grain, shares;
+} tfmi_task;
+
+typedef struct tfmi_worker {
+  struct tfmi_pool *pool;
+  pthread_t thread;
+  int32_t index; /* its share; the caller's is 0 */
+} tfmi_worker;
+
+typedef struct tfmi_pool {
+  uint32_t generation; /* atomic: counts dispatches */
+  char apart1[60];     /* the three are written by different threads: a cache line each */
+  uint32_t running;    /* atomic: workers that have not finished their share */
+  char apart2[60];
+  uint32_t sleeping;   /* atomic */
+  int32_t spins;       /* before sleeping */
+  int32_t workers;     /* that were started */
+  bool stop;
+  tfmi_task task;
+  pthread_mutex_t lock;
+  pthread_cond_t wake;
+  size_t bytes;
+  tfmi_worker *worker;
+} tfmi_pool;
+
+/* Computes one share: multiples of grain, cut evenly. */
+static void tfmi_task_run(void *context, int32_t worker) {
+  const tfmi_task *t = (const tfmi_task *)context;
+  int64_t units = ((int64_t)t->n + t->grain - 1) / t->grain;
+  int64_t begin = units * worker / t->shares * t->grain;
+  int64_t end = units * (worker + 1) / t->shares * t->grain;
+  if (end > t->n) end = t->n;
+  if (begin < end) t->job(t->context, (int32_t)begin, (int32_t)end, worker);
+}
+
+/* Returns when the generation is no longer `seen`. */
+static void tfmi_pool_await(tfmi_pool *p, uint32_t seen) {
+  int32_t i;
+  for (i = 0; i < p->spins; i++) {
+    if (tfmi_atomic_load(&p->generation) != seen) return;
+    tfmi_pause();
+  }
+  pthread_mutex_lock(&p->lock);
+  tfmi_atomic_increment(&p->sleeping);
+  while (tfmi_atomic_load(&p->generation) == seen) pthread_cond_wait(&p->wake, &p->lock);
+  tfmi_atomic_decrement(&p->sleeping);
+  pthread_mutex_unlock(&p->lock);
+}
+
+static void tfmi_pool_dispatch(tfmi_pool *p) {
+  tfmi_atomic_increment(&p->generation);
+  if (tfmi_atomic_load(&p->sleeping) == 0) return;
+  pthread_mutex_lock(&p->lock);
+  pthread_cond_broadcast(&p->wake);
+  pthread_mutex_unlock(&p->lock);
+}
+
+static void *tfmi_worker_main(void *context) {
+  const tfmi_worker *w = (const tfmi_worker *)context;
+  tfmi_pool *p = w->pool;
+  uint32_t seen;
+  for (seen = 0;; seen++) {
+    tfmi_pool_await(p, seen);
+    if (p->stop) return NULL;
+    if (w->index < p->task.shares) tfmi_task_run(&p->task, w->index);
+    tfmi_atomic_decrement(&p->running);
+  }
+}
+
+static void tfmi_pool_run(tfmi_pool *p, const tfmi_task *task) {
+  int32_t i;
+  p->task = *task;
+  tfmi_atomic_store(&p->running, (uint32_t)p->workers);
+  tfmi_pool_dispatch(p);
+  tfmi_task_run(&p->task, 0);
+  for (i = 0; tfmi_atomic_load(&p->running) != 0; i++)
+    if (i < p->spins) tfmi_pause();
+    else sched_yield();
+}
+
+TFM_API void tfm_parallel_for(tfm_dev *d, int32_t n, int32_t grain, tfm_job job, void *context) {
+  tfmi_task t = {job, context, n, grain > 0 ? grain : 1, d->threads};
+  int32_t units = n > 0 ? (n - 1) / t.grain + 1 : 0;
+  if (units < t.shares) t.shares = units;
+  if (n <= 0) return;
+  if (t.shares <= 1) job(context, 0, n, 0);
+  else if (d->host->parallel) d->host->parallel(d->host->user, t.shares, tfmi_task_run, &t);
+  else if (d->pool && d->pool->workers > 0) tfmi_pool_run(d->pool, &t);
+  else job(context, 0, n, 0);
+}
+
+/* Starts worker i + 1, with signals blocked: they are for the application's threads. */
+static bool tfmi_worker_start(tfmi_pool *p, int32_t i) {
+  sigset_t all, before;
+  int failed;
+  p->worker[i].pool = p;
+  p->worker[i].index = i + 1;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  failed = pthread_create(&p->worker[i].thread, NULL, tfmi_worker_main, &p->worker[i]);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  return failed == 0;
+}
+
+static int32_t tfmi_cores(void) {
+  long n = sysconf(_SC_NPROCESSORS_ONLN);
+  return n < 1 ? 1 : n > 64 ? 64 : (int32_t)n;
+}
+
+/* Sets d->threads and d->pool. A dry heap counts the pool's memory but starts no threads. */
+static tfm_status tfmi_pool_open(tfm_dev *d, tfmi_heap *heap, int32_t threads) {
+  int32_t cores = tfmi_cores(), others;
+  tfmi_pool *p;
+  size_t bytes;
+  if (threads < 0 || threads > 1024)
+    return tfmi_report(TFM_E_ARG, "threads: expected 0 to 1024, found %d", (int)threads);
+  d->threads = threads ? threads : cores;
+  others = d->threads - 1;
+  if (others == 0 || heap->host.parallel) return TFM_OK;
+  bytes = sizeof *p + (size_t)others * sizeof *p->worker;
+  p = TFMI_NEW(tfmi_pool, tfmi_heap_get(heap, bytes));
+  if (!p) return tfm_error_status();
+  d->pool = p;
+  p->bytes = bytes;
+  p->worker = TFMI_NEW(tfmi_worker, p + 1);
+  p->spins = d->threads > cores ? 50 : 1000; /* 20 to 40 us where a pause takes as long as on x86 */
+  pthread_mutex_init(&p->lock, NULL);
+  pthread_cond_init(&p->wake, NULL);
+  if (heap->dry) return TFM_OK;
+  while (p->workers < others && tfmi_worker_start(p, p->workers)) p->workers++;
+  if (p->workers < others)
+    tfmi_log(&heap->host, TFM_LOG_WARNING, "threads: the system gave %d of %d", (int)p->workers + 1,
+             (int)d->threads);
+  d->threads = p->workers + 1;
+  return TFM_OK;
+}
+
+static void tfmi_pool_close(tfm_dev *d, tfmi_heap *heap) {
+  tfmi_pool *p = d->pool;
+  int32_t i;
+  if (!p) return;
+  p->stop = true;
+  tfmi_pool_dispatch(p);
+  for (i = 0; i < p->workers; i++) pthread_join(p->worker[i].thread, NULL);
+  pthread_cond_destroy(&p->wake);
+  pthread_mutex_destroy(&p->lock);
+  tfmi_heap_put(heap, p, p->bytes);
+  d->pool = NULL;
+}
+
+/* ---- Failure ---- */
+
+TFM_API TFMI_PRINTF(3, 4) void tfm_dev_fail(tfm_dev *d, tfm_status status, const char *format,
+                                            ...) {
+  va_list args;
+  if (d->status != TFM_OK) return;
+  d->status = status;
+  va_start(args, format);
+  vsnprintf(d->message, sizeof d->message, format, args);
+  va_end(args);
+}
+
+/* ---- The entries by name: which are missing, which are overridden ---- */
+
+typedef enum tfmi_entry_kind {
+  TFMI_ENTRY_DEVICE,   /* required; the table's own always */
+  TFMI_ENTRY_FORWARD,  /* required */
+  TFMI_ENTRY_OPTIONAL, /* a table may decline it */
+  TFMI_ENTRY_BACKWARD  /* required by the trainer */
+} tfmi_entry_kind;
+
+typedef struct tfmi_entry {
+  const char *name;
+  size_t offset; /* in tfm_backend */
+  tfmi_entry_kind kind;
+} tfmi_entry;
+
+#define TFMI_ENTRY(name, kind) {#name, offsetof(tfm_backend, name), TFMI_ENTRY_##kind}
+static const tfmi_entry tfmi_entries[] = {
+  TFMI_ENTRY(open, DEVICE), TFMI_ENTRY(close, DEVICE), TFMI_ENTRY(sync, DEVICE),
+  TFMI_ENTRY(alloc, DEVICE), TFMI_ENTRY(release, DEVICE), TFMI_ENTRY(put, DEVICE),
+  TFMI_ENTRY(get, DEVICE), TFMI_ENTRY(copy, DEVICE), TFMI_ENTRY(zero, DEVICE),
+  TFMI_ENTRY(replay, DEVICE), TFMI_ENTRY(record, DEVICE), TFMI_ENTRY(forget, DEVICE),
+  TFMI_ENTRY(pack_size, DEVICE), TFMI_ENTRY(pack, DEVICE), TFMI_ENTRY(unpack, DEVICE),
+  TFMI_ENTRY(cast, FORWARD), TFMI_ENTRY(embed, FORWARD), TFMI_ENTRY(gather, FORWARD),
+  TFMI_ENTRY(norm, FORWARD), TFMI_ENTRY(matmul, FORWARD), TFMI_ENTRY(rope, FORWARD),
+  TFMI_ENTRY(kv_put, FORWARD), TFMI_ENTRY(attn, FORWARD), TFMI_ENTRY(glu, FORWARD),
+  TFMI_ENTRY(route, FORWARD), TFMI_ENTRY(matmul_moe, FORWARD), TFMI_ENTRY(combine, FORWARD),
+  TFMI_ENTRY(sample, FORWARD), TFMI_ENTRY(top, FORWARD),
+  TFMI_ENTRY(norm2, OPTIONAL), TFMI_ENTRY(layer, OPTIONAL), TFMI_ENTRY(decode, OPTIONAL),
+  TFMI_ENTRY(loss, BACKWARD), TFMI_ENTRY(matmul_dx, BACKWARD), TFMI_ENTRY(matmul_dw, BACKWARD),
+  TFMI_ENTRY(epilogue_bwd, BACKWARD), TFMI_ENTRY(norm_bwd, BACKWARD),
+  TFMI_ENTRY(attn_bwd, BACKWARD), TFMI_ENTRY(glu_bwd, BACKWARD), TFMI_ENTRY(embed_bwd, BACKWARD),
+  TFMI_ENTRY(route_bwd, BACKWARD), TFMI_ENTRY(combine_bwd, BACKWARD),
+  TFMI_ENTRY(moe_dx, BACKWARD), TFMI_ENTRY(moe_dw, BACKWARD), TFMI_ENTRY(sumsq, BACKWARD),
+  TFMI_ENTRY(adamw, BACKWARD)};
+#undef TFMI_ENTRY
+
+static bool tfmi_entry_present(const tfm_backend *table, const tfmi_entry *e) {
+  void (*function)(void);
+  memcpy(&function, (const char *)table + e->offset, sizeof function);
+  return function != NULL;
+}
+
+/* The name of the first entry of that kind that the table declines, or NULL. */
+static const char *tfmi_entry_missing(const tfm_backend *table, tfmi_entry_kind kind) {
+  int32_t i;
+  for (i = 0; i < TFMI_COUNT(tfmi_entries); i++)
+    if (tfmi_entries[i].kind == kind && !tfmi_entry_present(table, &tfmi_entries[i]))
+      return tfmi_entries[i].name;
+  return NULL;
+}
+
+static bool tfmi_entry_overridable(const tfmi_entry *e) {
+  return e->kind != TFMI_ENTRY_DEVICE && tfmi_entry_present(tfm_backend_ref(), e);
+}
+
+/* Bits of the overridable entries called name[0 .. n-1], of all for "all"; 0: there is none. */
+static uint64_t tfmi_override_bits(const char *name, size_t n) {
+  bool all = n == 3 && memcmp(name, "all", 3) == 0;
+  uint64_t bits = 0;
+  int32_t i;
+  for (i = 0; i < TFMI_COUNT(tfmi_entries); i++) {
+    const tfmi_entry *e = &tfmi_entries[i];
+    bool match = all || (strlen(e->name) == n && memcmp(e->name, name, n) == 0);
+    if (match && tfmi_entry_overridable(e)) bits |= UINT64_C(1) << (e->offset / sizeof(void *));
+  }
+  return bits;
+}
+
+static tfm_status tfmi_override_unknown(const char *name, size_t n) {
+  char list[360] = "all";
+  size_t used = 3;
+  int32_t i;
+  for (i = 0; i < TFMI_COUNT(tfmi_entries); i++) {
+    const tfmi_entry *e = &tfmi_entries[i];
+    size_t length = strlen(e->name);
+    if (!tfmi_entry_overridable(e) || used + length + 3 > sizeof list) continue;
+    memcpy(list + used, ", ", 2);
+    memcpy(list + used + 2, e->name, length + 1);
+    used += length + 2;
+  }
+  return tfmi_report(TFM_E_ARG, "override: \"%.*s\" is no entry; expected some of: %s",
+                     (int)(n < 40 ? n : 40), name, list);
+}
+
+/* "attn, norm" to bits of override_mask. */
+static tfm_status tfmi_override_parse(const char *text, uint64_t *mask) {
+  const char *at = text ? text : "";
+  *mask = 0;
+  while (*(at += strspn(at, ", "))) {
+    size_t n = strcspn(at, ", ");
+    uint64_t bits = tfmi_override_bits(at, n);
+    if (!bits) return tfmi_override_unknown(at, n);
+    *mask |= bits;
+    at += n;
+  }
+  return TFM_OK;
+}
+
+/* ---- Opening ---- */
+
+static const struct tfmi_table_row {
+  tfm_device device;
+  const char *name, *remedy;
+  const tfm_backend *(*table)(void); /* NULL: not compiled in */
+} tfmi_tables[] = { /* fastest first: the order of TFM_AUTO and of falling back */
+#ifdef TFM_USE_CUDA
+  {TFM_CUDA, "cuda", "", tfm_backend_cuda},
+#else
+  {TFM_CUDA, "cuda", "define TFM_USE_CUDA and link transformer_cuda.cu", NULL},
+#endif
+#ifdef TFM_USE_CPU
+  {TFM_CPU, "cpu", "", tfm_backend_cpu},
+#else
+  {TFM_CPU, "cpu", "define TFM_USE_CPU and link transformer_cpu.c", NULL},
+#endif
+  {TFM_REF, "ref", "", tfm_backend_ref}};
+
+/* Why a table cannot be used, left in the device; TFM_OK when it can. */
+static tfm_status tfmi_table_check(tfm_dev *d, const tfm_backend *table) {
+  const char *missing = tfmi_entry_missing(table, TFMI_ENTRY_DEVICE);
+  if (!missing) missing = tfmi_entry_missing(table, TFMI_ENTRY_FORWARD);
+  if (table->abi != TFM_BACKEND_ABI)
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "its table has layout %u, expected %u; rebuild it",
+                 (unsigned)table->abi, (unsigned)TFM_BACKEND_ABI);
+  else if (missing)
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "its table lacks the entry %s", missing);
+  else if (d->override_mask && table->activation != TFM_F32)
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "its activations are %s, but an override computes in F32",
+                 tfm_type_name(table->activation));
+  return d->status;
+}
+
+/* One table; on failure d->message says why and d is as before. */
+static tfm_status tfmi_table_open(tfm_dev *d, const struct tfmi_table_row *row, uint64_t mask) {
+  const tfm_backend *table = row->table ? row->table() : NULL;
+  tfm_status status;
+  d->status = TFM_OK;
+  d->message[0] = 0;
+  d->override_mask = table == tfm_backend_ref() ? 0 : mask;
+  d->host_visible = d->override_mask != 0;
+  if (!table) {
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "it is not compiled in; %s", row->remedy);
+    return d->status;
+  }
+  status = tfmi_table_check(d, table);
+  if (status != TFM_OK) return status;
+  d->table = table;
+  status = table->open(d);
+  if (status == TFM_OK) return TFM_OK;
+  tfm_dev_fail(d, status, "it cannot be opened");
+  d->table = NULL;
+  d->state = NULL;
+  return status;
+}
+
+/* Walks down the tables from the one asked for. */
+static tfm_status tfmi_table_choose(tfm_dev *d, tfm_device which, uint64_t mask, bool no_fallback) {
+  const struct tfmi_table_row *row = tfmi_tables, *end = row + TFMI_COUNT(tfmi_tables);
+  tfm_status status = TFM_E_ARG;
+  bool found = which == TFM_AUTO;
+  for (; row < end; row++) {
+    found = found || row->device == which;
+    if (!found || (which == TFM_AUTO && !row->table)) continue;
+    status = tfmi_table_open(d, row, mask);
+    if (status == TFM_OK) {
+      tfmi_log(d->host, TFM_LOG_INFO, "device: %s, threads: %d", d->table->name, (int)d->threads);
+      return TFM_OK;
+    }
+    if (which != TFM_AUTO && no_fallback) break;
+    tfmi_log(d->host, TFM_LOG_WARNING, "device %s is passed over: %s", row->name, d->message);
+  }
+  if (!found) return tfmi_report(status, "device: %d is none of tfm_device's", (int)which);
+  return tfmi_report(status, "device %s: %s", (row < end ? row : end - 1)->name, d->message);
+}
+
+static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap) {
+  if (d->table) d->table->close(d);
+  tfmi_pool_close(d, heap);
+  memset(d, 0, sizeof *d);
+}
+
+static tfm_status tfmi_dev_open(tfm_dev *d, tfmi_heap *heap, tfm_device which, int32_t index,
+                                int32_t threads, const char *override, bool no_fallback) {
+  uint64_t mask;
+  tfm_status status = tfmi_override_parse(override, &mask);
+  memset(d, 0, sizeof *d);
+  d->host = &heap->host;
+  d->index = index;
+  if (status == TFM_OK) status = tfmi_pool_open(d, heap, threads);
+  if (status == TFM_OK) status = tfmi_table_choose(d, which, mask, no_fallback);
+  if (status != TFM_OK) tfmi_dev_close(d, heap);
+  return status;
+}
+
+/* ==================================================================================================
+   >>kernels   the reference: every entry of the table in portable C
+   ==================================================================================================
+
+   This is what a transformer computes, and what tuned kernels are compared with. Activations are
+   F32.
+
+   Sums over a row run in 16 lanes, lane l taking the elements l, l + 16, ..., and the lanes are
+   added as a tree at the end. That is the only order of summation here: it does not depend on how
+   many rows are computed together, nor on the threads, so neither do the bits of a result.
+
+   One kernel does nearly all the work: tfmi_dots multiplies up to 16 rows of x by 4 rows of W. It
+   serves the matrix products, the experts, and the scores of attention, whose x are the query heads
+   and whose W the keys. Rows of W that are not F32 are decoded on the stack, a piece at a time, and
+   used for all rows of x. Work is split over rows of W, heads, or rows of x, never inside a sum. */
+
+/* ---- Lanes ---- */
+
+#if defined(__GNUC__)
+#define TFMI_INLINE static inline __attribute__((always_inline))
+#define TFMI_RESTRICT __restrict
+#define TFMI_PREFETCH(p) __builtin_prefetch(p)
+typedef float tfmi_lanes __attribute__((vector_size(64)));
+typedef float tfmi_lanes8 __attribute__((vector_size(32)));
+typedef float tfmi_lanes4 __attribute__((vector_size(16)));
+
+TFMI_INLINE void tfmi_lanes_madd(tfmi_lanes *sum, const tfmi_lanes *a, const tfmi_lanes *b) {
+  *sum += *a * *b;
+}
+
+TFMI_INLINE float tfmi_lanes_sum(const tfmi_lanes *v) {
+  tfmi_lanes8 half[2];
+  tfmi_lanes4 quarter[2];
+  float t[4];
+  memcpy(half, v, sizeof half);
+  half[0] += half[1];
+  memcpy(quarter, half, sizeof quarter);
+  quarter[0] += quarter[1];
+  memcpy(t, quarter, sizeof t);
+  return (t[0] + t[2]) + (t[1] + t[3]);
+}
+#else
+#define TFMI_INLINE static inline
+#define TFMI_RESTRICT
+#define TFMI_PREFETCH(p) ((void)(p))
+typedef struct tfmi_lanes { float lane[16]; } tfmi_lanes;
+TFMI_INLINE void tfmi_lanes_madd(tfmi_lanes *sum, const tfmi_lanes *a, const tfmi_lanes *b) {
+  int l;
+  for (l = 0; l < 16; l++) sum->lane[l] += a->lane[l] * b->lane[l];
+}
+
+TFMI_INLINE float tfmi_lanes_sum(const tfmi_lanes *v) {
+  tfmi_lanes t = *v;
+  int l;
+  for (l = 0; l < 8; l++) t.lane[l] += t.lane[l + 8];
+  for (l = 0; l < 4; l++) t.lane[l] += t.lane[l + 4];
+  return (t.lane[0] + t.lane[2]) + (t.lane[1] + t.lane[3]);
+}
+#endif
+
+enum {
+  TFMI_LANES = 16,
+  TFMI_ROWS = 16,   /* rows of x in one tfmi_dots */
+  TFMI_PANEL = 32,  /* rows of W whose products are collected before the epilogue; keys in a tile */
+  TFMI_PIECE = 128, /* values decoded at a time */
+  TFMI_STRETCH = 1024, /* values of F32 rows multiplied at a time: 4 rows stay in the first cache */
+  TFMI_AHEAD = 1024 /* values: how far ahead of its use a row of W is asked for, for one row of x */
+};
+
+static float tfmi_max(const float *x, int64_t n) { /* NaN is passed over; -INFINITY when all are */
+  float t[16], best = -INFINITY;
+  int64_t i;
+  int l;
+  for (l = 0; l < 16; l++) t[l] = -INFINITY;
+  for (i = 0; i + 16 <= n; i += 16)
+    for (l = 0; l < 16; l++) t[l] = x[i + l] > t[l] ? x[i + l] : t[l];
+  for (; i < n; i++) best = x[i] > best ? x[i] : best;
+  for (l = 0; l < 16; l++) best = t[l] > best ? t[l] : best;
+  return best;
+}
+
+static int32_t tfmi_min32(int32_t a, int32_t b) { return a < b ? a : b; }
+
+/* ---- Elementary functions ---- */
+
+/* e^x within 2 units in the last place, 0 below e^-86.9; without branches, so that loops of it are
+   vectorised. x = n log 2 + r, and a polynomial for e^r (the coefficients are Cephes'). */
+TFMI_INLINE float tfmi_exp(float x) {
+  const float low = -86.9f, high = 88.7228f;
+  float c = x < low ? low : x, shifted, n, r, p, half;
+  uint32_t bits;
+  c = c > high ? high : c;
+  shifted = c * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer lands in the low bits */
+  n = shifted - 12582912.0f;
+  r = c - n * 0.693359375f + n * 2.12194440e-4f;
+  p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  memcpy(&bits, &shifted, sizeof bits);
+  bits = (bits - 0x4b400000u + 126u) << 23;                            /* 2^(n-1): n may be 128 */
+  bits = (bits | (0x7f800000u & (0u - (x > high)))) & ~(0u - (x < low)); /* infinity; 0 */
+  memcpy(&half, &bits, sizeof half);
+  return p * half * 2.0f;
+}
+
+/* v[i] = act(v[i]) */
+static void tfmi_act_row(float *v, int32_t n, tfm_act act) {
+  int32_t i;
+  switch (act) {
+    case TFM_ACT_NONE: break;
+    case TFM_ACT_GELU:
+      for (i = 0; i < n; i++) v[i] = 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678f));
+      break;
+    case TFM_ACT_GELU_TANH: /* x/2 (1 + tanh u) = x / (1 + e^-2u) */
+      for (i = 0; i < n; i++) {
+        float u = 0.79788456f * (v[i] + 0.044715f * v[i] * v[i] * v[i]);
+        v[i] = v[i] / (1.0f + tfmi_exp(-2.0f * u));
+      }
+      break;
+    case TFM_ACT_SILU:
+      for (i = 0; i < n; i++) v[i] = v[i] / (1.0f + tfmi_exp(-v[i]));
+      break;
+    case TFM_ACT_RELU:
+      for (i = 0; i < n; i++) v[i] = v[i] > 0 || v[i] != v[i] ? v[i] : 0.0f; /* NaN stays */
+      break;
+  }
+}
+
+static void tfmi_softcap_row(float *v, int32_t n, float cap) {
+  int32_t i;
+  for (i = 0; i < n; i++) v[i] = cap * tanhf(v[i] / cap);
+}
+
+/* What element (row, col) is multiplied by. The bit: word col % 4 of philox(seed; pos, col / 4;
+   site, seq), its upper 24 bits as a number in [0, 1), which drops the element below the rate. */
+static float tfmi_dropout(const tfm_dropout *p, int32_t row, int32_t col) {
+  uint64_t low = (uint64_t)(uint32_t)p->pos[row] << 32 | (uint32_t)col / 4;
+  uint64_t high = (uint64_t)p->site << 32 | (uint32_t)p->seq[row];
+  uint32_t word = tfmi_philox(p->seed, low, high).word[col % 4];
+  float u = (float)(word >> 8) * (1.0f / 16777216.0f);
+  return u < p->rate ? 0.0f : 1.0f / (1.0f - p->rate);
+}
+
+/* ---- Number formats: n values at x or y, whole blocks, any alignment ---- */
+
+static uint16_t tfmi_load16(const uint8_t *x) {
+  uint16_t h;
+  memcpy(&h, x, sizeof h);
+  return h;
+}
+static void tfmi_store16(uint8_t *y, uint16_t h) { memcpy(y, &h, sizeof h); }
+
+static void tfmi_decode_f32(float *y, const uint8_t *x, int32_t n) {
+  memcpy(y, x, (size_t)n * sizeof *y);
+}
+
+/* As tfmi_from_f16, by masks instead of branches. */
+TFMI_INLINE float tfmi_from_f16_masked(uint32_t h) {
+  uint32_t size = h & 0x7fff, tiny = 0u - (size < 0x400), huge = 0u - (size > 0x7bff), bits;
+  float value = (float)(int32_t)size * (1.0f / 16777216.0f); /* a subnormal's */
+  memcpy(&bits, &value, sizeof bits);
+  bits = (bits & tiny) | (((size << 13) + (112u << 23) + (huge & 112u << 23)) & ~tiny);
+  bits |= (h & 0x8000) << 16;
+  memcpy(&value, &bits, sizeof bits);
+  return value;
+}
+
+static void tfmi_decode_f16(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i;
+  for (i = 0; i < n; i++) y[i] = tfmi_from_f16_masked(tfmi_load16(x + 2 * (int64_t)i));
+}
+
+static void tfmi_decode_bf16(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i;
+  for (i = 0; i < n; i++) {
+    uint32_t bits = (uint32_t)tfmi_load16(x + 2 * (int64_t)i) << 16;
+    memcpy(&y[i], &bits, sizeof bits);
+  }
+}
+
+static void tfmi_decode_q8_0(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 32, x += 34) {
+    float scale = tfmi_from_f16(tfmi_load16(x));
+    for (j = 0; j < 32; j++) y[i + j] = scale * (float)(int8_t)x[2 + j];
+  }
+}
+
+static void tfmi_decode_q4_0(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 32, x += 18) {
+    float scale = tfmi_from_f16(tfmi_load16(x));
+    for (j = 0; j < 16; j++) y[i + j] = scale * (float)((x[2 + j] & 15) - 8);
+    for (j = 0; j < 16; j++) y[i + 16 + j] = scale * (float)((x[2 + j] >> 4) - 8);
+  }
+}
+
+static void tfmi_encode_f32(uint8_t *y, const float *x, int32_t n) {
+  memcpy(y, x, (size_t)n * sizeof *x);
+}
+
+static void tfmi_encode_f16(uint8_t *y, const float *x, int32_t n) {
+  int32_t i;
+  for (i = 0; i < n; i++) tfmi_store16(y + 2 * (int64_t)i, tfmi_to_f16(x[i]));
+}
+
+static void tfmi_encode_bf16(uint8_t *y, const float *x, int32_t n) {
+  int32_t i;
+  for (i = 0; i < n; i++) tfmi_store16(y + 2 * (int64_t)i, tfmi_to_bf16(x[i]));
+}
+
+/* The element of 32 that is largest in magnitude, with its sign. */
+static float tfmi_extreme(const float *x) {
+  float best = 0;
+  int i;
+  for (i = 0; i < 32; i++)
+    if (fabsf(x[i]) > fabsf(best)) best = x[i];
+  return best;
+}
+
+static void tfmi_encode_q8_0(uint8_t *y, const float *x, int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 32, y += 34) {
+    float scale = fabsf(tfmi_extreme(x + i)) / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    tfmi_store16(y, tfmi_to_f16(scale));
+    for (j = 0; j < 32; j++) {
+      float q = roundf(x[i + j] * inverse);
+      y[2 + j] = (uint8_t)(int8_t)(q >= -127.0f && q <= 127.0f ? q : 0.0f); /* NaN: 0 */
+    }
+  }
+}
+
+static unsigned tfmi_quant4(float x) { /* x + 8 rounded, 0 to 15; NaN: 8 */
+  float q = x + 8.5f;
+  return q >= 15.0f ? 15 : q >= 0.0f ? (unsigned)q : q < 0.0f ? 0 : 8;
+}
+
+static void tfmi_encode_q4_0(uint8_t *y, const float *x, int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 32, y += 18) {
+    float scale = tfmi_extreme(x + i) / -8.0f, inverse = scale != 0 ? 1.0f / scale : 0.0f;
+    tfmi_store16(y, tfmi_to_f16(scale));
+    for (j = 0; j < 16; j++)
+      y[2 + j] = (uint8_t)(tfmi_quant4(x[i + j] * inverse) |
+                           tfmi_quant4(x[i + j + 16] * inverse) << 4);
+  }
+}
+
+static const struct tfmi_codec {
+  void (*decode)(float *y, const uint8_t *x, int32_t n);
+  void (*encode)(uint8_t *y, const float *x, int32_t n);
+  size_t alignment; /* of rows that are used where they lie in a file */
+} tfmi_codecs[TFM_TYPE_COUNT] = { /* by tfm_type; NULL: named, not computed with */
+  {NULL, NULL, 0},
+  {tfmi_decode_f32, tfmi_encode_f32, 4},
+  {tfmi_decode_f16, tfmi_encode_f16, 2},
+  {tfmi_decode_bf16, tfmi_encode_bf16, 2},
+  {tfmi_decode_q8_0, tfmi_encode_q8_0, 1},
+  {tfmi_decode_q4_0, tfmi_encode_q4_0, 1},
+  {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0},
+  {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0}};
+
+/* Bytes that n values take; whole blocks. A division would be felt in the loops below. */
+static size_t tfmi_span(tfm_type type, int64_t n) {
+  size_t bytes = (size_t)tfmi_types[type].block_bytes;
+  return tfmi_types[type].block_values == 1 ? (size_t)n * bytes : (size_t)n / 32 * bytes;
+}
+
+/* y[i] = x[i] from type to type, by way of floats where they differ. */
+static void tfmi_convert(tfm_type to, uint8_t *y, tfm_type from, const uint8_t *x, int32_t n) {
+  float piece[TFMI_PIECE];
+  int32_t i;
+  if (to == from) {
+    memmove(y, x, tfmi_span(to, n));
+    return;
+  }
+  for (i = 0; i < n; i += TFMI_PIECE) {
+    int32_t some = tfmi_min32(TFMI_PIECE, n - i);
+    tfmi_codecs[from].decode(piece, x + tfmi_span(from, i), some);
+    tfmi_codecs[to].encode(y + tfmi_span(to, i), piece, some);
+  }
+}
+
+/* ---- Views ---- */
+
+static float *tfmi_row(tfm_mat m, int64_t row) { return TFMI_NEW(float, m.data) + row * m.stride; }
+
+static uint8_t *tfmi_row_bytes(tfm_mat m, int64_t row) {
+  return (uint8_t *)m.data + tfmi_span(m.type, row * m.stride);
+}
+
+/* Rows per share that make a share worth its dispatch. */
+static int32_t tfmi_grain(int64_t work_per_row) {
+  int64_t rows = work_per_row > 0 ? 16384 / work_per_row + 1 : 16384;
+  return (int32_t)rows;
+}
+
+/* ---- Packed weights: parts with the bytes where they lie, or converted into our memory ---- */
+
+typedef struct tfmi_stripe { /* consecutive rows in one type */
+  const uint8_t *data;
+  int32_t rows;
+  tfm_type type;
+  size_t row_bytes;
+  int64_t first; /* row of the whole weight, all experts stacked */
+} tfmi_stripe;
+
+typedef struct tfmi_packed {
+  int64_t count; /* of stripes, which follow */
+} tfmi_packed;
+
+static tfmi_packed *tfmi_packed_of(const tfm_weight *w) { /* our own form, when overridden */
+  return TFMI_NEW(tfmi_packed, w->reference ? w->reference->host : w->host);
+}
+
+/* The stripe that holds a row. */
+static const tfmi_stripe *tfmi_stripe_at(const tfm_weight *w, int64_t row) {
+  const tfmi_packed *packed = tfmi_packed_of(w);
+  const tfmi_stripe *s = (const tfmi_stripe *)(const void *)(packed + 1);
+  int64_t low = 0, high = packed->count;
+  while (high - low > 1) {
+    int64_t middle = (low + high) / 2;
+    if (s[middle].first <= row) low = middle;
+    else high = middle;
+  }
+  return s + low;
+}
+
+static const uint8_t *tfmi_stripe_row(const tfmi_stripe *s, int64_t row) {
+  return s->data + (size_t)(row - s->first) * s->row_bytes;
+}
+
+static tfm_type tfmi_stripe_type(const tfm_weight_source *s, const tfm_part *p) {
+  return s->type == TFM_TYPE_DEFAULT ? p->type : s->type;
+}
+
+static bool tfmi_used_in_place(const tfm_weight_source *s, const tfm_part *p) {
+  return s->stable && !s->transposed && tfmi_stripe_type(s, p) == p->type &&
+         (uintptr_t)p->data % tfmi_codecs[p->type].alignment == 0;
+}
+
+/* What speaks against packing a part, as a status left in the device. */
+static tfm_status tfmi_part_check(tfm_dev *d, const tfm_weight_source *s, const tfm_part *p) {
+  tfm_type type = tfmi_stripe_type(s, p), wrong = tfmi_codecs[p->type].decode ? type : p->type;
+  size_t bytes;
+  if (!tfmi_codecs[wrong].decode)
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: expected F32, F16, BF16, Q8_0 or Q4_0",
+                 tfm_type_name(wrong));
+  else if (s->transposed && tfmi_types[p->type].block_values > 1)
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a transposed matrix of type %s: expected a float type",
+                 tfm_type_name(p->type));
+  else if (!tfmi_type_bytes(type, (uint64_t)s->cols, &bytes) ||
+           !tfmi_type_bytes(p->type, (uint64_t)s->cols, &bytes))
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED,
+                 "a matrix with %d columns cannot be %s, whose blocks have 32; choose a float type",
+                 (int)s->cols, tfm_type_name(type));
+  return d->status;
+}
+
+static tfm_pack_size tfmi_ref_pack_size(tfm_dev *d, const tfm_weight_source *s) {
+  tfm_pack_size size = {0, 0}, failed = {0, 0};
+  int32_t i;
+  size.host_bytes = tfmi_align64(sizeof(tfmi_packed) + (size_t)s->part_count * sizeof(tfmi_stripe));
+  for (i = 0; i < s->part_count; i++) {
+    const tfm_part *p = &s->parts[i];
+    if (tfmi_part_check(d, s, p) != TFM_OK) return failed;
+    if (!tfmi_used_in_place(s, p))
+      size.host_bytes += tfmi_align64((size_t)p->rows * tfmi_span(tfmi_stripe_type(s, p), s->cols));
+  }
+  return size;
+}
+
+typedef struct tfmi_pack_job {
+  const tfm_part *part;
+  uint8_t *to;
+  tfm_type type;
+  int32_t cols;
+  bool transposed;
+} tfmi_pack_job;
+
+/* tile [16, 32] = values (row + i, col + j) of a source that is stored [cols, rows]. */
+static void tfmi_transpose_tile(float *tile, const tfmi_pack_job *t, int32_t row, int32_t rows,
+                                int32_t col, int32_t cols) {
+  const uint8_t *from = (const uint8_t *)t->part->data;
+  float line[TFMI_ROWS];
+  int32_t i, j;
+  for (j = 0; j < cols; j++) {
+    int64_t at = (int64_t)(col + j) * t->part->rows + row;
+    tfmi_codecs[t->part->type].decode(line, from + tfmi_span(t->part->type, at), rows);
+    for (i = 0; i < rows; i++) tile[i * 32 + j] = line[i];
+  }
+}
+
+static void tfmi_pack_transposed(const tfmi_pack_job *t, int32_t begin, int32_t end) {
+  float tile[TFMI_ROWS * 32];
+  int32_t row, col, i;
+  for (row = begin; row < end; row += TFMI_ROWS)
+    for (col = 0; col < t->cols; col += 32) {
+      int32_t rows = tfmi_min32(TFMI_ROWS, end - row), cols = tfmi_min32(32, t->cols - col);
+      tfmi_transpose_tile(tile, t, row, rows, col, cols);
+      for (i = 0; i < rows; i++)
+        tfmi_codecs[t->type].encode(t->to + (size_t)(row + i) * tfmi_span(t->type, t->cols) +
+                                    tfmi_span(t->type, col), tile + i * 32, cols);
+    }
+}
+
+static void tfmi_pack_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_pack_job *t = (const tfmi_pack_job *)context;
+  size_t from_bytes = tfmi_span(t->part->type, t->cols), to_bytes = tfmi_span(t->type, t->cols);
+  const uint8_t *from = (const uint8_t *)t->part->data;
+  int32_t row;
+  (void)worker;
+  if (t->transposed) tfmi_pack_transposed(t, begin, end);
+  else
+    for (row = begin; row < end; row++)
+      tfmi_convert(t->type, t->to + (size_t)row * to_bytes, t->part->type,
+                   from + (size_t)row * from_bytes, t->cols);
+}
+
+/* Fills one stripe; returns the bytes of `own` that it took. */
+static size_t tfmi_pack_stripe(tfm_dev *d, tfmi_stripe *stripe, const tfm_weight_source *s,
+                               const tfm_part *p, uint8_t *own) {
+  tfmi_pack_job job = {p, own, tfmi_stripe_type(s, p), s->cols, s->transposed};
+  bool in_place = tfmi_used_in_place(s, p);
+  stripe->data = in_place ? (const uint8_t *)p->data : own;
+  stripe->rows = p->rows;
+  stripe->type = job.type;
+  stripe->row_bytes = tfmi_span(job.type, s->cols);
+  if (in_place) return 0;
+  tfm_parallel_for(d, p->rows, TFMI_ROWS, tfmi_pack_rows, &job);
+  return tfmi_align64((size_t)p->rows * stripe->row_bytes);
+}
+
+static void tfmi_ref_pack(tfm_dev *d, tfm_weight *w, const tfm_weight_source *s, void *host,
+                          void *device) {
+  tfmi_packed *packed = TFMI_NEW(tfmi_packed, host);
+  tfmi_stripe *stripe = TFMI_NEW(tfmi_stripe, packed + 1);
+  size_t header = sizeof *packed + (size_t)s->part_count * sizeof *stripe;
+  uint8_t *own = (uint8_t *)host + tfmi_align64(header);
+  int64_t first = 0;
+  int32_t i;
+  memset(w, 0, sizeof *w);
+  for (i = 0; i < s->part_count; i++)
+    if (tfmi_part_check(d, s, &s->parts[i]) != TFM_OK) return;
+  w->rows = s->rows;
+  w->cols = s->cols;
+  w->experts = s->experts;
+  w->roles = s->roles;
+  w->host = host;
+  w->device = device;
+  packed->count = s->part_count;
+  for (i = 0; i < s->part_count; i++) {
+    stripe[i].first = first;
+    own += tfmi_pack_stripe(d, &stripe[i], s, &s->parts[i], own);
+    first += stripe[i].rows;
+    w->bytes += (uint64_t)stripe[i].rows * stripe[i].row_bytes;
+  }
+}
+
+/* y[0 .. cols-1] = one row of the weight, all experts stacked. */
+static void tfmi_weight_row(float *y, const tfm_weight *w, int64_t row) {
+  const tfmi_stripe *s = tfmi_stripe_at(w, row);
+  tfmi_codecs[s->type].decode(y, tfmi_stripe_row(s, row), w->cols);
+}
+
+static void tfmi_ref_unpack(tfm_dev *d, tfm_mat y, const tfm_weight *w, int32_t first) {
+  int32_t i;
+  (void)d;
+  for (i = 0; i < y.rows; i++) tfmi_weight_row(tfmi_row(y, i), w, (int64_t)first + i);
+}
+
+/* ---- The product of rows ---- */
+
+/* sum[i][j] += x[i] * w[j], lane by lane, over n values, a multiple of 16. `rows` is a constant
+   where this is inlined, so that the sums stay in registers. */
+TFMI_INLINE void tfmi_tile(tfmi_lanes (*sum)[4], const float *const *x, const float *const *w,
+                           int32_t n, const int rows) {
+  tfmi_lanes s[4][4], b[4], a;
+  int32_t k;
+  int i, j;
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < 4; j++) s[i][j] = sum[i][j];
+  for (k = 0; k < n; k += TFMI_LANES) {
+    for (j = 0; j < 4; j++) {
+      memcpy(&b[j], w[j] + k, sizeof a);
+      if (rows == 1) TFMI_PREFETCH(w[j] + k + TFMI_AHEAD);
+    }
+    for (i = 0; i < rows; i++) {
+      memcpy(&a, x[i] + k, sizeof a);
+      for (j = 0; j < 4; j++) tfmi_lanes_madd(&s[i][j], &a, &b[j]);
+    }
+  }
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < 4; j++) sum[i][j] = s[i][j];
+}
+
+/* The same for any number of rows up to 16. */
+static void tfmi_tiles(tfmi_lanes (*sum)[4], const float *const *x, int32_t rows,
+                       const float *const *w, int32_t n) {
+  int32_t i;
+  for (i = 0; i + 4 <= rows; i += 4) tfmi_tile(sum + i, x + i, w, n, 4);
+  if (rows - i == 1) tfmi_tile(sum + i, x + i, w, n, 1);
+  if (rows - i == 2) tfmi_tile(sum + i, x + i, w, n, 2);
+  if (rows - i == 3) tfmi_tile(sum + i, x + i, w, n, 3);
+}
+
+/* What is left of rows whose width is no multiple of 16, filled up with zeros. */
+static void tfmi_tile_rest(tfmi_lanes (*sum)[4], const float *const *x, int32_t rows,
+                           const float *const *w, int32_t n) {
+  float xs[TFMI_ROWS][TFMI_LANES], ws[4][TFMI_LANES];
+  const float *xp[TFMI_ROWS], *wp[4];
+  int32_t i;
+  memset(ws, 0, sizeof ws);
+  for (i = 0; i < 4; i++) wp[i] = (float *)memcpy(ws[i], w[i], (size_t)n * sizeof *w[i]);
+  for (i = 0; i < rows; i++) {
+    memset(xs[i], 0, sizeof xs[i]);
+    xp[i] = (float *)memcpy(xs[i], x[i], (size_t)n * sizeof *x[i]);
+  }
+  tfmi_tiles(sum, xp, rows, wp, TFMI_LANES);
+}
+
+/* out[i * TFMI_PANEL + j] = x[i] . w[j], for up to 16 rows of x and up to 4 of W, of any type. */
+static void tfmi_dots(float *out, const float *const *x, int32_t m, const uint8_t *const *w,
+                      int32_t n, tfm_type type, int32_t cols) {
+  int32_t stretch = type == TFM_F32 ? TFMI_STRETCH : TFMI_PIECE, i, j, k;
+  tfmi_lanes sum[TFMI_ROWS][4];
+  float decoded[4][TFMI_PIECE];
+  const float *xk[TFMI_ROWS], *wk[4];
+  for (i = 0; i < m; i++) memset(sum[i], 0, sizeof sum[i]);
+  for (k = 0; k < cols; k += stretch) {
+    int32_t some = tfmi_min32(stretch, cols - k), whole = some & ~(TFMI_LANES - 1);
+    for (j = 0; j < 4; j++) { /* rows that are not there repeat the last */
+      const uint8_t *from = w[tfmi_min32(j, n - 1)] + tfmi_span(type, k);
+      wk[j] = type == TFM_F32 ? (const float *)(const void *)from : decoded[j];
+      if (type != TFM_F32) tfmi_codecs[type].decode(decoded[j], from, some);
+    }
+    for (i = 0; i < m; i++) xk[i] = x[i] + k;
+    tfmi_tiles(sum, xk, m, wk, whole);
+    if (whole == some) continue;
+    for (i = 0; i < m; i++) xk[i] += whole;
+    for (j = 0; j < 4; j++) wk[j] += whole;
+    tfmi_tile_rest(sum, xk, m, wk, some - whole);
+  }
+  for (i = 0; i < m; i++)
+    for (j = 0; j < n; j++) out[i * TFMI_PANEL + j] = tfmi_lanes_sum(&sum[i][j]);
+}
+
+/* out[i][j] = x[i] . row first + j of W, for up to 16 rows of x and n <= TFMI_PANEL of W. */
+static void tfmi_panel(float *out, const float *const *x, int32_t m, const tfm_weight *w,
+                       int64_t first, int32_t n) {
+  const uint8_t *row[4];
+  int32_t j, k;
+  for (j = 0; j < n;) {
+    const tfmi_stripe *s = tfmi_stripe_at(w, first + j);
+    int64_t left = s->first + s->rows - (first + j);
+    int32_t rows = tfmi_min32(n - j, left < 4 ? (int32_t)left : 4);
+    for (k = 0; k < rows; k++) row[k] = tfmi_stripe_row(s, first + j + k);
+    tfmi_dots(out + j, x, m, row, rows, s->type, w->cols);
+    j += rows;
+  }
+}
+
+/* ---- matmul ---- */
+
+/* v[0 .. n-1], columns col and on of a row of x W^T, become that part of the row of y. */
+static void tfmi_epilogue(float *v, int32_t n, const tfm_epilogue *e, int32_t row, int32_t col) {
+  float scale = e->scale != 0 ? e->scale : 1.0f;
+  int32_t j;
+  for (j = 0; j < n; j++) v[j] *= scale;
+  if (e->bias)
+    for (j = 0; j < n; j++) v[j] += e->bias[col + j];
+  if (e->aux.data) memcpy(tfmi_row(e->aux, row) + col, v, (size_t)n * sizeof *v);
+  tfmi_act_row(v, n, e->act);
+  if (e->softcap != 0) tfmi_softcap_row(v, n, e->softcap);
+  if (e->dropout.rate > 0)
+    for (j = 0; j < n; j++) v[j] *= tfmi_dropout(&e->dropout, row, col + j);
+  if (e->residual.data) {
+    const float *residual = tfmi_row(e->residual, row) + col;
+    for (j = 0; j < n; j++) v[j] += residual[j];
+  }
+}
+
+typedef struct tfmi_matmul_job {
+  tfm_mat y, x;
+  const tfm_weight *w;
+  const tfm_epilogue *e;
+  const tfm_routing *routing; /* of matmul_moe */
+  bool spread;
+} tfmi_matmul_job;
+
+/* Columns begin .. end-1 of y: rows of W. */
+static void tfmi_matmul_columns(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_matmul_job *t = (const tfmi_matmul_job *)context;
+  float out[TFMI_ROWS * TFMI_PANEL];
+  const float *x[TFMI_ROWS];
+  int32_t col, row, i;
+  (void)worker;
+  for (col = begin; col < end; col += TFMI_PANEL)
+    for (row = 0; row < t->x.rows; row += TFMI_ROWS) {
+      int32_t n = tfmi_min32(TFMI_PANEL, end - col), m = tfmi_min32(TFMI_ROWS, t->x.rows - row);
+      for (i = 0; i < m; i++) x[i] = tfmi_row(t->x, row + i);
+      tfmi_panel(out, x, m, t->w, col, n);
+      for (i = 0; i < m; i++) {
+        if (t->e) tfmi_epilogue(out + i * TFMI_PANEL, n, t->e, row + i, col);
+        memcpy(tfmi_row(t->y, row + i) + col, out + i * TFMI_PANEL, (size_t)n * sizeof *out);
+      }
+    }
+}
+
+/* A share of W's rows that is worth its dispatch, in whole lanes: so an element of y is in the same
+   place of a vector, and of the loop over vectors, whatever the threads. */
+static int32_t tfmi_matmul_grain(const tfm_weight *w, int32_t rows) {
+  return (tfmi_grain((int64_t)w->cols * rows) + TFMI_LANES - 1) & ~(TFMI_LANES - 1);
+}
+
+static void tfmi_ref_matmul(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                            const tfm_epilogue *e) {
+  tfmi_matmul_job job = {y, x, w, e, NULL, false};
+  tfm_parallel_for(d, w->rows, tfmi_matmul_grain(w, x.rows), tfmi_matmul_columns, &job);
+}
+
+/* ---- Copies: cast, gather, embed ---- */
+
+typedef struct tfmi_copy_job {
+  tfm_mat y, x;
+  const int32_t *index; /* NULL: in order */
+} tfmi_copy_job;
+
+static void tfmi_copy_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_copy_job *t = (const tfmi_copy_job *)context;
+  int32_t i;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    tfmi_convert(t->y.type, tfmi_row_bytes(t->y, i), t->x.type,
+                 tfmi_row_bytes(t->x, t->index ? t->index[i] : i), t->y.cols);
+}
+
+static void tfmi_ref_cast(tfm_dev *d, tfm_mat y, tfm_mat x) {
+  tfmi_copy_job job = {y, x, NULL};
+  tfm_parallel_for(d, y.rows, tfmi_grain(y.cols), tfmi_copy_rows, &job);
+}
+
+static void tfmi_ref_gather(tfm_dev *d, tfm_mat y, tfm_mat x, const int32_t *index) {
+  tfmi_copy_job job = {y, x, index};
+  tfm_parallel_for(d, y.rows, tfmi_grain(y.cols), tfmi_copy_rows, &job);
+}
+
+typedef struct tfmi_embed_job {
+  tfm_mat y;
+  const tfm_weight *table, *positions;
+  const tfm_rows *rows;
+  float scale;
+} tfmi_embed_job;
+
+/* y[0 .. cols-1] += one row of the weight. */
+static void tfmi_weight_row_add(float *y, const tfm_weight *w, int64_t row) {
+  const tfmi_stripe *s = tfmi_stripe_at(w, row);
+  const uint8_t *from = tfmi_stripe_row(s, row);
+  float piece[TFMI_PIECE];
+  int32_t i, j;
+  for (i = 0; i < w->cols; i += TFMI_PIECE) {
+    int32_t n = tfmi_min32(TFMI_PIECE, w->cols - i);
+    tfmi_codecs[s->type].decode(piece, from + tfmi_span(s->type, i), n);
+    for (j = 0; j < n; j++) y[i + j] += piece[j];
+  }
+}
+
+static void tfmi_embed_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_embed_job *t = (const tfmi_embed_job *)context;
+  int32_t i, j;
+  (void)worker;
+  for (i = begin; i < end; i++) {
+    float *y = tfmi_row(t->y, i);
+    if (t->rows->seq[i] < 0) continue;
+    tfmi_weight_row(y, t->table, t->rows->id[i]);
+    for (j = 0; j < t->y.cols; j++) y[j] *= t->scale;
+    if (t->positions) tfmi_weight_row_add(y, t->positions, t->rows->pos[i]);
+  }
+}
+
+static void tfmi_ref_embed(tfm_dev *d, tfm_mat y, const tfm_weight *table,
+                           const tfm_weight *positions, const tfm_rows *rows, float scale) {
+  tfmi_embed_job job = {y, table, positions && positions->rows ? positions : NULL, rows,
+                        scale != 0 ? scale : 1.0f};
+  tfm_parallel_for(d, y.rows, tfmi_grain(y.cols), tfmi_embed_rows, &job);
+}
+
+/* ---- norm ---- */
+
+/* lane[l] += (x[l] - mean)^power */
+TFMI_INLINE void tfmi_moment_lanes(float *lane, const float *x, int32_t n, float mean, int power) {
+  int32_t l;
+  for (l = 0; l < n; l++) {
+    float c = x[l] - mean;
+    lane[l] += power == 1 ? c : c * c;
+  }
+}
+
+/* The sum of (x - mean)^power over n values, power 1 or 2. */
+TFMI_INLINE float tfmi_moment(const float *x, int32_t n, float mean, const int power) {
+  float lane[TFMI_LANES] = {0};
+  tfmi_lanes sum;
+  int32_t i;
+  for (i = 0; i + TFMI_LANES <= n; i += TFMI_LANES)
+    tfmi_moment_lanes(lane, x + i, TFMI_LANES, mean, power);
+  tfmi_moment_lanes(lane, x + i, n - i, mean, power);
+  memcpy(&sum, lane, sizeof sum);
+  return tfmi_lanes_sum(&sum);
+}
+
+typedef struct tfmi_norm_job {
+  tfm_mat y, x, residual;
+  const float *w, *b;
+  float *stats; /* [T, groups, 2] */
+  const tfm_norm *p;
+  int32_t groups;
+} tfmi_norm_job;
+
+/* One vector: y = residual + (x - mean) * deviation^-1 * (w + offset) + b. */
+static void tfmi_norm_vector(const tfmi_norm_job *t, float *y, const float *x,
+                             const float *residual, int32_t n, float *stats) {
+  const tfm_norm *p = t->p;
+  float mean = p->kind == TFM_NORM_LAYER ? tfmi_moment(x, n, 0, 1) / (float)n : 0.0f;
+  float variance = tfmi_moment(x, n, mean, 2) / (float)n, inverse = 1.0f / sqrtf(variance + p->eps);
+  int32_t i;
+  for (i = 0; i < n; i++) {
+    float v = (x[i] - mean) * inverse * (t->w[i] + p->offset) + (t->b ? t->b[i] : 0.0f);
+    y[i] = residual ? residual[i] + v : v;
+  }
+  if (!stats) return;
+  stats[0] = mean;
+  stats[1] = inverse;
+}
+
+static void tfmi_norm_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_norm_job *t = (const tfmi_norm_job *)context;
+  int32_t n = t->x.cols / t->groups, i, g;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    for (g = 0; g < t->groups; g++)
+      tfmi_norm_vector(t, tfmi_row(t->y, i) + g * n, tfmi_row(t->x, i) + g * n,
+                       t->residual.data ? tfmi_row(t->residual, i) + g * n : NULL, n,
+                       t->stats ? t->stats + 2 * ((int64_t)i * t->groups + g) : NULL);
+}
+
+static void tfmi_ref_norm(tfm_dev *d, tfm_mat y, tfm_mat x, const float *w, const float *b,
+                          tfm_mat residual, float *stats, const tfm_norm *p) {
+  tfmi_norm_job job = {y, x, residual, w, b, stats, p, p->groups > 0 ? p->groups : 1};
+  tfm_parallel_for(d, x.rows, tfmi_grain(x.cols), tfmi_norm_rows, &job);
+}
+
+/* ---- rope ---- */
+
+typedef struct tfmi_rope_job {
+  tfm_mat x;
+  const int32_t *pos;
+  const tfm_rope *p;
+} tfmi_rope_job;
+
+/* Rotates pairs first .. first + n - 1 of one head. */
+static void tfmi_rope_head(float *x, const tfm_rope *p, int32_t first, int32_t n, const float *c,
+                           const float *s) {
+  int32_t step = p->interleaved ? 2 : 1, apart = p->interleaved ? 1 : p->rot / 2, i;
+  float *a = x + first * step, *b = a + apart;
+  for (i = 0; i < n; i++, a += step, b += step) {
+    float u = *a, v = *b;
+    *a = u * c[i] - v * s[i];
+    *b = v * c[i] + u * s[i];
+  }
+}
+
+/* The angles of a row are the same for all its heads: 64 pairs at a time. */
+static void tfmi_rope_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_rope_job *t = (const tfmi_rope_job *)context;
+  const tfm_rope *p = t->p;
+  float c[64], s[64];
+  int32_t row, first, head, i;
+  (void)worker;
+  for (row = begin; row < end; row++)
+    for (first = 0; first < p->rot / 2; first += 64) {
+      int32_t n = tfmi_min32(64, p->rot / 2 - first);
+      for (i = 0; i < n; i++) {
+        float angle = (float)t->pos[row] * p->inv_freq[first + i];
+        c[i] = cosf(angle) * p->scale;
+        s[i] = (p->inverse ? -sinf(angle) : sinf(angle)) * p->scale;
+      }
+      for (head = 0; head < t->x.cols; head += p->head_width)
+        tfmi_rope_head(tfmi_row(t->x, row) + head, p, first, n, c, s);
+    }
+}
+
+static void tfmi_ref_rope(tfm_dev *d, tfm_mat x, const int32_t *pos, const tfm_rope *p) {
+  tfmi_rope_job job = {x, pos, p};
+  tfm_parallel_for(d, x.rows, tfmi_grain(x.cols), tfmi_rope_rows, &job);
+}
+
+/* ---- The cache ---- */
+
+typedef struct tfmi_kv_job {
+  const tfm_kv *kv;
+  tfm_mat k, v;
+  const tfm_rows *rows;
+} tfmi_kv_job;
+
+/* Bytes from the start of the cache to the vector of (seq, pos, kv head). */
+static size_t tfmi_kv_at(const tfm_kv *kv, int32_t seq, int32_t pos, int32_t head) {
+  int64_t page = kv->table[(int64_t)seq * kv->max_pages + pos / kv->page_tokens];
+  int64_t row = (page * kv->heads + head) * kv->page_tokens + pos % kv->page_tokens;
+  return tfmi_span(kv->type, row * kv->width);
+}
+
+static void tfmi_kv_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_kv_job *t = (const tfmi_kv_job *)context;
+  const tfm_kv *kv = t->kv;
+  int32_t i, h;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    for (h = 0; h < kv->heads && t->rows->seq[i] >= 0; h++) {
+      size_t at = tfmi_kv_at(kv, t->rows->seq[i], t->rows->pos[i], h);
+      tfmi_codecs[kv->type].encode((uint8_t *)kv->k + at, tfmi_row(t->k, i) + h * kv->width,
+                                   kv->width);
+      tfmi_codecs[kv->type].encode((uint8_t *)kv->v + at, tfmi_row(t->v, i) + h * kv->width,
+                                   kv->width);
+    }
+}
+
+static void tfmi_ref_kv_put(tfm_dev *d, const tfm_kv *kv, tfm_mat k, tfm_mat v,
+                            const tfm_rows *rows) {
+  tfmi_kv_job job = {kv, k, v, rows};
+  tfm_parallel_for(d, rows->n, tfmi_grain(2 * k.cols), tfmi_kv_rows, &job);
+}
+
+/* ---- attn ----
+   Softmax as it comes (Milakov and Gimelshein 2018): for each tile of up to 32 visible keys the
+   largest score so far is raised, and what has been summed is scaled down accordingly. Tiles are
+   filled by counting visible keys, so they fall alike whatever the pages and the batch. */
+
+typedef struct tfmi_attn_job {
+  tfm_mat y, q;
+  const tfm_kv *kv;
+  const tfm_rows *rows;
+  float *lse;
+  const tfm_attn *p;
+  int32_t group, blocks; /* query heads per kv head; blocks of up to TFMI_HEADS of them */
+} tfmi_attn_job;
+
+enum { TFMI_HEADS = 4 }; /* query heads computed together */
+
+typedef struct tfmi_keys { /* a tile of the keys that one row sees, for one kv head */
+  int32_t row, head;       /* of kv */
+  int32_t next;            /* position, or row of the call, to go on with */
+  tfm_type type;
+  int32_t n;
+  int32_t pos[TFMI_PANEL];
+  const uint8_t *k[TFMI_PANEL], *v[TFMI_PANEL];
+} tfmi_keys;
+
+static void tfmi_keys_first(tfmi_keys *keys, const tfmi_attn_job *t, int32_t row, int32_t head) {
+  int32_t pos = t->rows->pos[row];
+  keys->row = row;
+  keys->head = head;
+  keys->type = t->kv->table ? t->kv->type : t->kv->key_rows.type;
+  keys->next = t->kv->table && t->p->window > 0 && pos >= t->p->window ? pos - t->p->window + 1 : 0;
+}
+
+/* From the cache. */
+static void tfmi_keys_paged(tfmi_keys *keys, const tfmi_attn_job *t) {
+  const tfm_kv *kv = t->kv;
+  int32_t last = t->rows->pos[keys->row], seq = t->rows->seq[keys->row], i, n;
+  size_t bytes = tfmi_span(kv->type, kv->width);
+  while (keys->n < TFMI_PANEL && keys->next <= last) {
+    size_t at = tfmi_kv_at(kv, seq, keys->next, keys->head);
+    n = tfmi_min32(TFMI_PANEL - keys->n, kv->page_tokens - keys->next % kv->page_tokens);
+    n = tfmi_min32(n, last - keys->next + 1);
+    for (i = 0; i < n; i++, at += bytes) {
+      keys->k[keys->n] = (const uint8_t *)kv->k + at;
+      keys->v[keys->n] = (const uint8_t *)kv->v + at;
+      keys->pos[keys->n++] = keys->next++;
+    }
+  }
+}
+
+/* From the rows of this call. */
+static void tfmi_keys_rows(tfmi_keys *keys, const tfmi_attn_job *t) {
+  const tfm_kv *kv = t->kv;
+  const int32_t *pos = t->rows->pos, *seq = t->rows->seq;
+  int32_t last = pos[keys->row], r;
+  size_t at = tfmi_span(keys->type, (int64_t)keys->head * kv->width);
+  while (keys->n < TFMI_PANEL && keys->next <= keys->row) {
+    r = keys->next++;
+    if (seq[r] != seq[keys->row] || pos[r] > last) continue;
+    if (t->p->window > 0 && pos[r] <= last - t->p->window) continue;
+    keys->k[keys->n] = tfmi_row_bytes(kv->key_rows, r) + at;
+    keys->v[keys->n] = tfmi_row_bytes(kv->value_rows, r) + at;
+    keys->pos[keys->n++] = pos[r];
+  }
+}
+
+/* The next tile; false when there is none. */
+static bool tfmi_keys_next(tfmi_keys *keys, const tfmi_attn_job *t) {
+  keys->n = 0;
+  if (t->kv->table) tfmi_keys_paged(keys, t);
+  else tfmi_keys_rows(keys, t);
+  return keys->n > 0;
+}
+
+/* score[g][i] = cap(scale * q[g] . k[i]), -infinity where the tile has no key. */
+static void tfmi_attn_scores(float *score, const tfmi_attn_job *t, const float *const *q,
+                             int32_t heads, const tfmi_keys *keys) {
+  int32_t g, i;
+  for (i = 0; i < keys->n; i += 4)
+    tfmi_dots(score + i, q, heads, keys->k + i, tfmi_min32(4, keys->n - i), keys->type,
+              t->kv->width);
+  for (g = 0; g < heads; g++, score += TFMI_PANEL) {
+    for (i = 0; i < keys->n; i++) score[i] *= t->p->scale;
+    if (t->p->softcap != 0) tfmi_softcap_row(score, keys->n, t->p->softcap);
+    for (i = keys->n; i < TFMI_PANEL; i++) score[i] = -INFINITY;
+  }
+}
+
+/* y += p[0] v[0] + p[1] v[1] + ... over n values */
+static void tfmi_attn_mix(float *TFMI_RESTRICT y, const float *p, const float *const *v,
+                          int32_t keys, int32_t n) {
+  int32_t i, j;
+  for (i = 0; i + 4 <= keys; i += 4) {
+    const float *a = v[i], *b = v[i + 1], *c = v[i + 2], *e = v[i + 3];
+    for (j = 0; j < n; j++)
+      y[j] = y[j] + p[i] * a[j] + p[i + 1] * b[j] + p[i + 2] * c[j] + p[i + 3] * e[j];
+  }
+  for (; i < keys; i++)
+    for (j = 0; j < n; j++) y[j] += p[i] * v[i][j];
+}
+
+/* y[g] += sum over i of p[g][i] v[i], four values' rows at a time. */
+static void tfmi_attn_values(float *const *y, const float *p, int32_t heads, const tfmi_keys *keys,
+                             int32_t width) {
+  float decoded[4][TFMI_PIECE];
+  const float *v[4];
+  int32_t i, j, g, first;
+  for (i = 0; i < keys->n; i += 4)
+    for (first = 0; first < width; first += TFMI_PIECE) {
+      int32_t n = tfmi_min32(TFMI_PIECE, width - first), some = tfmi_min32(4, keys->n - i);
+      for (j = 0; j < some; j++) {
+        const uint8_t *from = keys->v[i + j] + tfmi_span(keys->type, first);
+        v[j] = keys->type == TFM_F32 ? (const float *)(const void *)from : decoded[j];
+        if (keys->type != TFM_F32) tfmi_codecs[keys->type].decode(decoded[j], from, n);
+      }
+      for (g = 0; g < heads; g++) tfmi_attn_mix(y[g] + first, p + g * TFMI_PANEL + i, v, some, n);
+    }
+}
+
+typedef struct tfmi_softmax { float max, sum; } tfmi_softmax;
+
+/* Scores become exponentials below the new maximum; y and the sum are brought down to it. */
+static void tfmi_attn_exp(tfmi_softmax *state, float *score, float *y, int32_t width) {
+  float top = tfmi_max(score, TFMI_PANEL), lane[TFMI_LANES], correction;
+  tfmi_lanes sum;
+  int32_t i;
+  if (top < state->max) top = state->max;
+  correction = state->sum > 0 ? tfmi_exp(state->max - top) : 0.0f;
+  for (i = 0; i < TFMI_PANEL; i++) score[i] = tfmi_exp(score[i] - top);
+  for (i = 0; i < TFMI_LANES; i++) lane[i] = score[i] + score[i + TFMI_LANES];
+  memcpy(&sum, lane, sizeof sum);
+  state->sum = state->sum * correction + tfmi_lanes_sum(&sum);
+  state->max = top;
+  if (correction != 1.0f)
+    for (i = 0; i < width; i++) y[i] *= correction;
+}
+
+static float *tfmi_probs_row(const tfmi_attn_job *t, int32_t row, int32_t head) {
+  return t->p->probs + ((int64_t)row * t->p->heads + head) * t->p->probs_stride;
+}
+
+/* Leaves a tile's scores where the probabilities will be. */
+static void tfmi_probs_put(const tfmi_attn_job *t, const tfmi_keys *keys, int32_t head,
+                           const float *score) {
+  float *probs = tfmi_probs_row(t, keys->row, head);
+  int32_t i;
+  for (i = 0; i < keys->n; i++)
+    if (keys->pos[i] < t->p->probs_stride) probs[keys->pos[i]] = score[i];
+}
+
+static void tfmi_attn_dropout(const tfmi_attn_job *t, const tfmi_keys *keys, int32_t head,
+                              float *p) {
+  int32_t i;
+  for (i = 0; i < keys->n; i++)
+    p[i] *= tfmi_dropout(&t->p->dropout, keys->row, head * (1 << 20) + keys->pos[i]);
+}
+
+/* The end of one head: the division, and what was asked for besides. */
+static void tfmi_attn_finish(const tfmi_attn_job *t, int32_t row, int32_t head, float *y,
+                             tfmi_softmax state) {
+  float *probs = t->p->probs ? tfmi_probs_row(t, row, head) : NULL;
+  int32_t i;
+  for (i = 0; i < t->kv->width; i++) y[i] /= state.sum;
+  if (t->lse) t->lse[(int64_t)row * t->p->heads + head] = state.max + logf(state.sum);
+  for (i = 0; probs && i < t->p->probs_stride; i++)
+    probs[i] = tfmi_exp(probs[i] - state.max) / state.sum;
+}
+
+/* One row, and query heads first .. first + heads - 1, which share a kv head. */
+static void tfmi_attn_heads(const tfmi_attn_job *t, int32_t row, int32_t first, int32_t heads) {
+  const float *q[TFMI_HEADS];
+  float *y[TFMI_HEADS], score[TFMI_HEADS * TFMI_PANEL];
+  tfmi_softmax state[TFMI_HEADS];
+  tfmi_keys keys;
+  int32_t g, i, width = t->kv->width;
+  for (g = 0; g < heads; g++) {
+    q[g] = tfmi_row(t->q, row) + (first + g) * width;
+    y[g] = tfmi_row(t->y, row) + (first + g) * width;
+    memset(y[g], 0, (size_t)width * sizeof *y[g]);
+    state[g].max = -INFINITY;
+    state[g].sum = 0;
+    for (i = 0; t->p->probs && i < t->p->probs_stride; i++)
+      tfmi_probs_row(t, row, first + g)[i] = -INFINITY;
+  }
+  tfmi_keys_first(&keys, t, row, first / t->group);
+  while (tfmi_keys_next(&keys, t)) {
+    tfmi_attn_scores(score, t, q, heads, &keys);
+    for (g = 0; g < heads; g++) {
+      float *s = score + g * TFMI_PANEL;
+      if (t->p->probs) tfmi_probs_put(t, &keys, first + g, s);
+      tfmi_attn_exp(&state[g], s, y[g], width);
+      if (t->p->dropout.rate > 0) tfmi_attn_dropout(t, &keys, first + g, s);
+    }
+    tfmi_attn_values(y, score, heads, &keys, width);
+  }
+  for (g = 0; g < heads; g++) tfmi_attn_finish(t, row, first + g, y[g], state[g]);
+}
+
+/* Items are (block of heads, row), rows running fastest: a head's keys stay in the cache. */
+static void tfmi_attn_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_attn_job *t = (const tfmi_attn_job *)context;
+  int32_t item;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item % t->rows->n, block = item / t->rows->n;
+    int32_t in_group = block % t->blocks * TFMI_HEADS;
+    if (t->rows->seq[row] >= 0)
+      tfmi_attn_heads(t, row, block / t->blocks * t->group + in_group,
+                      tfmi_min32(TFMI_HEADS, t->group - in_group));
+  }
+}
+
+static void tfmi_ref_attn(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tfm_rows *rows,
+                          float *lse, const tfm_attn *p) {
+  tfmi_attn_job job = {y, q, kv, rows, lse, p, p->heads / kv->heads, 0};
+  job.blocks = (job.group + TFMI_HEADS - 1) / TFMI_HEADS;
+  tfm_parallel_for(d, rows->n * kv->heads * job.blocks, 1, tfmi_attn_items, &job);
+}
+
+/* ---- glu ---- */
+
+typedef struct tfmi_glu_job {
+  tfm_mat y, gate_up;
+  tfm_act act;
+  int32_t pieces; /* of TFMI_STRETCH columns, per row */
+} tfmi_glu_job;
+
+static void tfmi_glu_pieces(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_glu_job *t = (const tfmi_glu_job *)context;
+  int32_t item, i;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item / t->pieces, col = item % t->pieces * TFMI_STRETCH;
+    int32_t n = tfmi_min32(TFMI_STRETCH, t->y.cols - col);
+    const float *gate = tfmi_row(t->gate_up, row) + col, *up = gate + t->y.cols;
+    float *y = tfmi_row(t->y, row) + col;
+    memcpy(y, gate, (size_t)n * sizeof *y);
+    tfmi_act_row(y, n, t->act);
+    for (i = 0; i < n; i++) y[i] *= up[i];
+  }
+}
+
+static void tfmi_ref_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
+  tfmi_glu_job job = {y, gate_up, act, (y.cols + TFMI_STRETCH - 1) / TFMI_STRETCH};
+  tfm_parallel_for(d, y.rows * job.pieces, 4, tfmi_glu_pieces, &job);
+}
+
+/* ---- Mixture of experts ---- */
+
+/* The order in which values are chosen: larger first, then the lower index; NaN counts as the
+   smallest. */
+static bool tfmi_before(const float *value, int32_t a, int32_t b) {
+  float u = value[a] == value[a] ? value[a] : -INFINITY;
+  float v = value[b] == value[b] ? value[b] : -INFINITY;
+  return u > v || (u == v && a < b);
+}
+
+/* The first index in that order which comes after `after` (-1: the first of all). */
+static int32_t tfmi_next_best(const float *value, int32_t n, int32_t after) {
+  int32_t best = -1, i;
+  for (i = 0; i < n; i++)
+    if ((after < 0 || tfmi_before(value, after, i)) && (best < 0 || tfmi_before(value, i, best)))
+      best = i;
+  return best;
+}
+
+/* probs = softmax(logits); chosen experts and their weights. */
+static void tfmi_route_row(const float *logits, float *probs, int32_t *expert, float *weight,
+                           const tfm_moe *p) {
+  float top = tfmi_max(logits, p->experts), sum = 0, chosen = 0, factor;
+  int32_t i, j, best = -1;
+  for (i = 0; i < p->experts; i++) sum += probs[i] = tfmi_exp(logits[i] - top);
+  for (i = 0; i < p->experts; i++) probs[i] /= sum;
+  for (j = 0; j < p->top_k; j++) {
+    best = expert[j] = tfmi_next_best(logits, p->experts, best);
+    weight[j] = p->softmax_after ? tfmi_exp(logits[best] - logits[expert[0]]) : probs[best];
+    chosen += weight[j];
+  }
+  factor = p->scale != 0 ? p->scale : 1.0f;
+  for (j = 0; j < p->top_k; j++)
+    weight[j] = (p->normalise || p->softmax_after ? weight[j] / chosen : weight[j]) * factor;
+}
+
+/* order and begin from expert, by counting: two passes, stable. */
+static void tfmi_route_sort(tfm_routing *r) {
+  int32_t slots = r->tokens * r->top_k, i;
+  memset(r->begin, 0, ((size_t)r->experts + 1) * sizeof *r->begin);
+  for (i = 0; i < slots; i++) r->begin[r->expert[i]]++;
+  for (i = 0; i < r->experts; i++) r->begin[i + 1] += r->begin[i];
+  for (i = slots - 1; i >= 0; i--) r->order[--r->begin[r->expert[i]]] = i;
+  r->begin[r->experts] = slots;
+}
+
+static void tfmi_ref_route(tfm_dev *d, tfm_routing *r, tfm_mat logits, const tfm_moe *p) {
+  int32_t t;
+  (void)d;
+  r->tokens = logits.rows;
+  r->top_k = p->top_k;
+  r->experts = p->experts;
+  for (t = 0; t < r->tokens; t++) {
+    int64_t slot = (int64_t)t * r->top_k;
+    tfmi_route_row(tfmi_row(logits, t), r->probs + (int64_t)t * r->experts, r->expert + slot,
+                   r->weight + slot, p);
+  }
+  tfmi_route_sort(r);
+}
+
+/* Columns begin .. end-1 of y for the slots of one expert. */
+static void tfmi_moe_expert(const tfmi_matmul_job *t, int32_t e, int32_t begin, int32_t end) {
+  const tfm_routing *r = t->routing;
+  float out[TFMI_ROWS * TFMI_PANEL];
+  const float *x[TFMI_ROWS];
+  int32_t col, first, i;
+  for (col = begin; col < end; col += TFMI_PANEL)
+    for (first = r->begin[e]; first < r->begin[e + 1]; first += TFMI_ROWS) {
+      const int32_t *slot = r->order + first;
+      int32_t m = tfmi_min32(TFMI_ROWS, r->begin[e + 1] - first);
+      int32_t n = tfmi_min32(TFMI_PANEL, end - col);
+      for (i = 0; i < m; i++) x[i] = tfmi_row(t->x, t->spread ? slot[i] / r->top_k : slot[i]);
+      tfmi_panel(out, x, m, t->w, (int64_t)e * t->w->rows + col, n);
+      for (i = 0; i < m; i++)
+        memcpy(tfmi_row(t->y, slot[i]) + col, out + i * TFMI_PANEL, (size_t)n * sizeof *out);
+    }
+}
+
+static void tfmi_moe_columns(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_matmul_job *t = (const tfmi_matmul_job *)context;
+  int32_t e;
+  (void)worker;
+  for (e = 0; e < t->routing->experts; e++) tfmi_moe_expert(t, e, begin, end);
+}
+
+static void tfmi_ref_matmul_moe(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                                const tfm_routing *r, bool spread) {
+  tfmi_matmul_job job = {y, x, w, NULL, r, spread};
+  tfm_parallel_for(d, w->rows, tfmi_matmul_grain(w, y.rows), tfmi_moe_columns, &job);
+}
+
+typedef struct tfmi_combine_job {
+  tfm_mat y, x, residual;
+  const tfm_routing *routing;
+} tfmi_combine_job;
+
+static void tfmi_combine_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_combine_job *t = (const tfmi_combine_job *)context;
+  int32_t k = t->routing->top_k, row, j, i;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    float *y = tfmi_row(t->y, row);
+    if (!t->residual.data) memset(y, 0, (size_t)t->y.cols * sizeof *y);
+    else memmove(y, tfmi_row(t->residual, row), (size_t)t->y.cols * sizeof *y);
+    for (j = 0; j < k; j++) {
+      const float *x = tfmi_row(t->x, (int64_t)row * k + j);
+      float weight = t->routing->weight[(int64_t)row * k + j];
+      for (i = 0; i < t->y.cols; i++) y[i] += weight * x[i];
+    }
+  }
+}
+
+static void tfmi_ref_combine(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual,
+                             const tfm_routing *r) {
+  tfmi_combine_job job = {y, x, residual, r};
+  tfm_parallel_for(d, y.rows, tfmi_grain((int64_t)y.cols * r->top_k), tfmi_combine_rows, &job);
+}
+
+/* ---- top ---- */
+
+/* log of the sum of e^x, NaN passed over. */
+static float tfmi_log_sum_exp(const float *x, int32_t n) {
+  float top = tfmi_max(x, n), piece[TFMI_PIECE];
+  double sum = 0;
+  int32_t i, j;
+  if (top == -INFINITY || top == INFINITY) return top;
+  for (i = 0; i < n; i += TFMI_PIECE) {
+    int32_t some = tfmi_min32(TFMI_PIECE, n - i);
+    for (j = 0; j < some; j++) piece[j] = x[i + j] == x[i + j] ? x[i + j] : -INFINITY;
+    for (j = 0; j < some; j++) piece[j] = tfmi_exp(piece[j] - top);
+    sum += (double)tfmi_moment(piece, some, 0, 1);
+  }
+  return top + (float)log(sum);
+}
+
+/* Restores the heap ids[0 .. n-1], worst on top, below i. */
+static void tfmi_heap_down(int32_t *ids, int32_t n, int32_t i, const float *value) {
+  for (;;) {
+    int32_t child = 2 * i + 1, id = ids[i];
+    if (child >= n) return;
+    if (child + 1 < n && tfmi_before(value, ids[child], ids[child + 1])) child++;
+    if (tfmi_before(value, ids[child], id)) return;
+    ids[i] = ids[child];
+    ids[child] = id;
+    i = child;
+  }
+}
+
+/* ids = the k first of n in tfmi_before's order: a heap of the best so far, then its heapsort. */
+static void tfmi_best(int32_t *ids, int32_t k, const float *value, int32_t n) {
+  int32_t i;
+  for (i = 0; i < k; i++) ids[i] = i;
+  for (i = k / 2; i >= 0; i--) tfmi_heap_down(ids, k, i, value);
+  for (i = k; i < n; i++)
+    if (tfmi_before(value, i, ids[0])) {
+      ids[0] = i;
+      tfmi_heap_down(ids, k, 0, value);
+    }
+  for (i = k - 1; i > 0; i--) {
+    int32_t worst = ids[0];
+    ids[0] = ids[i];
+    ids[i] = worst;
+    tfmi_heap_down(ids, i, 0, value);
+  }
+}
+
+typedef struct tfmi_choice_job { /* of top and sample */
+  tfm_mat logits;
+  int32_t *ids, k;
+  float *logprobs;
+  const tfm_sampler *sampler;
+} tfmi_choice_job;
+
+static void tfmi_top_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_choice_job *t = (const tfmi_choice_job *)context;
+  int32_t row, j;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    const float *logits = tfmi_row(t->logits, row);
+    int32_t *ids = t->ids + (int64_t)row * t->k;
+    float all = t->logprobs ? tfmi_log_sum_exp(logits, t->logits.cols) : 0.0f;
+    tfmi_best(ids, t->k, logits, t->logits.cols);
+    for (j = 0; t->logprobs && j < t->k; j++)
+      t->logprobs[(int64_t)row * t->k + j] = logits[ids[j]] - all;
+  }
+}
+
+static void tfmi_ref_top(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, int32_t k) {
+  tfmi_choice_job job = {logits, ids, k, logprobs, NULL};
+  tfm_parallel_for(d, logits.rows, 1, tfmi_top_rows, &job);
+}
+
+/* ---- sample ----
+   Everything happens on probabilities relative to the largest, p[i] = e^((l[i] - max) /
+   temperature), in [0, 1]: top-k, top-p and min-p are each a threshold on p, and the highest one
+   counts. */
+
+/* p = logits after the repetition penalty, NaN as -infinity. */
+static void tfmi_penalise(float *p, const float *logits, int32_t n, float penalty,
+                          const int32_t *history, int32_t past) {
+  int32_t i;
+  for (i = 0; i < n; i++) p[i] = logits[i] == logits[i] ? logits[i] : -INFINITY;
+  if (penalty == 0 || penalty == 1) return;
+  for (i = 0; i < past; i++) { /* from the logits: a token that occurs twice is penalised once */
+    float l = logits[history[i]];
+    if (l == l) p[history[i]] = l < 0 ? l * penalty : l / penalty;
+  }
+}
+
+static int32_t tfmi_first_of(const float *x, int32_t n, float value) {
+  int32_t i = 0;
+  while (i < n - 1 && x[i] != value) i++;
+  return i;
+}
+
+/* How many of n elements are >= least, and, where it is asked for, their sum. */
+static int32_t tfmi_count_mass(const float *p, int32_t n, float least, double *mass) {
+  int32_t kept = 0, i, j, l;
+  double sum = 0;
+  for (i = 0; i < n; i += TFMI_STRETCH) {
+    int32_t some = tfmi_min32(TFMI_STRETCH, n - i), count[TFMI_LANES] = {0};
+    float lane[TFMI_LANES] = {0};
+    for (j = 0; j + TFMI_LANES <= some; j += TFMI_LANES)
+      for (l = 0; l < TFMI_LANES; l++) {
+        lane[l] += p[i + j + l] >= least ? p[i + j + l] : 0.0f;
+        count[l] += p[i + j + l] >= least;
+      }
+    for (l = 0; j + l < some; l++) {
+      lane[l] += p[i + j + l] >= least ? p[i + j + l] : 0.0f;
+      count[l] += p[i + j + l] >= least;
+    }
+    for (l = 0; l < TFMI_LANES; l++) {
+      sum += (double)lane[l];
+      kept += count[l];
+    }
+  }
+  *mass = sum;
+  return kept;
+}
+
+static double tfmi_mass(const float *p, int32_t n, float least) {
+  double mass;
+  tfmi_count_mass(p, n, least, &mass);
+  return mass;
+}
+
+static float tfmi_from_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+/* Drops the elements outside [low, high), and keeps the order; returns how many are left. */
+static int32_t tfmi_keep_between(float *x, int32_t n, float low, float high) {
+  int32_t kept = 0, i;
+  for (i = 0; i < n; i++) {
+    float v = x[i];
+    x[kept] = v;
+    kept += (v >= low) & (v < high);
+  }
+  return kept;
+}
+
+/* The largest t such that the elements >= t have at least `goal` of mass; mass is 1 each, or the
+   value itself. Elements are in [0, 1], where floats are ordered as their bits are: a bisection of
+   the bits, on ever fewer elements. x is used up. */
+static float tfmi_threshold(float *x, int32_t n, double goal, bool count) {
+  uint32_t low = 0, high = 0x3f800001; /* t is in [low, high) */
+  double above = 0, over = 0;          /* mass of elements that were dropped from above; >= high */
+  int32_t at_low = n, at_high = 0;     /* how many elements are >= low, >= high */
+  while (high - low > 1 && n > 0) {
+    uint32_t middle = low + (high - low) / 2;
+    double mass;
+    int32_t at = tfmi_count_mass(x, n, tfmi_from_bits(middle), &mass);
+    if (count) mass = at;
+    if (above + mass >= goal) {
+      low = middle;
+      at_low = at;
+    } else {
+      high = middle;
+      at_high = at;
+      over = mass;
+    }
+    if (at_low - at_high > n / 2) continue;
+    n = tfmi_keep_between(x, n, tfmi_from_bits(low), tfmi_from_bits(high));
+    above += over;
+    over = 0;
+    at_low = n;
+    at_high = 0;
+  }
+  return tfmi_from_bits(low);
+}
+
+/* rest = the elements of p that are >= least, in order; returns how many. */
+static int32_t tfmi_select(float *rest, const float *p, int32_t n, float least) {
+  int32_t kept = 0, i;
+  for (i = 0; i < n; i++) {
+    rest[kept] = p[i];
+    kept += p[i] >= least;
+  }
+  return kept;
+}
+
+/* The p below which nothing is drawn. `rest` is scratch of n elements. */
+static float tfmi_least(const float *p, float *rest, int32_t n, const tfm_sampling *s) {
+  float least = 0;
+  if (s->top_k > 0 && s->top_k < n)
+    least = tfmi_threshold(rest, tfmi_select(rest, p, n, 0), s->top_k, true);
+  if (s->top_p > 0 && s->top_p < 1) { /* all below (1 - top_p) mass / n together are not missed */
+    double mass = tfmi_mass(p, n, least), goal = mass * (double)s->top_p;
+    float cut = (float)((mass - goal) / n * 0.99);
+    int32_t left = tfmi_select(rest, p, n, cut > least ? cut : least);
+    float t = tfmi_threshold(rest, left, goal, false);
+    if (t > least) least = t;
+  }
+  if (s->min_p > least) least = s->min_p < 1 ? s->min_p : 1.0f;
+  return least;
+}
+
+/* The first id, in id order, where the running sum of what is left exceeds u of the whole: first
+   the stretch that it lies in, then the id. */
+static int32_t tfmi_draw(const float *p, int32_t n, float least, float u) {
+  double goal = tfmi_mass(p, n, least) * (double)u, sum = 0, more = 0;
+  int32_t i, first = 0, last = 0;
+  for (i = 0; i < n && sum + more <= goal; i += TFMI_STRETCH) {
+    sum += more;
+    first = i;
+    more = tfmi_mass(p + i, tfmi_min32(TFMI_STRETCH, n - i), least);
+  }
+  for (i = first; i < n && i < first + TFMI_STRETCH; i++) {
+    if (p[i] < least || p[i] == 0) continue;
+    sum += (double)p[i];
+    last = i;
+    if (sum > goal) break;
+  }
+  return last;
+}
+
+/* work: 2 n floats. */
+static int32_t tfmi_choose(const float *logits, float *work, int32_t n, const tfm_sampling *s,
+                           uint64_t position, const int32_t *history) {
+  float top, least;
+  int32_t i;
+  tfmi_penalise(work, logits, n, s->repetition_penalty, history, (int32_t)position);
+  top = tfmi_max(work, n);
+  if (top == -INFINITY) { /* nothing is possible: the first that at least is a number */
+    for (i = 0; i < n - 1 && logits[i] != logits[i]; i++) continue;
+    return logits[i] == logits[i] ? i : 0;
+  }
+  if (!(s->temperature > 0) || top == INFINITY) return tfmi_first_of(work, n, top);
+  for (i = 0; i < n; i++) work[i] = tfmi_exp((work[i] - top) / s->temperature);
+  least = tfmi_least(work, work + n, n, s);
+  return tfmi_draw(work, n, least, tfmi_uniform(s->seed, s->sequence, position));
+}
+
+static void tfmi_sample_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_choice_job *t = (const tfmi_choice_job *)context;
+  const tfm_sampler *s = t->sampler;
+  int32_t row, n = t->logits.cols;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    const float *logits = tfmi_row(t->logits, row);
+    if (s->seq[row] < 0) continue;
+    t->ids[row] = tfmi_choose(logits, s->work + (int64_t)row * 2 * n, n, &s->params[row],
+                              (uint64_t)s->pos[row],
+                              s->history + (int64_t)s->seq[row] * s->history_stride);
+    if (t->logprobs) t->logprobs[row] = logits[t->ids[row]] - tfmi_log_sum_exp(logits, n);
+  }
+}
+
+static void tfmi_ref_sample(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits,
+                            const tfm_sampler *s) {
+  tfmi_choice_job job = {logits, ids, 1, logprobs, s};
+  tfm_parallel_for(d, logits.rows, 1, tfmi_sample_rows, &job);
+}
+
+/* ---- The device: the host itself ---- */
+
+static tfm_status tfmi_ref_open(tfm_dev *d) {
+  d->state = NULL;
+  return TFM_OK;
+}
+
+static void tfmi_ref_close(tfm_dev *d) { (void)d; }
+
+static tfm_status tfmi_ref_sync(tfm_dev *d) {
+  tfm_status status = d->status;
+  d->status = TFM_OK;
+  return status;
+}
+
+/* From the application's allocator, whose start is kept before the aligned block. */
+static void *tfmi_ref_alloc(tfm_dev *d, size_t bytes) {
+  char *raw = bytes <= SIZE_MAX / 2
+                  ? (char *)tfmi_host_realloc(d->host, NULL, 0, bytes + 128) : NULL;
+  char *p;
+  if (!raw) return NULL;
+  p = raw + 128 - ((uintptr_t)raw & 63);
+  memcpy(p - sizeof raw, &raw, sizeof raw);
+  return p;
+}
+
+static void tfmi_ref_release(tfm_dev *d, void *p, size_t bytes) {
+  char *raw;
+  if (!p) return;
+  memcpy(&raw, (char *)p - sizeof raw, sizeof raw);
+  tfmi_host_realloc(d->host, raw, bytes + 128, 0);
+}
+
+static void tfmi_ref_copy(tfm_dev *d, void *dst, const void *src, size_t bytes) {
+  (void)d;
+  if (bytes) memmove(dst, src, bytes);
+}
+
+static void tfmi_ref_zero(tfm_dev *d, void *dst, size_t bytes) {
+  (void)d;
+  if (bytes) memset(dst, 0, bytes);
+}
+
+static bool tfmi_ref_replay(tfm_dev *d, uint64_t key) {
+  (void)d;
+  (void)key;
+  return false;
+}
+
+static void tfmi_ref_record(tfm_dev *d, uint64_t key, bool begin) {
+  (void)d;
+  (void)key;
+  (void)begin;
+}
+
+static void tfmi_ref_forget(tfm_dev *d) { (void)d; }
+
+/* ---- The table ---- */
+
+static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the types check */
+  TFM_BACKEND_ABI,
+  "ref",
+  TFM_F32,
+  tfmi_ref_open,
+  tfmi_ref_close,
+  tfmi_ref_sync,
+  tfmi_ref_alloc,
+  tfmi_ref_release,
+  tfmi_ref_copy, /* put */
+  tfmi_ref_copy, /* get */
+  tfmi_ref_copy,
+  tfmi_ref_zero,
+  tfmi_ref_replay,
+  tfmi_ref_record,
+  tfmi_ref_forget,
+  tfmi_ref_pack_size,
+  tfmi_ref_pack,
+  tfmi_ref_unpack,
+  tfmi_ref_cast,
+  tfmi_ref_embed,
+  tfmi_ref_gather,
+  tfmi_ref_norm,
+  NULL, /* norm2 */
+  tfmi_ref_matmul,
+  tfmi_ref_rope,
+  tfmi_ref_kv_put,
+  tfmi_ref_attn,
+  tfmi_ref_glu,
+  tfmi_ref_route,
+  tfmi_ref_matmul_moe,
+  tfmi_ref_combine,
+  tfmi_ref_sample,
+  tfmi_ref_top,
+  NULL, /* layer */
+  NULL, /* decode */
+  NULL, /* loss */
+  NULL, /* matmul_dx */
+  NULL, /* matmul_dw */
+  NULL, /* epilogue_bwd */
+  NULL, /* norm_bwd */
+  NULL, /* attn_bwd */
+  NULL, /* glu_bwd */
+  NULL, /* embed_bwd */
+  NULL, /* route_bwd */
+  NULL, /* combine_bwd */
+  NULL, /* moe_dx */
+  NULL, /* moe_dw */
+  NULL, /* sumsq */
+  NULL  /* adamw */
+};
+
+TFM_API const tfm_backend *tfm_backend_ref(void) { return &tfmi_ref_table; }
+
+/* =================================================================================================
+   >>forward   one pass of tokens through the network
+   =================================================================================================
+
+   The same code runs prompts, single tokens, batches of sequences and, with buffers of its own for
+   every layer, training. What a family is made of are numbers, pointers and absent matrices in
+   tfm_net; there is no family here. Buffers of one layer, in the order in which they are filled:
+
+     in [T, C] -> norm1 [T, C] -> qkv [T, (H+2K)*D] -> attn [T, H*D] -> mid [T, C] = in + attention
+               -> norm2 [T, C] -> up [T, F or 2F]   -> act [T, F]    -> out [T, C] = mid +
+               feed-forward
+
+   For inference in, mid and out are one buffer, and so are norm1 and norm2. `up` is the projection
+   before the activation: kept apart where it is wanted (gated, training, tap), else act's own. */
+
+typedef struct tfmi_buffers { /* of one layer */
+  tfm_mat in, norm1, qkv, attn, mid, norm2, up, act, out;
+} tfmi_buffers;
+
+typedef struct tfmi_pass { /* what one forward pass needs beside the network */
+  tfm_dev *dev;
+  const tfm_net *net;
+  const tfm_kv *kv;            /* [L] */
+  tfm_rows rows;
+  tfmi_buffers buffers;        /* [T, ...] views */
+  float *probs;                /* [T * H, context] when tapped, else NULL */
+  int32_t context;
+  const volatile int32_t *cancel, *host_cancel; /* looked at before every layer; may be NULL */
+  tfm_tap tap;
+  void *tap_user;
+  float *tap_host;             /* [T, widest row] */
+} tfmi_pass;
+
+/* Columns [first, first + cols) of a view. */
+static tfm_mat tfmi_columns(tfm_mat m, int32_t first, int32_t cols) {
+  m.data = (char *)m.data + (size_t)first * (size_t)tfmi_types[m.type].block_bytes;
+  m.cols = cols;
+  return m;
+}
+
+/* Rows [first, first + rows) of a view. */
+static tfm_mat tfmi_rows_of(tfm_mat m, int32_t first, int32_t rows) {
+  m.data =
+      (char *)m.data + (size_t)first * (size_t)m.stride * (size_t)tfmi_types[m.type].block_bytes;
+  m.rows = rows;
+  return m;
+}
+
+static tfm_mat tfmi_absent(void) {
+  tfm_mat none;
+  memset(&none, 0, sizeof none);
+  return none;
+}
+
+/* Shows a result to the application's tap, row by row contiguous, as float32. */
+static void tfmi_tell(tfmi_pass *p, const char *name, int32_t layer, tfm_mat m) {
+  tfm_mat line;
+  int32_t row;
+  if (!p->tap) return;
+  p->dev->table->sync(p->dev);
+  for (row = 0; row < m.rows; row++) {
+    line = tfmi_rows_of(m, row, 1);
+    p->dev->table->get(p->dev, p->tap_host + (size_t)row * (size_t)m.cols, line.data,
+                       (size_t)m.cols * sizeof(float));
+  }
+  p->tap(p->tap_user, name, layer, p->tap_host, m.rows, m.cols);
+}
+
+static void tfmi_tell_probs(tfmi_pass *p, int32_t layer) {
+  tfm_mat probs;
+  if (!p->tap) return;
+  probs = tfmi_absent();
+  probs.data = p->probs;
+  probs.type = TFM_F32;
+  probs.rows = p->rows.n * p->net->heads;
+  probs.cols = p->context;
+  probs.stride = p->context;
+  tfmi_tell(p, "probs", layer, probs);
+}
+
+/* y = residual + x W^T + bias, the commonest of projections. */
+static void tfmi_project(tfmi_pass *p, tfm_mat y, tfm_mat x, const tfm_weight *w, const float *bias,
+                         tfm_mat residual) {
+  tfm_epilogue e;
+  memset(&e, 0, sizeof e);
+  e.bias = bias;
+  e.residual = residual;
+  TFMI_OP(p->dev, matmul)(p->dev, y, x, w, &e);
+}
+
+static void tfmi_apply_norm(tfmi_pass *p, tfm_mat y, tfm_mat x, const float *w, const float *b) {
+  TFMI_OP(p->dev, norm)(p->dev, y, x, w, b, tfmi_absent(), NULL, &p->net->norm);
+}
+
+/* mid = in + attention(norm(in)). */
+static void tfmi_attention(tfmi_pass *p, int32_t index) {
+  const tfm_net *net = p->net;
+  const tfm_layer *layer = &net->layer[index];
+  const tfmi_buffers *b = &p->buffers;
+  int32_t q_width = net->heads * net->head_width, k_width = net->kv_heads * net->head_width;
+  tfm_mat q = tfmi_columns(b->qkv, 0, q_width);
+  tfm_mat q_and_k = tfmi_columns(b->qkv, 0, q_width + k_width);
+  tfm_mat k = tfmi_columns(b->qkv, q_width, k_width);
+  tfm_mat v = tfmi_columns(b->qkv, q_width + k_width, k_width);
+  tfm_attn attn = layer->attn;
+  attn.probs = p->probs;
+  attn.probs_stride = p->context;
+
+  tfmi_apply_norm(p, b->norm1, b->in, layer->norm1, layer->norm1_bias);
+  tfmi_tell(p, "norm1", index, b->norm1);
+  tfmi_project(p, b->qkv, b->norm1, &layer->qkv, layer->qkv_bias, tfmi_absent());
+  tfmi_tell(p, "qkv", index, b->qkv);
+  if (layer->rope.rot) TFMI_OP(p->dev, rope)(p->dev, q_and_k, p->rows.pos, &layer->rope);
+  tfmi_tell(p, "q", index, q);
+  tfmi_tell(p, "k", index, k);
+  TFMI_OP(p->dev, kv_put)(p->dev, &p->kv[index], k, v, &p->rows);
+  TFMI_OP(p->dev, attn)(p->dev, b->attn, q, &p->kv[index], &p->rows, NULL, &attn);
+  tfmi_tell_probs(p, index);
+  tfmi_tell(p, "attn", index, b->attn);
+  tfmi_project(p, b->mid, b->attn, &layer->out, layer->out_bias, b->in);
+  tfmi_tell(p, "mid", index, b->mid);
+}
+
+/* out = mid + down(act(up(norm(mid)))). */
+static void tfmi_feed_forward(tfmi_pass *p, int32_t index) {
+  const tfm_net *net = p->net;
+  const tfm_layer *layer = &net->layer[index];
+  const tfmi_buffers *b = &p->buffers;
+  tfm_epilogue up;
+  memset(&up, 0, sizeof up);
+  up.bias = layer->up_bias;
+
+  tfmi_apply_norm(p, b->norm2, b->mid, layer->norm2, layer->norm2_bias);
+  tfmi_tell(p, "norm2", index, b->norm2);
+  if (net->gated) {
+    TFMI_OP(p->dev, matmul)(p->dev, b->up, b->norm2, &layer->up, &up);
+    TFMI_OP(p->dev, glu)(p->dev, b->act, b->up, net->act);
+  } else {
+    up.act = net->act;
+    up.aux = b->up;
+    TFMI_OP(p->dev, matmul)(p->dev, b->act, b->norm2, &layer->up, &up);
+  }
+  if (b->up.data) tfmi_tell(p, "up", index, b->up);
+  tfmi_tell(p, "act", index, b->act);
+  tfmi_project(p, b->out, b->act, &layer->down, layer->down_bias, b->mid);
+  tfmi_tell(p, "out", index, b->out);
+}
+
+static bool tfmi_cancelled(const tfmi_pass *p) {
+  return (p->cancel && *p->cancel) || (p->host_cancel && *p->host_cancel);
+}
+
+/* The rows through all layers: their residual stream ends up in buffers.out. False: cancelled. */
+static bool tfmi_forward(tfmi_pass *p) {
+  const tfm_net *net = p->net;
+  tfm_dev *d = p->dev;
+  int32_t layer;
+  TFMI_OP(d, embed)(d, p->buffers.in, &net->embed, net->positions.rows ? &net->positions : NULL,
+                    &p->rows, net->embed_scale != 0 ? net->embed_scale : 1.0f);
+  tfmi_tell(p, "embed", -1, p->buffers.in);
+  for (layer = 0; layer < net->layers; layer++) {
+    if (tfmi_cancelled(p)) return false;
+    if (!p->tap && d->table->layer &&
+        d->table->layer(d, p->buffers.out, net, layer, &p->kv[layer], &p->rows)) continue;
+    tfmi_attention(p, layer);
+    tfmi_feed_forward(p, layer);
+  }
+  return true;
+}
+
+/* logits [R, V] of residual rows x [R, C]; h [R, C] is scratch. */
+static void tfmi_head(tfmi_pass *p, tfm_mat logits, tfm_mat h, tfm_mat x) {
+  tfm_epilogue e;
+  memset(&e, 0, sizeof e);
+  e.bias = p->net->head_bias;
+  e.softcap = p->net->logit_softcap;
+  tfmi_apply_norm(p, h, x, p->net->final_norm, p->net->final_norm_bias);
+  tfmi_tell(p, "norm", -1, h);
+  TFMI_OP(p->dev, matmul)(p->dev, logits, h, &p->net->head, &e);
+  tfmi_tell(p, "logits", -1, logits);
+}
+
+/* =================================================================================================
+   >>engine   memory, pages, and passes over many sequences
+   =================================================================================================
+
+   An engine takes all its memory when it is created: one host block and one device block, laid out
+   by tfmi_engine_lay_out, which runs twice: once to measure (that is also the plan), once to point.
+
+   The cache is a pool of pages. A sequence has a row of the page table; it takes pages as it grows
+   and gives them back when it is rewound or freed, so pages are spent by tokens, not by slots.
+
+   Each session is a list of tokens of which the first `done` are in the cache. tfmi_advance runs
+   what is not done yet, of one session or of many, in passes of at most batch_rows rows: a prompt,
+   a step of a batch, or both mixed are the same thing. The residual row of each sequence's last
+   token is put aside in `last`; the head turns such rows into logits when somebody asks. */
+
+#define TFMI_TEXT_MAX 4096 /* longest text of one token that a session can hand out */
+#define TFMI_STOP_MAX 1024 /* longest stop string */
+#define TFMI_EVAL_ROWS 16  /* rows of logits at a time, when all are asked for */
+
+struct tfm_session {
+  tfm_engine *engine;
+  bool open, owns_engine;
+  int32_t slot;          /* row of the page table, of `last` and of the history */
+  int32_t *tokens;       /* [context] */
+  int32_t length, done;  /* tokens so far; of these, in the cache */
+  int32_t pages;         /* taken */
+  bool chosen;           /* the last token came from tfm_next: its logits are one position back */
+  int32_t last_at;       /* `last` holds the residual row after this many tokens; 0: none */
+  int32_t logits_row;    /* of the engine's logits, when logits_epoch is the engine's */
+  int32_t logits_at;     /* ... after this many tokens */
+  uint64_t logits_epoch;
+  const tfm_tokenizer *tokenizer;
+  tfm_decoder decoder;
+  char text[TFMI_TEXT_MAX];
+  char held[TFMI_TEXT_MAX + TFMI_STOP_MAX]; /* by tfm_generate: text that may begin a stop string */
+};
+
+struct tfm_engine {
+  tfmi_heap heap;
+  tfm_dev dev;
+  const tfm_model *model;
+  tfm_engine_config config; /* with the defaults filled in */
+  int32_t max_pages;        /* of one sequence */
+  volatile int32_t cancel;
+  uint64_t epoch;           /* counts what overwrote the logits */
+  tfm_stats stats;
+  size_t host_bytes, device_bytes, cache_bytes;
+  void *host_block, *device_block;
+  /* host */
+  tfm_session *sessions;    /* [sequences] */
+  int32_t *id, *pos, *seq;  /* [batch_rows] of the pass being put together */
+  int32_t *table;           /* [sequences, max_pages] */
+  int32_t *free_pages, free_count;
+  int32_t *picked;          /* [max(sequences, batch_rows)] ids on their way to the caller */
+  tfm_session **batch;      /* [sequences] sessions of the call */
+  float *host_logits;       /* [V] */
+  float *tap_host;
+  tfm_kv *kv;               /* [L] */
+  tfm_sampling *host_params; /* [sequences] */
+  /* device */
+  int32_t *d_id, *d_pos, *d_seq, *d_table, *d_history, *d_ids;
+  tfm_sampling *d_params;
+  float *d_work;            /* [sequences, 2 V] */
+  float *d_probs;
+  tfmi_buffers buffers;
+  tfm_mat last, logits;     /* [sequences, C], [logit_rows, V] */
+};
+
+/* ---- Memory ---- */
+
+typedef struct tfmi_arena { /* base NULL: only measures */
+  char *base;
+  size_t used;
+  bool overflow;
+} tfmi_arena;
+
+static void *tfmi_take(tfmi_arena *a, uint64_t count, uint64_t size) {
+  size_t bytes, at = a->used;
+  if (!tfmi_bytes(count, size, &bytes) || bytes > SIZE_MAX / 4 - at) {
+    a->overflow = true;
+    return NULL;
+  }
+  a->used = tfmi_align64(at + bytes);
+  return a->base ? a->base + at : NULL;
+}
+
+static tfm_mat tfmi_take_mat(tfmi_arena *a, tfm_type type, int32_t rows, int32_t cols) {
+  tfm_mat m;
+  m.data = tfmi_take(a, (uint64_t)rows * (uint64_t)cols, (uint64_t)tfmi_types[type].block_bytes);
+  m.type = type;
+  m.rows = rows;
+  m.cols = cols;
+  m.stride = cols;
+  return m;
+}
+
+static int32_t tfmi_max32(int32_t a, int32_t b) { return a > b ? a : b; }
+
+/* The buffers of a layer, shared by all layers: see >>forward. */
+static tfmi_buffers tfmi_take_buffers(tfmi_arena *a, const tfm_net *net, tfm_type type,
+                                      int32_t rows, bool keep_up) {
+  tfmi_buffers b;
+  int32_t qkv = (net->heads + 2 * net->kv_heads) * net->head_width;
+  b.in = b.mid = b.out = tfmi_take_mat(a, type, rows, net->width);
+  b.norm1 = b.norm2 = tfmi_take_mat(a, type, rows, net->width);
+  b.qkv = tfmi_take_mat(a, type, rows, qkv);
+  b.attn = tfmi_take_mat(a, type, rows, net->heads * net->head_width);
+  b.act = tfmi_take_mat(a, type, rows, net->ffn_width);
+  b.up = tfmi_absent();
+  if (net->gated) b.up = tfmi_take_mat(a, type, rows, 2 * net->ffn_width);
+  else if (keep_up) b.up = tfmi_take_mat(a, type, rows, net->ffn_width);
+  return b;
+}
+
+static void tfmi_take_cache(tfm_engine *e, tfmi_arena *a) {
+  const tfm_net *net = &e->model->net;
+  uint64_t page = (uint64_t)net->kv_heads * (uint64_t)net->head_width *
+                  (uint64_t)e->config.page_tokens *
+                  (uint64_t)tfmi_types[e->config.cache].block_bytes;
+  size_t begin = a->used;
+  int32_t layer;
+  for (layer = 0; layer < net->layers; layer++) {
+    void *k = tfmi_take(a, (uint64_t)e->config.pages, page);
+    void *v = tfmi_take(a, (uint64_t)e->config.pages, page);
+    if (!a->base) continue;
+    e->kv[layer].k = k;
+    e->kv[layer].v = v;
+    e->kv[layer].type = e->config.cache;
+    e->kv[layer].table = e->d_table;
+    e->kv[layer].max_pages = e->max_pages;
+    e->kv[layer].page_tokens = e->config.page_tokens;
+    e->kv[layer].heads = net->kv_heads;
+    e->kv[layer].width = net->head_width;
+  }
+  e->cache_bytes = a->used - begin;
+}
+
+/* Widest row that a tap can be shown, in floats. */
+static int32_t tfmi_tap_width(const tfm_engine *e) {
+  const tfmi_buffers *b = &e->buffers;
+  int32_t probs = e->config.context * e->model->net.heads;
+  int32_t wide =
+      tfmi_max32(tfmi_max32(b->qkv.cols, b->up.cols), tfmi_max32(b->in.cols, b->act.cols));
+  return tfmi_max32(tfmi_max32(wide, probs), e->model->net.vocabulary);
+}
+
+static void tfmi_engine_lay_out(tfm_engine *e, tfmi_arena *host, tfmi_arena *device) {
+  const tfm_net *net = &e->model->net;
+  const tfm_engine_config *c = &e->config;
+  tfm_type type = e->dev.table->activation;
+  uint64_t sequences = (uint64_t)c->sequences, rows = (uint64_t)c->batch_rows;
+  uint64_t context = (uint64_t)c->context, vocabulary = (uint64_t)net->vocabulary;
+  int32_t logit_rows = tfmi_max32(c->sequences, TFMI_EVAL_ROWS), s;
+
+  e->d_id = (int32_t *)tfmi_take(device, rows, sizeof(int32_t));
+  e->d_pos = (int32_t *)tfmi_take(device, rows, sizeof(int32_t));
+  e->d_seq = (int32_t *)tfmi_take(device, rows, sizeof(int32_t));
+  e->d_ids = (int32_t *)tfmi_take(device, rows, sizeof(int32_t));
+  e->d_table = (int32_t *)tfmi_take(device, sequences * (uint64_t)e->max_pages, sizeof(int32_t));
+  e->d_history = (int32_t *)tfmi_take(device, sequences * context, sizeof(int32_t));
+  e->d_params = (tfm_sampling *)tfmi_take(device, sequences, sizeof(tfm_sampling));
+  e->d_work = (float *)tfmi_take(device, sequences * vocabulary, 2 * sizeof(float));
+  e->buffers = tfmi_take_buffers(device, net, type, c->batch_rows, c->tap != NULL);
+  e->last = tfmi_take_mat(device, type, c->sequences, net->width);
+  e->logits = tfmi_take_mat(device, TFM_F32, logit_rows, net->vocabulary);
+  if (c->tap)
+    e->d_probs = (float *)tfmi_take(device, rows * context, (uint64_t)net->heads * sizeof(float));
+
+  e->sessions = TFMI_NEW(tfm_session, tfmi_take(host, sequences, sizeof(tfm_session)));
+  e->id = (int32_t *)tfmi_take(host, rows, sizeof(int32_t));
+  e->pos = (int32_t *)tfmi_take(host, rows, sizeof(int32_t));
+  e->seq = (int32_t *)tfmi_take(host, rows, sizeof(int32_t));
+  e->picked = (int32_t *)tfmi_take(host, rows, sizeof(int32_t));
+  e->table = (int32_t *)tfmi_take(host, sequences * (uint64_t)e->max_pages, sizeof(int32_t));
+  e->free_pages = (int32_t *)tfmi_take(host, (uint64_t)c->pages, sizeof(int32_t));
+  e->batch = (tfm_session **)tfmi_take(host, sequences, sizeof(tfm_session *));
+  e->host_logits = (float *)tfmi_take(host, vocabulary, sizeof(float));
+  e->host_params = (tfm_sampling *)tfmi_take(host, sequences, sizeof(tfm_sampling));
+  e->kv = TFMI_NEW(tfm_kv, tfmi_take(host, (uint64_t)net->layers, sizeof(tfm_kv)));
+  for (s = 0; s < c->sequences; s++) {
+    int32_t *tokens = (int32_t *)tfmi_take(host, context, sizeof(int32_t));
+    if (host->base) e->sessions[s].tokens = tokens;
+  }
+  if (c->tap)
+    e->tap_host = (float *)tfmi_take(host, rows * (uint64_t)tfmi_tap_width(e), sizeof(float));
+  tfmi_take_cache(e, device);
+}
+
+/* ---- Creation ---- */
+
+/* Opens for an engine the device that its model was loaded on, with a pool of its own. */
+static tfm_status tfmi_dev_open_like(tfm_dev *d, tfmi_heap *heap, const tfm_dev *model,
+                                     int32_t threads) {
+  tfm_status status;
+  memset(d, 0, sizeof *d);
+  d->host = &heap->host;
+  d->index = model->index;
+  d->override_mask = model->override_mask;
+  d->host_visible = model->host_visible;
+  status = tfmi_pool_open(d, heap, threads);
+  if (status != TFM_OK) return status;
+  d->table = model->table;
+  status = d->table->open(d);
+  if (status == TFM_OK) return TFM_OK;
+  tfmi_report(status, "device %s: %s", d->table->name, d->message);
+  d->table = NULL;
+  tfmi_dev_close(d, heap);
+  return status;
+}
+
+static tfm_status tfmi_bad_config(const char *field, int64_t value, const char *expected) {
+  return tfmi_report(TFM_E_ARG, "tfm_engine_config.%s is %lld; expected %s", field,
+                     (long long)value, expected);
+}
+
+/* Fills in the defaults: every 0 becomes what the comments of tfm_engine_config say. */
+static tfm_status tfmi_engine_configure(tfm_engine *e) {
+  const tfm_net *net = &e->model->net;
+  tfm_engine_config *c = &e->config;
+  if (c->context < 0 || c->context > net->context)
+    return tfmi_report(TFM_E_ARG,
+                       "tfm_engine_config.context is %d; expected 1 to the model's %d, or 0",
+                       c->context, net->context);
+  if (c->sequences < 0 || c->sequences > 65536)
+    return tfmi_bad_config("sequences", c->sequences, "1 to 65536, or 0 for 1");
+  if (c->batch_rows < 0 || c->batch_rows > 65536)
+    return tfmi_bad_config("batch_rows", c->batch_rows, "1 to 65536, or 0 for 256");
+  if (c->page_tokens < 0) return tfmi_bad_config("page_tokens", c->page_tokens, "0 or more");
+  if (c->pages < 0) return tfmi_bad_config("pages", c->pages, "0 or more");
+  if (c->context == 0) c->context = tfmi_min32(net->context, 4096);
+  if (c->sequences == 0) c->sequences = 1;
+  if (c->batch_rows == 0) c->batch_rows = tfmi_min32(256, c->context);
+  c->batch_rows = tfmi_max32(c->batch_rows, c->sequences);
+  if (c->page_tokens == 0) c->page_tokens = 64;
+  c->page_tokens = tfmi_min32(c->page_tokens, c->context);
+  e->max_pages = (c->context - 1) / c->page_tokens + 1;
+  if ((int64_t)e->max_pages * c->sequences > INT32_MAX)
+    return tfmi_bad_config("sequences", c->sequences,
+                           "fewer, or larger pages: they cannot be counted");
+  if (c->pages == 0 || c->pages > e->max_pages * c->sequences)
+    c->pages = e->max_pages * c->sequences;
+  if (c->cache == TFM_TYPE_DEFAULT) c->cache = e->dev.table->activation;
+  if (c->cache != TFM_F32 && c->cache != TFM_F16 && c->cache != TFM_BF16)
+    return tfmi_report(TFM_E_UNSUPPORTED,
+                       "tfm_engine_config.cache is %s; expected F32, F16 or BF16",
+                       tfm_type_name(c->cache));
+  if (c->tap && e->dev.table->activation != TFM_F32)
+    return tfmi_report(TFM_E_UNSUPPORTED,
+                       "tap: device %s has activations of type %s; a tap needs F32",
+                       e->dev.table->name, tfm_type_name(e->dev.table->activation));
+  return TFM_OK;
+}
+
+/* Opens the device, fills in the defaults and measures; on failure nothing is left open. */
+static tfm_status tfmi_engine_begin(tfm_engine *e, const tfm_model *model,
+                                    const tfm_engine_config *config) {
+  tfmi_arena host = {NULL, 0, false}, device = {NULL, 0, false};
+  tfm_status status;
+  memset(e, 0, sizeof *e);
+  if (config) e->config = *config;
+  e->heap.host = e->config.host;
+  e->model = model;
+  status = tfmi_heap_charge(&e->heap, sizeof *e);
+  if (status == TFM_OK)
+    status = tfmi_dev_open_like(&e->dev, &e->heap, &model->dev, e->config.threads);
+  if (status != TFM_OK) return status;
+  status = tfmi_engine_configure(e);
+  if (status == TFM_OK) tfmi_engine_lay_out(e, &host, &device);
+  if (status == TFM_OK && (host.overflow || device.overflow))
+    status = tfmi_report(TFM_E_MEMORY,
+                         "engine: %d sequences of %d positions are more than the address "
+                         "space holds; shorten the context",
+                         e->config.sequences, e->config.context);
+  if (status == TFM_OK) status = tfmi_heap_charge(&e->heap, host.used + TFMI_SLACK);
+  if (status == TFM_OK) status = tfmi_heap_charge(&e->heap, device.used + TFMI_SLACK);
+  if (status != TFM_OK) tfmi_dev_close(&e->dev, &e->heap);
+  e->host_bytes = host.used;
+  e->device_bytes = device.used;
+  return status;
+}
+
+static tfm_status tfmi_engine_plan(const tfm_model *model, const tfm_engine_config *config,
+                                   tfm_plan *out) {
+  tfm_engine e;
+  tfm_status status = tfmi_engine_begin(&e, model, config);
+  if (status != TFM_OK) return status;
+  out->engine_bytes = e.heap.peak;
+  out->cache_bytes = e.cache_bytes;
+  out->workspace_bytes = e.device_bytes - e.cache_bytes;
+  tfmi_dev_close(&e.dev, &e.heap);
+  return TFM_OK;
+}
+
+/* Allocates both blocks, whose sizes have been charged, and lays them out. */
+static tfm_status tfmi_engine_allocate(tfm_engine *e) {
+  tfmi_arena host = {NULL, 0, false}, device = {NULL, 0, false};
+  int32_t i;
+  e->host_block = tfmi_host_realloc(&e->heap.host, NULL, 0, e->host_bytes + TFMI_SLACK);
+  if (e->host_block) e->device_block = e->dev.table->alloc(&e->dev, e->device_bytes);
+  if (!e->device_block)
+    return tfmi_report(TFM_E_MEMORY,
+                       "engine: out of memory for %llu bytes; shorten the context or "
+                       "lower sequences",
+                       (unsigned long long)(e->host_bytes + e->device_bytes));
+  memset(e->host_block, 0, e->host_bytes + TFMI_SLACK);
+  host.base = (char *)e->host_block + (64 - (uintptr_t)e->host_block % 64);
+  device.base = (char *)e->device_block;
+  tfmi_engine_lay_out(e, &host, &device);
+  for (i = 0; i < e->config.pages; i++) e->free_pages[i] = e->config.pages - 1 - i;
+  e->free_count = e->config.pages;
+  for (i = 0; i < e->config.sequences; i++) {
+    e->sessions[i].engine = e;
+    e->sessions[i].slot = i;
+  }
+  e->epoch = 1;
+  return TFM_OK;
+}
+
+TFM_API void tfm_engine_free(tfm_engine *engine) {
+  tfmi_heap heap;
+  if (!engine) return;
+  heap = engine->heap;
+  if (engine->device_block)
+    engine->dev.table->release(&engine->dev, engine->device_block, engine->device_bytes);
+  if (engine->host_block)
+    tfmi_host_realloc(&heap.host, engine->host_block, engine->host_bytes + TFMI_SLACK, 0);
+  tfmi_dev_close(&engine->dev, &heap);
+  tfmi_host_realloc(&heap.host, engine, sizeof *engine, 0);
+}
+
+TFM_API tfm_engine *tfm_engine_create(const tfm_model *model, const tfm_engine_config *config) {
+  tfm_host host;
+  tfm_engine *e;
+  if (!model) {
+    tfmi_null_object("tfm_engine_create");
+    return NULL;
+  }
+  memset(&host, 0, sizeof host);
+  if (config) host = config->host;
+  e = TFMI_NEW(tfm_engine, tfmi_host_realloc(&host, NULL, 0, sizeof *e));
+  if (!e) {
+    tfmi_report(TFM_E_MEMORY, "engine: out of memory for %llu bytes",
+                (unsigned long long)sizeof *e);
+    return NULL;
+  }
+  if (tfmi_engine_begin(e, model, config) != TFM_OK) {
+    tfmi_host_realloc(&host, e, sizeof *e, 0);
+    return NULL;
+  }
+  if (tfmi_engine_allocate(e) == TFM_OK) return e;
+  tfm_engine_free(e);
+  return NULL;
+}
+
+/* ---- Pages ---- */
+
+/* Makes room in the cache for the first `tokens` of a session. False: the pool is empty. */
+static bool tfmi_pages_grow(tfm_session *s, int32_t tokens) {
+  tfm_engine *e = s->engine;
+  int32_t wanted = tokens ? (tokens - 1) / e->config.page_tokens + 1 : 0;
+  int32_t *row = e->table + (size_t)s->slot * (size_t)e->max_pages;
+  if (wanted <= s->pages) return true;
+  if (wanted - s->pages > e->free_count) return false;
+  while (s->pages < wanted) row[s->pages++] = e->free_pages[--e->free_count];
+  e->dev.table->put(&e->dev, e->d_table + (size_t)s->slot * (size_t)e->max_pages, row,
+                    (size_t)s->pages * sizeof *row);
+  return true;
+}
+
+/* Gives back the pages beyond the first `tokens`. */
+static void tfmi_pages_shrink(tfm_session *s, int32_t tokens) {
+  tfm_engine *e = s->engine;
+  int32_t wanted = tokens ? (tokens - 1) / e->config.page_tokens + 1 : 0;
+  const int32_t *row = e->table + (size_t)s->slot * (size_t)e->max_pages;
+  while (s->pages > wanted) e->free_pages[e->free_count++] = row[--s->pages];
+}
+
+/* ---- Passes ---- */
+
+static tfmi_pass tfmi_engine_pass(tfm_engine *e, int32_t rows) {
+  tfmi_pass p;
+  tfm_mat *view[9];
+  size_t i;
+  memset(&p, 0, sizeof p);
+  p.dev = &e->dev;
+  p.net = &e->model->net;
+  p.kv = e->kv;
+  p.rows.n = rows;
+  p.rows.id = e->d_id;
+  p.rows.pos = e->d_pos;
+  p.rows.seq = e->d_seq;
+  p.buffers = e->buffers;
+  view[0] = &p.buffers.in, view[1] = &p.buffers.norm1, view[2] = &p.buffers.qkv;
+  view[3] = &p.buffers.attn, view[4] = &p.buffers.mid, view[5] = &p.buffers.norm2;
+  view[6] = &p.buffers.up, view[7] = &p.buffers.act, view[8] = &p.buffers.out;
+  for (i = 0; i < sizeof view / sizeof *view; i++) view[i]->rows = rows;
+  p.probs = e->d_probs;
+  p.context = e->config.context;
+  p.cancel = &e->cancel;
+  p.host_cancel = e->heap.host.cancel;
+  p.tap = e->config.tap;
+  p.tap_user = e->config.tap_user;
+  p.tap_host = e->tap_host;
+  return p;
+}
+
+/* Waits; the device's first failure becomes the error sentence. */
+static tfm_status tfmi_engine_sync(tfm_engine *e) {
+  tfm_status status = e->dev.table->sync(&e->dev);
+  if (status == TFM_OK) return TFM_OK;
+  return tfmi_report(status, "device %s: %s", e->dev.table->name, e->dev.message);
+}
+
+static tfm_status tfmi_engine_cancelled(tfm_engine *e) {
+  e->cancel = 0;
+  return tfmi_report(TFM_E_CANCELLED, "cancelled: by tfm_cancel, the cancel flag or a callback");
+}
+
+/* Puts the next rows of session s into the pass, as many as fit after `rows`; returns the new
+   count. */
+static int32_t tfmi_pass_fill(tfm_engine *e, const tfm_session *s, int32_t rows) {
+  int32_t n = tfmi_min32(s->length - s->done, e->config.batch_rows - rows), i;
+  for (i = 0; i < n; i++) {
+    e->id[rows + i] = s->tokens[s->done + i];
+    e->pos[rows + i] = s->done + i;
+    e->seq[rows + i] = s->slot;
+  }
+  return rows + n;
+}
+
+/* Runs the rows that have been put together. False: cancelled. */
+static bool tfmi_engine_run(tfm_engine *e, tfmi_pass *p, int32_t rows) {
+  size_t bytes = (size_t)rows * sizeof(int32_t);
+  *p = tfmi_engine_pass(e, rows);
+  e->dev.table->put(&e->dev, e->d_id, e->id, bytes);
+  e->dev.table->put(&e->dev, e->d_pos, e->pos, bytes);
+  e->dev.table->put(&e->dev, e->d_seq, e->seq, bytes);
+  return tfmi_forward(p);
+}
+
+/* Keeps the residual row of a session's last token for later. */
+static void tfmi_put_aside(tfm_engine *e, tfm_session *s, int32_t row) {
+  tfm_mat from = tfmi_rows_of(e->buffers.out, row, 1), to = tfmi_rows_of(e->last, s->slot, 1);
+  e->dev.table->copy(&e->dev, to.data, from.data,
+                     (size_t)from.cols * (size_t)tfmi_types[from.type].block_bytes);
+  s->last_at = s->length;
+}
+
+typedef struct tfmi_advance_job { /* where tfmi_advance is */
+  tfm_session *const *sessions;
+  size_t n;
+  float *logits;      /* [tokens to run, V] for tfm_eval, host memory; NULL: not wanted */
+  const char *phase;  /* for progress; NULL: too short to tell */
+} tfmi_advance_job;
+
+/* Logits of all rows of a pass, to the caller's memory. */
+static void tfmi_eval_rows(tfm_engine *e, tfmi_pass *p, float *out) {
+  size_t row_bytes = (size_t)e->logits.cols * sizeof(float);
+  int32_t row, rows = p->rows.n;
+  e->epoch++;
+  for (row = 0; row < rows; row += e->logits.rows) {
+    int32_t n = tfmi_min32(e->logits.rows, rows - row);
+    tfmi_head(p, tfmi_rows_of(e->logits, 0, n), tfmi_rows_of(p->buffers.norm1, row, n),
+              tfmi_rows_of(p->buffers.out, row, n));
+    e->dev.table->get(&e->dev, out + (size_t)row * (size_t)e->logits.cols, e->logits.data,
+                      (size_t)n * row_bytes);
+  }
+}
+
+/* One pass over the sessions that have tokens to run. *still: whether some are left for another. */
+static tfm_status tfmi_advance_once(tfm_engine *e, tfmi_advance_job *job, bool *still) {
+  tfmi_pass pass;
+  int32_t rows = 0;
+  size_t i;
+  *still = false;
+  for (i = 0; i < job->n && rows < e->config.batch_rows; i++)
+    rows = tfmi_pass_fill(e, job->sessions[i], rows);
+  if (rows == 0) return TFM_OK;
+  if (!tfmi_engine_run(e, &pass, rows)) return tfmi_engine_cancelled(e);
+  if (job->logits) {
+    tfmi_eval_rows(e, &pass, job->logits);
+    job->logits += (size_t)rows * (size_t)e->logits.cols;
+  }
+  rows = 0;
+  for (i = 0; i < job->n; i++) {
+    tfm_session *s = job->sessions[i];
+    int32_t n = tfmi_min32(s->length - s->done, e->config.batch_rows - rows);
+    rows += n;
+    s->done += n;
+    if (n && s->done == s->length) tfmi_put_aside(e, s, rows - 1);
+    else if (s->done < s->length) *still = true;
+  }
+  return TFM_OK;
+}
+
+/* Runs whatever the sessions have not run yet. On failure their `done` tells how far it got. */
+static tfm_status tfmi_advance(tfm_engine *e, tfmi_advance_job *job) {
+  int64_t total = 0, left;
+  bool still = true;
+  size_t i;
+  for (i = 0; i < job->n; i++) total += job->sessions[i]->length - job->sessions[i]->done;
+  while (still) {
+    tfm_status status = tfmi_advance_once(e, job, &still);
+    if (status != TFM_OK) return status;
+    for (left = 0, i = 0; i < job->n; i++)
+      left += job->sessions[i]->length - job->sessions[i]->done;
+    if (job->phase &&
+        !tfmi_goes_on(&e->heap.host, job->phase, total ? 1 - (double)left / (double)total : 1))
+      return tfmi_engine_cancelled(e);
+  }
+  return tfmi_engine_sync(e);
+}
+
+/* Logits of n sessions, each after all its tokens, into rows 0 .. n-1 of the engine's. */
+static tfm_status tfmi_logits_of(tfm_engine *e, tfm_session *const *sessions, size_t n) {
+  tfmi_advance_job job = {sessions, n, NULL, NULL};
+  tfmi_pass p;
+  size_t i, row_bytes;
+  for (i = 0; i < n; i++) { /* a row that is not there is computed again from the last token */
+    tfm_session *s = sessions[i];
+    if (s->done == s->length && s->last_at != s->length) s->done--;
+  }
+  if (tfmi_advance(e, &job) != TFM_OK) return tfmi_error.status;
+  p = tfmi_engine_pass(e, (int32_t)n);
+  row_bytes = (size_t)e->last.cols * (size_t)tfmi_types[e->last.type].block_bytes;
+  for (i = 0; i < n; i++)
+    e->dev.table->copy(&e->dev, tfmi_rows_of(p.buffers.out, (int32_t)i, 1).data,
+                       tfmi_rows_of(e->last, sessions[i]->slot, 1).data, row_bytes);
+  e->epoch++;
+  tfmi_head(&p, tfmi_rows_of(e->logits, 0, (int32_t)n), p.buffers.norm1, p.buffers.out);
+  for (i = 0; i < n; i++) {
+    sessions[i]->logits_row = (int32_t)i;
+    sessions[i]->logits_at = sessions[i]->length;
+    sessions[i]->logits_epoch = e->epoch;
+  }
+  return tfmi_engine_sync(e);
+}
+
+/* =================================================================================================
+   >>session   sequences: feeding, choosing, text
+   ============================================================================================== */
+
+/* ---- Opening and freeing ---- */
+
+TFM_API tfm_session *tfm_session_open(tfm_engine *engine) {
+  int32_t i;
+  if (!engine) {
+    tfmi_null_object("tfm_session_open");
+    return NULL;
+  }
+  for (i = 0; i < engine->config.sequences; i++) {
+    tfm_session *s = &engine->sessions[i];
+    if (s->open) continue;
+    s->open = true;
+    return s;
+  }
+  tfmi_report(TFM_E_FULL,
+              "engine: all %d sequences are open; free one or create the engine with more",
+              engine->config.sequences);
+  return NULL;
+}
+
+TFM_API tfm_session *tfm_session_create(const tfm_model *model, const tfm_engine_config *config) {
+  tfm_engine *engine = tfm_engine_create(model, config);
+  tfm_session *s = engine ? tfm_session_open(engine) : NULL;
+  if (s) s->owns_engine = true;
+  return s;
+}
+
+/* The slot as it was before it was opened. */
+static void tfmi_session_reset(tfm_session *s) {
+  tfm_engine *engine = s->engine;
+  int32_t slot = s->slot, *tokens = s->tokens;
+  tfmi_pages_shrink(s, 0);
+  memset(s, 0, sizeof *s);
+  s->engine = engine;
+  s->slot = slot;
+  s->tokens = tokens;
+}
+
+TFM_API void tfm_session_free(tfm_session *session) {
+  if (!session) return;
+  if (session->owns_engine) tfm_engine_free(session->engine);
+  else tfmi_session_reset(session);
+}
+
+/* ---- Feeding ---- */
+
+static tfm_status tfmi_full(const tfm_session *s, size_t more) {
+  return tfmi_report(
+      TFM_E_FULL,
+      "context: %d tokens so far and %llu more do not fit into %d; rewind the session or "
+      "create its engine with a longer context",
+      s->length, (unsigned long long)more, s->engine->config.context);
+}
+
+static tfm_status tfmi_out_of_pages(const tfm_session *s) {
+  return tfmi_report(TFM_E_FULL,
+                     "cache: all %d pages are taken; free or rewind a session, or create the "
+                     "engine with more pages",
+                     s->engine->config.pages);
+}
+
+static tfm_status tfmi_check_ids(const tfm_session *s, const int32_t *ids, size_t n) {
+  size_t i;
+  int32_t vocabulary = s->engine->model->net.vocabulary;
+  if (!ids && n)
+    return tfmi_report(TFM_E_ARG, "ids is NULL; expected %llu token ids", (unsigned long long)n);
+  for (i = 0; i < n; i++)
+    if (ids[i] < 0 || ids[i] >= vocabulary)
+      return tfmi_report(TFM_E_ARG, "token id %d at %llu; the model's ids are 0 to %d", ids[i],
+                         (unsigned long long)i, vocabulary - 1);
+  return TFM_OK;
+}
+
+/* Forgets the tokens from n on, wherever they came from. */
+static void tfmi_session_cut(tfm_session *s, int32_t n) {
+  s->length = n;
+  s->done = tfmi_min32(s->done, n);
+  if (s->last_at > n) s->last_at = 0;
+  s->chosen = false;
+  tfmi_pages_shrink(s, n);
+}
+
+/* Appends ids, which have been checked and may be in place already; they take pages at once, so
+   that running them cannot find the cache full. */
+static tfm_status tfmi_session_append(tfm_session *s, const int32_t *ids, size_t n) {
+  tfm_engine *e = s->engine;
+  if (n > (size_t)(e->config.context - s->length)) return tfmi_full(s, n);
+  if (!tfmi_pages_grow(s, s->length + (int32_t)n)) return tfmi_out_of_pages(s);
+  memmove(s->tokens + s->length, ids, n * sizeof *ids);
+  e->dev.table->put(&e->dev, e->d_history + (size_t)s->slot * (size_t)e->config.context + s->length,
+                    s->tokens + s->length, n * sizeof *ids);
+  s->length += (int32_t)n;
+  return TFM_OK;
+}
+
+/* Appends and runs n checked ids; all or nothing. */
+static tfm_status tfmi_feed_ids(tfm_session *s, const int32_t *ids, size_t n, float *logits) {
+  tfm_engine *e = s->engine;
+  int32_t before = s->length;
+  bool chosen = s->chosen;
+  double start = tfmi_seconds();
+  tfmi_advance_job job;
+  tfm_status status = TFM_OK;
+  job.sessions = &s;
+  job.n = 1;
+  job.logits = NULL;
+  job.phase = NULL;
+  if (logits) status = tfmi_advance(e, &job); /* so that the first logits are those of ids[0] */
+  if (status == TFM_OK) status = tfmi_session_append(s, ids, n);
+  if (status != TFM_OK) return status;
+  job.logits = logits;
+  job.phase = "prompt";
+  status = tfmi_advance(e, &job);
+  if (status != TFM_OK) {
+    tfmi_session_cut(s, before);
+    s->chosen = chosen;
+    return status;
+  }
+  s->chosen = false;
+  e->stats.prompt_tokens += n;
+  e->stats.prompt_seconds += tfmi_seconds() - start;
+  return TFM_OK;
+}
+
+/* The decoder has to have seen the n tokens that were fed last; their text is not wanted. A BOS
+   that begins the session is no text: what follows it is still the beginning. */
+static void tfmi_decode_past(tfm_session *s, size_t n) {
+  int32_t i = s->length - (int32_t)n;
+  s->text[0] = 0;
+  if (!s->tokenizer) return;
+  if (i == 0 && n && s->tokens[0] == tfmi_tokenizer_start_id(s->tokenizer)) i = 1;
+  for (; i < s->length; i++)
+    tfm_decode_next(s->tokenizer, &s->decoder, s->tokens[i], s->text, sizeof s->text);
+  s->text[0] = 0;
+}
+
+TFM_API tfm_status tfm_feed(tfm_session *session, const int32_t *ids, size_t n) {
+  tfm_status status;
+  if (!session) return tfmi_null_object("tfm_feed");
+  status = tfmi_check_ids(session, ids, n);
+  if (status == TFM_OK) status = tfmi_feed_ids(session, ids, n, NULL);
+  if (status == TFM_OK) tfmi_decode_past(session, n);
+  return status;
+}
+
+TFM_API tfm_status tfm_eval(tfm_session *session, const int32_t *ids, size_t n, float *logits) {
+  tfm_status status;
+  if (!session) return tfmi_null_object("tfm_eval");
+  if (!logits && n)
+    return tfmi_report(TFM_E_ARG, "tfm_eval: logits is NULL; expected [n, vocabulary]");
+  status = tfmi_check_ids(session, ids, n);
+  if (status == TFM_OK) status = tfmi_feed_ids(session, ids, n, logits);
+  if (status == TFM_OK) tfmi_decode_past(session, n);
+  return status;
+}
+
+static tfm_status tfmi_attach(tfm_session *s, const tfm_tokenizer *t) {
+  size_t bound = tfm_decode_bound(t);
+  if (bound > sizeof s->text)
+    return tfmi_report(TFM_E_UNSUPPORTED,
+                       "tokenizer: a token of up to %llu bytes; sessions hand out at "
+                       "most %d",
+                       (unsigned long long)bound, TFMI_TEXT_MAX);
+  s->tokenizer = t;
+  s->decoder.started = s->length > 0;
+  return TFM_OK;
+}
+
+TFM_API tfm_status tfm_feed_text(tfm_session *session, const tfm_tokenizer *tokenizer,
+                                 const char *text) {
+  unsigned flags;
+  int32_t *ids, room;
+  int64_t n;
+  tfm_status status;
+  if (!session || !tokenizer) return tfmi_null_object("tfm_feed_text");
+  if (!text) return tfmi_report(TFM_E_ARG, "tfm_feed_text: text is NULL; \"\" starts from BOS");
+  if (session->tokenizer != tokenizer && (status = tfmi_attach(session, tokenizer)) != TFM_OK)
+    return status;
+  flags = session->length == 0 ? TFM_ENCODE_SPECIAL : 0;
+  ids = session->tokens + session->length; /* encoded where they will stand */
+  room = session->engine->config.context - session->length;
+  n = tfm_encode(tokenizer, text, strlen(text), flags, ids, (size_t)room);
+  if (n < 0) return (tfm_status)n;
+  if (n == 0 && session->length == 0) {
+    ids[0] = tfmi_tokenizer_start_id(tokenizer);
+    if (ids[0] < 0) ids[0] = session->engine->model->bos;
+    if (ids[0] < 0)
+      return tfmi_report(TFM_E_ARG, "empty prompt: neither tokenizer nor model has a BOS "
+                                    "to start from; give some text");
+    n = 1;
+  }
+  if (n > room) return tfmi_full(session, (size_t)n);
+  return tfm_feed(session, ids, (size_t)n);
+}
+
+TFM_API tfm_status tfm_session_rewind(tfm_session *session, size_t n) {
+  if (!session) return tfmi_null_object("tfm_session_rewind");
+  if (n > (size_t)session->length)
+    return tfmi_report(TFM_E_ARG, "tfm_session_rewind: to %llu tokens; the session has %d",
+                       (unsigned long long)n, session->length);
+  if (n == (size_t)session->length) return TFM_OK;
+  tfmi_session_cut(session, (int32_t)n);
+  memset(&session->decoder, 0, sizeof session->decoder);
+  session->decoder.started = n > 0;
+  session->text[0] = 0;
+  return TFM_OK;
+}
+
+/* ---- Choosing ---- */
+
+static bool tfmi_in(float value, float low, float high) { return value >= low && value <= high; }
+
+static tfm_status tfmi_check_sampling(const tfm_sampling *p) {
+  if (!tfmi_in(p->temperature, 0, FLT_MAX))
+    return tfmi_report(TFM_E_ARG, "tfm_sampling.temperature is %g; expected 0 (greedy) or more",
+                       (double)p->temperature);
+  if (p->top_k < 0)
+    return tfmi_report(TFM_E_ARG, "tfm_sampling.top_k is %d; expected 0 (off) or more", p->top_k);
+  if (!tfmi_in(p->top_p, 0, 1))
+    return tfmi_report(TFM_E_ARG, "tfm_sampling.top_p is %g; expected 0 (off) to 1",
+                       (double)p->top_p);
+  if (!tfmi_in(p->min_p, 0, 1))
+    return tfmi_report(TFM_E_ARG, "tfm_sampling.min_p is %g; expected 0 (off) to 1",
+                       (double)p->min_p);
+  if (!tfmi_in(p->repetition_penalty, 0, FLT_MAX))
+    return tfmi_report(TFM_E_ARG, "tfm_sampling.repetition_penalty is %g; expected 0 (off) or more",
+                       (double)p->repetition_penalty);
+  return TFM_OK;
+}
+
+static tfm_status tfmi_check_batch(tfm_session *const *sessions, size_t n,
+                                   const tfm_sampling *sampling) {
+  size_t i, j;
+  const tfm_engine *e;
+  if (!sessions || n == 0 || !sessions[0]) return tfmi_null_object("tfm_next_batch");
+  e = sessions[0]->engine;
+  if (n > (size_t)e->config.sequences)
+    return tfmi_report(TFM_E_ARG, "tfm_next_batch: %llu sessions; the engine has %d",
+                       (unsigned long long)n, e->config.sequences);
+  for (i = 0; i < n; i++) {
+    if (!sessions[i]) return tfmi_null_object("tfm_next_batch");
+    if (sessions[i]->engine != e)
+      return tfmi_report(TFM_E_ARG, "tfm_next_batch: session %llu belongs to another engine",
+                         (unsigned long long)i);
+    for (j = 0; j < i; j++)
+      if (sessions[i] == sessions[j])
+        return tfmi_report(TFM_E_ARG, "tfm_next_batch: sessions %llu and %llu are the same",
+                           (unsigned long long)j, (unsigned long long)i);
+    if (sessions[i]->length == 0)
+      return tfmi_report(TFM_E_STATE, "tfm_next: the session is empty; feed it something first");
+    if (sampling && tfmi_check_sampling(&sampling[i]) != TFM_OK) return TFM_E_ARG;
+  }
+  return TFM_OK;
+}
+
+/* Samples rows 0 .. n-1 of the logits into e->picked. */
+static tfm_status tfmi_sample(tfm_engine *e, tfm_session *const *sessions, size_t n,
+                              const tfm_sampling *sampling) {
+  tfm_sampler sampler;
+  size_t i, bytes = n * sizeof(int32_t);
+  memset(e->host_params, 0, n * sizeof *e->host_params);
+  if (sampling) memcpy(e->host_params, sampling, n * sizeof *sampling);
+  for (i = 0; i < n; i++) {
+    e->pos[i] = sessions[i]->length;
+    e->seq[i] = sessions[i]->slot;
+  }
+  e->dev.table->put(&e->dev, e->d_params, e->host_params, n * sizeof *e->host_params);
+  e->dev.table->put(&e->dev, e->d_pos, e->pos, bytes);
+  e->dev.table->put(&e->dev, e->d_seq, e->seq, bytes);
+  sampler.params = e->d_params;
+  sampler.pos = e->d_pos;
+  sampler.seq = e->d_seq;
+  sampler.history = e->d_history;
+  sampler.history_stride = e->config.context;
+  sampler.work = e->d_work;
+  TFMI_OP(&e->dev, sample)
+  (&e->dev, e->d_ids, NULL, tfmi_rows_of(e->logits, 0, (int32_t)n), &sampler);
+  e->dev.table->get(&e->dev, e->picked, e->d_ids, bytes);
+  return tfmi_engine_sync(e);
+}
+
+static bool tfmi_is_end(const tfm_model *m, int32_t id) {
+  int32_t i;
+  for (i = 0; i < m->end_count; i++)
+    if (m->end[i] == id) return true;
+  return false;
+}
+
+/* Appends a chosen token, or says why not: what tfm_next returns. */
+static int32_t tfmi_accept(tfm_session *s, int32_t id) {
+  tfm_status status;
+  s->text[0] = 0;
+  if (tfmi_is_end(s->engine->model, id)) {
+    if (s->tokenizer) tfm_decode_next(s->tokenizer, &s->decoder, -1, s->text, sizeof s->text);
+    return TFM_END;
+  }
+  status = tfmi_session_append(s, &id, 1);
+  if (status != TFM_OK) return status;
+  s->chosen = true;
+  if (s->tokenizer) tfm_decode_next(s->tokenizer, &s->decoder, id, s->text, sizeof s->text);
+  return id;
+}
+
+TFM_API tfm_status tfm_next_batch(tfm_session *const *sessions, size_t n,
+                                  const tfm_sampling *sampling, int32_t *ids) {
+  tfm_status status = tfmi_check_batch(sessions, n, sampling);
+  tfm_engine *e;
+  double start = tfmi_seconds();
+  size_t i;
+  if (status != TFM_OK) return status;
+  if (!ids) return tfmi_report(TFM_E_ARG, "tfm_next_batch: ids is NULL; expected room for %llu",
+                               (unsigned long long)n);
+  e = sessions[0]->engine;
+  status = tfmi_logits_of(e, sessions, n);
+  if (status == TFM_OK) status = tfmi_sample(e, sessions, n, sampling);
+  if (status != TFM_OK) return status;
+  for (i = 0; i < n; i++) {
+    ids[i] = tfmi_accept(sessions[i], e->picked[i]);
+    if (ids[i] >= 0) e->stats.generated_tokens++;
+  }
+  e->stats.generate_seconds += tfmi_seconds() - start;
+  return TFM_OK;
+}
+
+TFM_API int32_t tfm_next(tfm_session *session, const tfm_sampling *sampling) {
+  int32_t id = 0;
+  tfm_status status;
+  if (!session) return tfmi_null_object("tfm_next");
+  status = tfm_next_batch(&session, 1, sampling, &id);
+  return status == TFM_OK ? id : status;
+}
+
+TFM_API const char *tfm_text(tfm_session *session) {
+  if (!session) tfmi_null_object("tfm_text");
+  return session ? session->text : "";
+}
+
+/* ---- Looking at the logits ---- */
+
+/* Makes row *row of the engine's logits those that the last token was chosen from, or, when it was
+   fed, those after it. */
+static tfm_status tfmi_current_row(tfm_session *s, int32_t *row) {
+  int32_t length = s->length, wanted = s->chosen ? length - 1 : length;
+  tfm_status status = TFM_OK;
+  if (length == 0)
+    return tfmi_report(TFM_E_STATE, "logits: the session is empty; feed it something first");
+  if (s->logits_epoch != s->engine->epoch || s->logits_at != wanted) {
+    s->length = wanted; /* for a moment the chosen token is not there */
+    s->done = tfmi_min32(s->done, wanted);
+    status = tfmi_logits_of(s->engine, &s, 1);
+    s->length = length;
+  }
+  *row = s->logits_row;
+  return status;
+}
+
+TFM_API const float *tfm_logits(tfm_session *session) {
+  tfm_engine *e;
+  int32_t row;
+  if (!session) {
+    tfmi_null_object("tfm_logits");
+    return NULL;
+  }
+  if (tfmi_current_row(session, &row) != TFM_OK) return NULL;
+  e = session->engine;
+  e->dev.table->get(&e->dev, e->host_logits, tfmi_rows_of(e->logits, row, 1).data,
+                    (size_t)e->logits.cols * sizeof(float));
+  return tfmi_engine_sync(e) == TFM_OK ? e->host_logits : NULL;
+}
+
+TFM_API float tfm_logprob(tfm_session *session, int32_t id) {
+  const float *logits = tfm_logits(session);
+  int32_t i, vocabulary;
+  double sum = 0, highest = -DBL_MAX;
+  if (!logits) return NAN;
+  vocabulary = session->engine->model->net.vocabulary;
+  if (tfmi_check_ids(session, &id, 1) != TFM_OK) return NAN;
+  for (i = 0; i < vocabulary; i++) highest = logits[i] > highest ? logits[i] : highest;
+  for (i = 0; i < vocabulary; i++) sum += exp(logits[i] - highest);
+  return (float)(logits[id] - highest - log(sum));
+}
+
+TFM_API int32_t tfm_top(tfm_session *session, int32_t k, int32_t *ids, float *logprobs) {
+  tfm_engine *e;
+  int32_t row, *d_ids;
+  float *d_logprobs;
+  tfm_status status;
+  if (!session) return tfmi_null_object("tfm_top");
+  if (k < 0) return tfmi_report(TFM_E_ARG, "tfm_top: k is %d; expected 0 or more", k);
+  status = tfmi_current_row(session, &row);
+  if (status != TFM_OK) return status;
+  e = session->engine;
+  k = tfmi_min32(k, e->logits.cols);
+  d_ids = (int32_t *)(void *)e->d_work; /* the sampler's scratch holds both results */
+  d_logprobs = e->d_work + e->logits.cols;
+  TFMI_OP(&e->dev, top)(&e->dev, d_ids, d_logprobs, tfmi_rows_of(e->logits, row, 1), k);
+  if (ids) e->dev.table->get(&e->dev, ids, d_ids, (size_t)k * sizeof *ids);
+  if (logprobs) e->dev.table->get(&e->dev, logprobs, d_logprobs, (size_t)k * sizeof *logprobs);
+  status = tfmi_engine_sync(e);
+  return status == TFM_OK ? k : status;
+}
+
+/* ---- The rest ---- */
+
+TFM_API const int32_t *tfm_session_tokens(const tfm_session *session, size_t *n) {
+  if (!session) tfmi_null_object("tfm_session_tokens");
+  if (n) *n = session ? (size_t)session->length : 0;
+  return session ? session->tokens : NULL;
+}
+
+TFM_API void tfm_cancel(tfm_session *session) {
+  if (session) session->engine->cancel = 1;
+}
+
+TFM_API tfm_status tfm_session_stats(const tfm_session *session, tfm_stats *out) {
+  const tfm_engine *e;
+  if (!session || !out) return tfmi_null_object("tfm_session_stats");
+  e = session->engine;
+  *out = e->stats;
+  out->memory_bytes = e->heap.used;
+  out->peak_bytes = e->heap.peak;
+  out->pages = (uint64_t)e->config.pages;
+  out->pages_used = (uint64_t)(e->config.pages - e->free_count);
+  out->threads = e->dev.threads;
+  return TFM_OK;
+}
+
+/* =================================================================================================
+   >>generate   prompt in, text out
+   =================================================================================================
+
+   Text goes out as soon as it can no longer become part of a stop string: what is held back is the
+   longest end of the text so far that is the beginning of some stop string. */
+
+typedef struct tfmi_output {
+  const tfm_generate_config *config;
+  char *held;  /* [TFMI_TEXT_MAX + TFMI_STOP_MAX] */
+  size_t n;    /* bytes held */
+  bool ended;  /* by a stop string or by on_text */
+} tfmi_output;
+
+static void tfmi_output_emit(tfmi_output *o, size_t bytes) {
+  if (bytes && o->config->on_text && !o->config->on_text(o->config->user, o->held, bytes))
+    o->ended = true;
+  o->n -= bytes;
+  memmove(o->held, o->held + bytes, o->n);
+}
+
+/* How far from its beginning the held text can go out: up to the first stop string (*found), else
+   up to where one may begin. */
+static size_t tfmi_releasable(const tfmi_output *o, bool *found) {
+  size_t at, i;
+  *found = false;
+  for (at = 0; at < o->n; at++)
+    for (i = 0; i < o->config->stop_count; i++) {
+      const char *stop = o->config->stop[i];
+      size_t length = strlen(stop), rest = o->n - at;
+      if (memcmp(o->held + at, stop, rest < length ? rest : length) != 0) continue;
+      *found = rest >= length;
+      return at;
+    }
+  return o->n;
+}
+
+static void tfmi_output_text(tfmi_output *o, const char *text) {
+  size_t n = strlen(text), out;
+  bool found;
+  memcpy(o->held + o->n, text, n);
+  o->n += n;
+  out = tfmi_releasable(o, &found);
+  tfmi_output_emit(o, out);
+  if (found) o->ended = true;
+}
+
+static tfm_status tfmi_check_stops(const tfm_generate_config *c) {
+  size_t i;
+  if (c->stop_count && !c->stop) return tfmi_report(TFM_E_ARG, "tfm_generate_config.stop is NULL");
+  for (i = 0; i < c->stop_count; i++) {
+    size_t n = c->stop[i] ? strlen(c->stop[i]) : 0;
+    if (n == 0 || n >= TFMI_STOP_MAX)
+      return tfmi_report(TFM_E_ARG, "stop string %llu has %llu bytes; expected 1 to %d",
+                         (unsigned long long)i, (unsigned long long)n, TFMI_STOP_MAX - 1);
+  }
+  if (c->max_tokens < 0)
+    return tfmi_report(TFM_E_ARG,
+                       "tfm_generate_config.max_tokens is %d; expected 0 (no limit) or more",
+                       c->max_tokens);
+  return tfmi_check_sampling(&c->sampling);
+}
+
+TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenizer,
+                             const char *prompt, const tfm_generate_config *config) {
+  static const tfm_generate_config defaults = {{0, 0, 0, 0, 0, 0, 0}, 0, NULL, 0, NULL, NULL};
+  tfmi_output o;
+  int64_t tokens = 0;
+  int32_t id = 0;
+  tfm_status status;
+  o.config = config ? config : &defaults;
+  o.n = 0;
+  o.ended = false;
+  if (!session) return tfmi_null_object("tfm_generate");
+  o.held = session->held;
+  status = tfmi_check_stops(o.config);
+  if (status == TFM_OK) status = tfm_feed_text(session, tokenizer, prompt);
+  if (status != TFM_OK) return status;
+  while (!o.ended && (o.config->max_tokens == 0 || tokens < o.config->max_tokens)) {
+    id = tfm_next(session, &o.config->sampling);
+    if (id < 0 && id != TFM_END) break;
+    tfmi_output_text(&o, session->text);
+    if (id == TFM_END) break;
+    tokens++;
+  }
+  if (!o.ended) tfmi_output_emit(&o, o.n); /* what was held back never became a stop string */
+  return id >= 0 || id == TFM_END || id == TFM_E_FULL ? tokens : id;
+}
+
+#undef stbds_rand_seed
+#undef stbds_hash_bytes
+#undef stbds_hash_string
+#undef stbds_string_arena
+#undef stbds_stralloc
+#undef stbds_strreset
+#undef stbds_unit_tests
+#undef stbds_arrgrowf
+#undef stbds_arrfreef
+#undef stbds_hmfree_func
+#undef stbds_hmget_key
+#undef stbds_hmget_key_ts
+#undef stbds_hmput_default
+#undef stbds_hmput_key
+#undef stbds_hmdel_key
+#undef stbds_shmode_func
+#undef stbds_array_header
+#undef stbds_string_block
+#undef stbds_hash_index
+#undef stbds_hash_bucket
+#undef stbds_hash_seed
+#undef stbds_probe_position
+#undef stbds_log2
+#undef stbds_make_hash_index
+#undef stbds_siphash_bytes
+#undef stbds_is_key_equal
+#undef stbds_hm_find_slot
+#undef stbds_strdup
+#undef STBDS_SH_NONE
+#undef STBDS_SH_DEFAULT
+#undef STBDS_SH_STRDUP
+#undef STBDS_SH_ARENA
+#ifdef __cplusplus
+#undef stbds_arrgrowf_wrapper
+#undef stbds_hmget_key_wrapper
+#undef stbds_hmget_key_ts_wrapper
+#undef stbds_hmput_default_wrapper
+#undef stbds_hmput_key_wrapper
+#undef stbds_hmdel_key_wrapper
+#undef stbds_shmode_func_wrapper
+#else
+#endif
+#pragma pop_macro("STBDS_REALLOC")
+#pragma pop_macro("STBDS_FREE")
+#pragma pop_macro("STBDS_ASSERT")
+#pragma pop_macro("STBDS_ASSERT_WAS_UNDEFINED")
+#pragma pop_macro("STBDS_NO_SHORT_NAMES")
+#pragma pop_macro("STB_DS_IMPLEMENTATION")
+#pragma pop_macro("STBDS_UNIT_TESTS")
+
+#endif /* TFMI_IMPLEMENTED */
+#endif /* TRANSFORMER_IMPLEMENTATION */
+
+/* MIT License
+
+   Copyright (c) 2026 The transformer.h authors
+
+   Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
+   associated documentation files (the "Software"), to deal in the Software without restriction,
+   including without limitation the rights to use, copy, modify, merge, publish, distribute,
+   sublicense, and/or sell copies of the Software, and to permit persons to whom the Software is
+   furnished to do so, subject to the following conditions:
+
+   The above copyright notice and this permission notice shall be included in all copies or
+   substantial portions of the Software.
+
+   THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT
+   NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
+   NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM,
+   DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT
+   OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */

@@ -1,0 +1,142 @@
+#!/usr/bin/env bash
+# Runs the built tools as a user would: output, exit statuses, errors on stderr. Needs what `make
+# examples bench` builds; uses the real model of ../shared/data where there is one.
+cd "$(dirname "$0")/.." || exit 1
+passed=0 failed=0 skipped=0
+tiny=tests/data/models/tiny
+stories=../shared/data/stories260K
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+
+check() { # NAME COMMAND...
+  local name=$1
+  shift
+  if "$@" > "$work/log" 2>&1; then
+    passed=$((passed + 1))
+  else
+    failed=$((failed + 1))
+    echo "FAIL $name: $*"
+    head -n 20 "$work/log"
+  fi
+}
+
+status() { # EXPECTED COMMAND...: runs with stdout and stderr kept apart
+  local expected=$1
+  shift
+  "$@" > "$work/out" 2> "$work/err" < /dev/null
+  local found=$?
+  [ "$found" = "$expected" ] && return
+  echo "exit status $found, expected $expected"
+  cat "$work/err"
+  return 1
+}
+
+fails_with() { # STATUS TEXT COMMAND...: and says so on stderr, nothing on stdout
+  local text=$2
+  status "$1" "${@:3}" && grep -q -- "$text" "$work/err" ||
+    { echo "stderr lacks \"$text\":"; cat "$work/err"; false; }
+}
+
+helps() { # TOOL
+  status 0 "build/$1" --help && grep -q "Usage: $1" "$work/out" && status 0 "build/$1" --version &&
+    grep -q "^$1 (transformer.h) [0-9]" "$work/out"
+}
+
+for tool in generate tokenize logits inspect bench; do
+  check "$tool --help" helps "$tool"
+  check "$tool, wrong option" fails_with 2 "Try" "build/$tool" --no-such-option
+  check "$tool, no argument" fails_with 2 "expected" "build/$tool"
+done
+for tool in generate inspect; do
+  check "$tool, no such model" fails_with 1 "^$tool: .*no/such" "build/$tool" no/such
+done
+check "hello, usage" fails_with 1 "usage" build/hello
+check "hello, no such model" fails_with 1 "^hello: .*no/such" build/hello no/such prompt
+check "cpp, no such model" fails_with 1 "^cpp: .*no/such" build/cpp no/such prompt
+check "a number that is none" fails_with 2 "expected a whole number" build/generate $tiny -n many
+check "an unknown type" fails_with 2 "q8_0" build/generate $tiny -w q9
+
+greedy() { status 0 build/generate "$1" -p "$2" -t 0 -n "$3"; }
+check "generate" greedy $tiny "Once upon a time" 8
+check "generate tells its speed" grep -q "tokens/s" "$work/err"
+check "generate repeats the prompt" grep -q "^Once upon a time" "$work/out"
+check "generate from BOS" greedy $tiny "" 8
+check "hello" status 0 timeout 60 build/hello $tiny "Once upon a time"
+check "cpp" status 0 timeout 60 build/cpp $tiny "Once upon a time"
+
+same_seed() {
+  status 0 build/generate $tiny -p Once -n 20 --seed 7 && mv "$work/out" "$work/first" &&
+    status 0 build/generate $tiny -p Once -n 20 --seed 7 -j 1 && cmp "$work/out" "$work/first"
+}
+check "the same seed, the same text" same_seed
+
+interrupt() { # a model that is slow enough to be interrupted while it writes
+  build/bench shape:stories15m --write "$work/slow.bin" || return 1
+  build/generate "$work/slow.bin" --tokenizer "$work/slow.bin.tokenizer" -n 0 -t 2 -s 1 \
+    > "$work/out" 2> "$work/err" &
+  local pid=$!
+  sleep 1.5
+  kill -INT $pid
+  wait $pid
+  local found=$?
+  rm "$work/slow.bin"
+  [ $found = 130 ] && grep -q "tokens/s" "$work/err" && return
+  echo "exit status $found"
+  cat "$work/err"
+  return 1
+}
+check "Ctrl-C" interrupt
+
+round_trip() { # TOKENIZER
+  printf 'Hello, world! It costs 3 EUR.\n' > "$work/text"
+  build/tokenize "$1" < "$work/text" > "$work/ids" && build/tokenize --decode "$1" < "$work/ids" |
+    cmp - "$work/text" && build/tokenize --pieces "$1" < "$work/text" |
+    cut -f 1 | paste -sd ' ' | cmp - "$work/ids"
+}
+check "tokenize and back" round_trip $tiny
+
+step_by_step() { # MODEL VOCABULARY: one call, and token by token, write the same logits
+  status 0 build/logits "$1" --ids "1 5,7 9" -o "$work/a" &&
+    [ "$(stat -c %s "$work/a")" = $((4 * 4 * $2)) ] &&
+    status 0 build/logits "$1" --ids "1 5 7 9" -o - --step && cmp "$work/a" "$work/out"
+}
+check "logits" step_by_step $tiny 384
+check "logits, no ids" fails_with 1 "expected token ids" build/logits $tiny --ids "1 x" -o -
+
+inspect_json() {
+  build/inspect "$1" --context 64 --json | python3 -c '
+import json, sys
+found = json.load(sys.stdin)
+assert found["family"] == "llama" and found["layers"] == int(sys.argv[1]), found
+assert found["cache_bytes"] > 0 and found["tokenizer"] != "none", found' "$2"
+}
+check "inspect" status 0 build/inspect $tiny
+check "inspect --json" inspect_json $tiny 2
+check "bench --json" status 0 build/bench $tiny -p 8 -n 8 --repeat 1 --json
+check "bench --json prints JSON" python3 -c 'import json, sys
+rows = [json.loads(line) for line in open(sys.argv[1])]
+assert [r["workload"] for r in rows] == ["pp8", "tg8"], rows
+assert all(r["tokens_per_s"] > 0 for r in rows), rows' \
+  "$work/out"
+
+if [ -f $stories/stories260K.bin ]; then
+  same_text() {
+    status 0 build/generate "$1" -t 0 -n 250 &&
+      diff "$work/out" $stories/stories260K-greedy-n250.txt
+  }
+  check "llama2.c's text" same_text $stories/stories260K.bin
+  check "the same from GGUF" same_text $stories/stories260K.gguf
+  stops_early() {
+    status 0 build/generate $stories/stories260K.bin -t 0 --stop ' She loved' &&
+      grep -qx 'Once upon a time, there was a little girl named Lily.' "$work/out"
+  }
+  check "--stop" stops_early
+  check "tokenize stories260K" round_trip $stories/tok512.bin
+  check "inspect stories260K" inspect_json $stories/stories260K.gguf 5
+else
+  echo "skip stories260K: ../shared/data is not there"
+  skipped=$((skipped + 5))
+fi
+
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]

@@ -1,0 +1,248 @@
+#!/usr/bin/env python3
+"""Make the tiny models and golden logits under tests/data/models.
+
+Needs:  pip install torch transformers tokenizers numpy
+
+Each case becomes one Hugging Face folder, tests/data/models/<case>/:
+
+  config.json, generation_config.json
+  model.safetensors, or shards and model.safetensors.index.json
+  ids.i32      the tokens: T little-endian int32
+  logits.f32   T rows of V little-endian float32, row-major: what transformers
+               computes in float32 from the saved files with eager attention,
+               in one forward pass over all T tokens
+
+The case "tiny" has a tokenizer.json, tokenizer_config.json as well, trained on
+tests/data/tokenizers/sentences.txt.
+
+All weights are random and all seeds fixed. Every parameter is random, norms and
+biases included, and the script checks that each of them changes the logits, so
+that a reader which forgets one cannot pass.
+"""
+import argparse
+import json
+import os
+import shutil
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GenerationConfig,
+                          LlamaConfig, LlamaForCausalLM)
+
+DATA = Path(__file__).resolve().parent / "data"
+SPECIAL = ["<unk>", "<s>", "</s>"]
+
+
+def gpt2_config(**options):
+    return GPT2Config(bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options)
+
+
+def llama3_rope(factor, theta):
+    # Wavelengths start at 2 pi. They count as high below 32 / 4 and as low above 32 / 1,
+    # so all three bands of the llama3 rule occur in a head of 14 or 16 dimensions.
+    return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def cases():
+    """name -> (configuration, T, dtype of the file, largest shard, function that edits the folder)."""
+    return {
+        "gpt2-a": (gpt2_config(n_embd=60, n_head=5, n_layer=3, n_positions=64, vocab_size=101),
+                   37, torch.float32, None, None),
+        "gpt2-b": (gpt2_config(n_embd=48, n_head=3, n_layer=2, n_positions=32, vocab_size=131, n_inner=100,
+                               activation_function="gelu", layer_norm_epsilon=1e-3,
+                               scale_attn_by_inverse_layer_idx=True, tie_word_embeddings=False),
+                   29, torch.float16, "30KB", None),
+        "gpt2-c": (gpt2_config(n_embd=36, n_head=4, n_layer=2, n_positions=24, vocab_size=61,
+                               activation_function="relu"),
+                   24, torch.float32, None, to_old_gpt2),
+        "llama-a": (LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=3,
+                                intermediate_size=112, vocab_size=97, max_position_embeddings=64,
+                                rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+                    41, torch.float32, None, None),
+        "llama-b": (LlamaConfig(hidden_size=72, num_attention_heads=6, num_key_value_heads=3, head_dim=16,
+                                num_hidden_layers=2, intermediate_size=90, vocab_size=103,
+                                max_position_embeddings=256, tie_word_embeddings=True, rms_norm_eps=1e-3,
+                                attention_bias=True, mlp_bias=True, rope_parameters=llama3_rope(8.0, 500.0)),
+                    50, torch.bfloat16, None, to_transformers4_llama),
+        "llama-c": (LlamaConfig(hidden_size=60, num_attention_heads=4, num_key_value_heads=1, head_dim=14,
+                                num_hidden_layers=2, intermediate_size=70, vocab_size=89,
+                                max_position_embeddings=128, hidden_act="gelu", attention_bias=True,
+                                rope_parameters=llama3_rope(4.0, 300.0)),
+                    45, torch.float32, "60KB", None),
+        "tiny": (LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
+                             intermediate_size=128, vocab_size=384, max_position_embeddings=256,
+                             tie_word_embeddings=True),
+                 None, torch.bfloat16, None, add_tiny_extras),
+    }
+
+
+# --- editing a saved folder
+
+def edit_json(path, edit):
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+def to_transformers4_llama(folder):
+    """Respell config.json the way transformers 4 wrote it."""
+    def edit(config):
+        rope = config.pop("rope_parameters")
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = rope
+        config["torch_dtype"] = config.pop("dtype")
+        config["pretraining_tp"] = 1
+        config["transformers_version"] = "4.46.0"
+    edit_json(folder / "config.json", edit)
+
+
+def old_mask_buffers(layer, positions):
+    """The buffers that old GPT-2 files carry; F32 in the oldest, BOOL later, and one of rank 0."""
+    mask = torch.ones(positions, positions).tril().view(1, 1, positions, positions)
+    if layer % 2:
+        mask = mask.bool()
+    return {f"h.{layer}.attn.bias": mask, f"h.{layer}.attn.masked_bias": torch.tensor(-1e4)}
+
+
+def to_old_gpt2(folder):
+    """Rename and respell to what the first GPT-2 upload looks like: no prefix, masks in the file, n_ctx."""
+    config = json.loads((folder / "config.json").read_text())
+    file = folder / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): t for name, t in load_file(file).items()}
+    for layer in range(config["n_layer"]):
+        tensors |= old_mask_buffers(layer, config["n_positions"])
+    save_file(tensors, file, metadata={"format": "pt"})
+
+    def edit(config):
+        config["n_ctx"] = config["n_positions"]
+        for key in ("dtype", "n_inner", "tie_word_embeddings", "scale_attn_weights", "use_cache",
+                    "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn", "add_cross_attention",
+                    "pad_token_id", "transformers_version"):
+            config.pop(key, None)
+    edit_json(folder / "config.json", edit)
+
+
+# --- the tokenizer of the case "tiny"
+
+def train_tiny_tokenizer(size):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=SPECIAL, show_progress=False,
+                                  initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()))
+    sentences = (DATA / "tokenizers" / "sentences.txt").read_text(encoding="utf-8").splitlines()
+    tokenizer.train_from_iterator(sentences, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def add_tiny_extras(folder):
+    tokenizer = train_tiny_tokenizer(384)
+    assert tokenizer.get_vocab_size() == 384
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>",
+                "unk_token": "<unk>", "model_max_length": 256, "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    GenerationConfig(bos_token_id=1, eos_token_id=2, do_sample=True, temperature=0.8, top_p=0.95,
+                     max_new_tokens=64).save_pretrained(folder)
+
+
+# --- random weights
+
+def fill(module, rng):
+    """Norm weights about 1, biases about 0, matrices scaled so that attention stays soft."""
+    for name, p in module.named_parameters():
+        noise = torch.from_numpy(rng.standard_normal(p.shape)).float()
+        if p.dim() == 1:
+            p.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
+        elif any(part in name for part in ("wte", "wpe", "embed_tokens")):
+            p.copy_(0.3 * noise)
+        else:
+            # GPT-2's Conv1D stores [in, out], Linear stores [out, in].
+            inputs = p.shape[0] if ".h." in name else p.shape[1]
+            p.copy_(1.5 / inputs ** 0.5 * noise)
+
+
+def save_case(folder, config, dtype, shard, edit, rng):
+    shutil.rmtree(folder, ignore_errors=True)
+    model = (GPT2LMHeadModel if config.model_type == "gpt2" else LlamaForCausalLM)(config)
+    fill(model, rng)
+    options = {"max_shard_size": shard} if shard else {}
+    model.to(dtype).save_pretrained(folder, **options)
+    if edit:
+        edit(folder)
+
+
+# --- golden logits
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def pick_ids(folder, vocab, length, rng):
+    if length is not None:
+        return rng.integers(0, vocab, length).astype("<i4")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return np.array(tokenizer.encode("The old lighthouse keeper counted the ships.").ids, dtype="<i4")
+
+
+def forward(model, ids, **options):
+    return model(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False, **options)
+
+
+def check_spread(name, logits, attentions):
+    """No constant row, nothing saturated: a wrong reader must not be able to pass by luck."""
+    assert np.isfinite(logits).all() and logits.std(axis=1).min() > 0.3, name
+    late = torch.cat(attentions)[:, :, 8:]  # the first rows see few keys and are peaked by nature
+    peak = late.max(dim=-1).values
+    assert peak.median() < 0.8 and peak.min() < 0.4, (name, peak.median(), peak.min())
+    return f"logit std {logits.std():.2f}, median attention peak {peak.median():.2f}"
+
+
+def check_every_parameter_matters(model, ids, logits):
+    for name, p in model.named_parameters():
+        saved = p.clone()
+        p.fill_(1.0 if p.dim() == 1 and not name.endswith("bias") else 0.0)
+        change = np.abs(forward(model, ids).logits[0].numpy() - logits).max()
+        p.copy_(saved)
+        assert change > 0.02, (name, change)
+
+
+def golden(name, folder, vocab, length, rng):
+    model = load(folder)
+    ids = pick_ids(folder, vocab, length, rng)
+    output = forward(model, ids, output_attentions=True)
+    logits = output.logits[0].numpy().astype("<f4")
+    assert logits.shape == (len(ids), vocab)
+    spread = check_spread(name, logits, output.attentions)
+    check_every_parameter_matters(model, ids, logits)
+    ids.tofile(folder / "ids.i32")
+    logits.tofile(folder / "logits.f32")
+    print(f"{name}: T {len(ids)}, V {vocab}, {spread}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=DATA / "models", help="folder to write (default tests/data/models)")
+    parser.add_argument("--only", nargs="*", metavar="CASE", help="make only these cases")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    for number, (name, (config, length, dtype, shard, edit)) in enumerate(cases().items()):
+        if args.only and name not in args.only:
+            continue
+        rng = np.random.default_rng(1000 + number)
+        save_case(args.out / name, config, dtype, shard, edit, rng)
+        golden(name, args.out / name, config.vocab_size, length, rng)
+
+
+if __name__ == "__main__":
+    main()

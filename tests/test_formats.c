@@ -1,0 +1,926 @@
+/* Model files: what loads, and one test per way of being wrong. Files are composed in memory and
+   served through tfm_io, so that every read can be made to fail too. */
+#define TRANSFORMER_IMPLEMENTATION
+#include "../transformer.h"
+
+#include "test.h"
+
+/* ---- Bytes ---- */
+
+typedef struct bytes {
+  uint8_t *at;
+  size_t n;
+} bytes;
+
+static void put(bytes *b, const void *data, size_t n) {
+  if (b->n == 0 || (b->n ^ (b->n + n)) > b->n) { /* doubles */
+    size_t room = 64;
+    while (room <= b->n + n) room *= 2;
+    b->at = (uint8_t *)realloc(b->at, room);
+  }
+  if (data) memcpy(b->at + b->n, data, n);
+  else memset(b->at + b->n, 0, n);
+  b->n += n;
+}
+static void put_int(bytes *b, uint64_t value, int n) {
+  for (; n; n--, value >>= 8) put(b, (uint8_t[]){(uint8_t)value}, 1);
+}
+static void put_text(bytes *b, const char *text) { put(b, text, strlen(text)); }
+static void put_pad(bytes *b, size_t to) {
+  while (b->n % to) put(b, NULL, 1);
+}
+static void drop(bytes *b) {
+  free(b->at);
+  b->at = NULL;
+  b->n = 0;
+}
+
+/* `text` with the first `from` replaced; from NULL: as it is. */
+static char *edit(const char *text, const char *from, const char *to) {
+  const char *found = from ? strstr(text, from) : NULL;
+  char *out = (char *)calloc(1, strlen(text) + (to ? strlen(to) : 0) + 1);
+  if (from && !found) fprintf(stderr, "test: \"%s\" is not in the text\n", from), abort();
+  if (!found) return strcpy(out, text);
+  memcpy(out, text, (size_t)(found - text));
+  strcat(out, to);
+  return strcat(out, found + strlen(from));
+}
+
+/* ---- A file system in memory ---- */
+
+typedef struct file_entry {
+  const char *name;
+  bytes data;
+} file_entry;
+static file_entry files[8];
+static int file_total, open_files, calls_left = -1; /* counts down to a failure; -1: never */
+
+static bool call_fails(void) { return calls_left >= 0 && calls_left-- == 0; }
+
+static void *io_open(void *user, const char *name, uint64_t *n) {
+  int i;
+  (void)user;
+  if (call_fails()) return NULL;
+  for (i = 0; i < file_total; i++)
+    if (!strcmp(files[i].name, name)) {
+      *n = files[i].data.n;
+      open_files++;
+      return &files[i];
+    }
+  return NULL;
+}
+static bool io_read(void *user, void *file, uint64_t offset, void *dst, size_t n) {
+  (void)user;
+  if (call_fails()) return false;
+  if (n) memcpy(dst, ((file_entry *)file)->data.at + offset, n);
+  return true;
+}
+static const void *io_map(void *user, void *file) {
+  (void)user;
+  if (call_fails()) return NULL;
+  return ((file_entry *)file)->data.n ? ((file_entry *)file)->data.at : (const void *)"";
+}
+static void io_close(void *user, void *file) {
+  (void)user, (void)file;
+  open_files--;
+}
+static const tfm_io memory_io = {NULL, io_open, io_read, io_map, io_close};
+
+static void add_file(const char *name, bytes data) {
+  files[file_total].name = name;
+  files[file_total++].data = data;
+}
+static void add_text_file(const char *name, const char *text) {
+  bytes b = {NULL, 0};
+  put_text(&b, text);
+  add_file(name, b);
+}
+static void forget_files(void) {
+  while (file_total) drop(&files[--file_total].data);
+  CHECK_EQ_INT(open_files, 0);
+  open_files = 0;
+}
+
+/* ---- An allocator that counts, and fails when told ---- */
+
+static int64_t held_bytes;
+static int allocs_left = -1;
+
+static void *count_alloc(void *user, void *old, size_t old_bytes, size_t n) {
+  void *p;
+  (void)user;
+  if (n == 0) {
+    held_bytes -= (int64_t)old_bytes;
+    free(old);
+    return NULL;
+  }
+  if (allocs_left >= 0 && allocs_left-- == 0) return NULL;
+  p = realloc(old, n);
+  if (p) held_bytes += (int64_t)n - (int64_t)old_bytes;
+  return p;
+}
+
+static tfm_model_config test_config(void) {
+  tfm_model_config c;
+  memset(&c, 0, sizeof c);
+  c.host.alloc = count_alloc;
+  c.host.io = &memory_io;
+  c.device = TFM_REF;
+  c.threads = 1;
+  return c;
+}
+
+static void expect_model(tfm_model *m, int status, const char *part) {
+  if (status == TFM_OK && !m) CHECK_STR(tfm_error(), "");
+  if (status != TFM_OK) {
+    CHECK(m == NULL);
+    if (!m) {
+      CHECK_STR(tfm_status_name(tfm_error_status()), tfm_status_name(status));
+      CHECK_STR_HAS(tfm_error(), part);
+    }
+  }
+  tfm_model_free(m);
+  CHECK_EQ_INT(held_bytes, 0);
+  held_bytes = 0;
+}
+
+/* Loads from the files, mapped and read; then forgets them. */
+static void expect(const char *path, int status, const char *part) {
+  tfm_model_config c = test_config();
+  calls_left = -1;
+  expect_model(tfm_model_load(path, &c), status, part);
+  c.no_mmap = true;
+  expect_model(tfm_model_load(path, &c), status, part);
+  forget_files();
+}
+
+/* ---- A small Llama as safetensors ---- */
+
+static const char CONFIG[] =
+    "{\"model_type\": \"llama\", \"architectures\": [\"LlamaForCausalLM\"], \"hidden_size\": 4, "
+    "\"intermediate_size\": 6, \"num_hidden_layers\": 1, \"num_attention_heads\": 2, "
+    "\"num_key_value_heads\": 1, \"vocab_size\": 5, \"max_position_embeddings\": 8, "
+    "\"rms_norm_eps\": 1e-05, \"rope_theta\": 10000.0, \"hidden_act\": \"silu\", "
+    "\"tie_word_embeddings\": true, \"eos_token_id\": 2, \"bos_token_id\": 1}";
+
+static const char HEADER[] =
+    "{\"model.embed_tokens.weight\":{\"dtype\":\"F32\",\"shape\":[5,4],\"data_offsets\":[0,80]},"
+    "\"model.layers.0.input_layernorm.weight\":"
+    "{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[80,96]},"
+    "\"model.layers.0.post_attention_layernorm.weight\":"
+    "{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[96,112]},"
+    "\"model.layers.0.self_attn.q_proj.weight\":"
+    "{\"dtype\":\"F32\",\"shape\":[4,4],\"data_offsets\":[112,176]},"
+    "\"model.layers.0.self_attn.k_proj.weight\":"
+    "{\"dtype\":\"F32\",\"shape\":[2,4],\"data_offsets\":[176,208]},"
+    "\"model.layers.0.self_attn.v_proj.weight\":"
+    "{\"dtype\":\"F32\",\"shape\":[2,4],\"data_offsets\":[208,240]},"
+    "\"model.layers.0.self_attn.o_proj.weight\":"
+    "{\"dtype\":\"F32\",\"shape\":[4,4],\"data_offsets\":[240,304]},"
+    "\"model.layers.0.mlp.gate_proj.weight\":"
+    "{\"dtype\":\"F32\",\"shape\":[6,4],\"data_offsets\":[304,400]},"
+    "\"model.layers.0.mlp.up_proj.weight\":"
+    "{\"dtype\":\"F32\",\"shape\":[6,4],\"data_offsets\":[400,496]},"
+    "\"model.layers.0.mlp.down_proj.weight\":"
+    "{\"dtype\":\"F32\",\"shape\":[4,6],\"data_offsets\":[496,592]},"
+    "\"model.norm.weight\":{\"dtype\":\"F32\",\"shape\":[4],\"data_offsets\":[592,608]}}";
+enum { DATA = 608 };
+
+static bytes safetensors(const char *header, size_t data) {
+  bytes b = {NULL, 0};
+  put_int(&b, strlen(header), 8);
+  put_text(&b, header);
+  put(&b, NULL, data);
+  return b;
+}
+
+static void expect_safetensors(bytes b, const char *config, int status, const char *part) {
+  add_file("m/model.safetensors", b);
+  add_text_file("m/config.json", config);
+  expect("m/", status, part);
+}
+
+static void expect_header(const char *from, const char *to, int status, const char *part) {
+  char *header = edit(HEADER, from, to);
+  expect_safetensors(safetensors(header, DATA), CONFIG, status, part);
+  free(header);
+}
+
+static void expect_config(const char *from, const char *to, int status, const char *part) {
+  char *config = edit(CONFIG, from, to);
+  expect_safetensors(safetensors(HEADER, DATA), config, status, part);
+  free(config);
+}
+
+typedef struct replacement {
+  const char *from, *to;
+  int status;
+  const char *part;
+} replacement;
+
+TEST(safetensors_loads) {
+  expect_header(NULL, NULL, TFM_OK, "");
+  expect_header("{\"model", "  \n{\"model", TFM_OK, ""); /* white space pads the header */
+  expect_header("{\"model", "{\"__metadata__\":{\"format\":\"pt\"},\"model", TFM_OK, "");
+}
+
+TEST(safetensors_length) {
+  static const uint64_t lengths[] = {100000001, UINT64_MAX, UINT64_MAX - 7, 1u << 20};
+  int i;
+  bytes b = {NULL, 0};
+  expect_safetensors(b, CONFIG, TFM_E_FORMAT, "the file is empty");
+  put(&b, NULL, 7);
+  expect_safetensors(b, CONFIG, TFM_E_FORMAT, "7 bytes, expected 8 at least");
+  expect_safetensors(safetensors("", 0), CONFIG, TFM_E_FORMAT, "expected an object");
+  for (i = 0; i < TFMI_COUNT(lengths); i++) {
+    b.at = NULL;
+    b.n = 0;
+    put_int(&b, lengths[i], 8);
+    put_text(&b, HEADER);
+    expect_safetensors(b, CONFIG, TFM_E_FORMAT, i < 3 ? "at most 100000000" : "the file's own size");
+  }
+}
+
+TEST(safetensors_data) {
+  expect_safetensors(safetensors(HEADER, DATA + 1), CONFIG, TFM_E_FORMAT, "1 bytes follow");
+  expect_safetensors(safetensors(HEADER, DATA - 1), CONFIG, TFM_E_FORMAT, "it may be cut off");
+}
+
+TEST(safetensors_header) {
+  static const replacement cases[] = {
+    {"model.embed", "model.\xff", TFM_E_FORMAT, "not UTF-8"},
+    {"{\"model", "\xef\xbb\xbf{\"model", TFM_E_FORMAT, "found byte 0xef"},
+    {"[592,608]}}", "[592,608]}}\x01", TFM_E_FORMAT, "the end of the text"},
+    {"model.norm.weight", "model.embed_tokens.weight", TFM_E_FORMAT, "is there twice"},
+    {"\"shape\":[5,4]", "\"shape\":[5,4],\"shape\":[5,4]", TFM_E_FORMAT, "shape twice"},
+    {"\"dtype\":\"F32\"", "\"dtype\":\"F32\",\"dtype\":\"F32\"", TFM_E_FORMAT, "dtype twice"},
+    {"\"dtype\":\"F32\",", "", TFM_E_FORMAT, "has no dtype"},
+    {"\"shape\":[5,4],", "", TFM_E_FORMAT, "has no shape"},
+    {",\"data_offsets\":[0,80]", "", TFM_E_FORMAT, "has no data_offsets"},
+    {"\"dtype\":\"F32\"", "\"x\":1,\"dtype\":\"F32\"", TFM_E_FORMAT, "unknown field \"x\""},
+    {"\"F32\"", "\"f32\"", TFM_E_FORMAT, "unknown dtype \"f32\""},
+    {"\"F32\"", "\"F128\"", TFM_E_FORMAT, "unknown dtype \"F128\""},
+    {"\"F32\"", "\"BF16 \"", TFM_E_FORMAT, "unknown dtype \"BF16 \""},
+    {"\"F32\",\"shape\":[5,4]", "\"F4\",\"shape\":[3]", TFM_E_FORMAT, "do not fill whole bytes"},
+    {"[0,80]", "[80,0]", TFM_E_FORMAT, "do not span the 80 bytes"},
+    {"[0,80]", "[-1,80]", TFM_E_FORMAT, "found -1"},
+    {"[0,80]", "[0,8e1]", TFM_E_FORMAT, "expected a whole number"},
+    {"[0,80]", "[0,80.0]", TFM_E_FORMAT, "expected a whole number"},
+    {"[0,80]", "[80]", TFM_E_FORMAT, "has 1 numbers, expected 2"},
+    {"[0,80]", "[0,80,0]", TFM_E_FORMAT, "has 3 numbers, expected 2"},
+    {"[0,80]", "[0,18446744073709551616]", TFM_E_FORMAT, "expected a whole number"},
+    {"[0,80]", "[1,81]", TFM_E_FORMAT, "does not begin at offset 0"},
+    {"[4],\"data_offsets\":[80,96]", "[3],\"data_offsets\":[84,96]", TFM_E_FORMAT, "leaves a hole"},
+    {"[4],\"data_offsets\":[80,96]", "[5],\"data_offsets\":[76,96]", TFM_E_FORMAT, "overlaps"},
+    {"[5,4]", "[4294967296,4294967296]", TFM_E_FORMAT, "more than 2^64 elements"},
+    {"[5,4]", "[4611686018427387904,4,0]", TFM_E_FORMAT, "more than 2^64 elements"},
+    {"[5,4]", "[1152921504606846976]", TFM_E_FORMAT, "more than 2^64 bits"},
+    {"[5,4]", "[9223372036854775808]", TFM_E_FORMAT, "expected a whole number"},
+    {"[5,4]", "[-5,-4]", TFM_E_FORMAT, "found -5"},
+    {"[5,4]", "[4,5]", TFM_E_FORMAT, "has shape [4, 5], expected [5, 4]"},
+    {"[5,4]", "[20]", TFM_E_FORMAT, "has shape [20], expected [5, 4]"},
+    {"[5,4]", "[1,1,1,5,4]", TFM_E_FORMAT, "has shape [1, 1, 1, 5, ...], expected [5, 4]"},
+    {"\"F32\"", "\"I32\"", TFM_E_UNSUPPORTED, "has type I32, expected F32"},
+    {"{\"model", "{\"__metadata__\":{\"a\":1},\"model", TFM_E_FORMAT, "expected a string"},
+    {"{\"model", "{\"__metadata__\":{\"a\":{}},\"model", TFM_E_FORMAT, "expected a string"},
+    {"{\"model", "{\"__metadata__\":{\"a\":\"\",\"a\":\"\"},\"model", TFM_E_FORMAT, "twice"},
+    {"{\"model", "{\"__metadata__\":{},\"__metadata__\":{},\"model", TFM_E_FORMAT, "twice"},
+    {"model.embed", "\\ud800model.embed", TFM_E_FORMAT, "half of a surrogate pair"},
+    {"layers.0.mlp.up_proj", "layers.0.mlp.\\u0000", TFM_E_FORMAT, "up_proj.weight is missing"},
+    {"model.embed_tokens.weight", "", TFM_E_FORMAT, "embed_tokens.weight is missing"},
+    {"}}", "}", TFM_E_FORMAT, "expected ',' or '}'"},
+  };
+  int i;
+  for (i = 0; i < TFMI_COUNT(cases); i++)
+    expect_header(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
+}
+
+TEST(safetensors_empty_tensors) { /* a zero hides no overflow before it, and none follows it */
+  const char *zero = "{\"a\":{\"dtype\":\"BOOL\",\"shape\":[0,4611686018427387904,8],"
+                     "\"data_offsets\":[0,0]},\"model";
+  expect_header("{\"model", zero, TFM_OK, "");
+  expect_header("{\"model", "{\"a\":{\"dtype\":\"F32\",\"shape\":[1,0],\"data_offsets\":[0,0]},\"model",
+                TFM_OK, "");
+}
+
+TEST(safetensors_deep_and_wide) {
+  bytes b = {NULL, 0};
+  char *header;
+  int i;
+  put_text(&b, "{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,0],\"shape\":[0");
+  for (i = 0; i < 1000000; i++) put(&b, ",1", 2);
+  put(&b, "]},\"model\0", 10);
+  header = edit(HEADER, "{\"model", (char *)b.at);
+  expect_safetensors(safetensors(header, DATA), CONFIG, TFM_OK, ""); /* rank 10^6 */
+  free(header);
+  drop(&b);
+  for (i = 0; i < 100000; i++) put(&b, "{\"\":", 4);
+  put(&b, "", 1);
+  expect_safetensors(safetensors((char *)b.at, 0), CONFIG, TFM_E_FORMAT, "has an unknown field");
+  drop(&b);
+  for (i = 0; i < 100000; i++) put(&b, "[", 1);
+  put(&b, "", 1);
+  header = edit(CONFIG, "\"silu\"", (char *)b.at);
+  expect_safetensors(safetensors(HEADER, DATA), header, TFM_E_FORMAT, "more than 64 deep");
+  free(header);
+  drop(&b);
+}
+
+TEST(safetensors_from_memory) {
+  bytes b = safetensors(HEADER, DATA);
+  tfm_model_config c = test_config();
+  c.host.io = NULL;
+  expect_model(tfm_model_load_memory(b.at, b.n, &c), TFM_E_ARG, "need config_json");
+  c.config_json = CONFIG;
+  expect_model(tfm_model_load_memory(b.at, b.n, &c), TFM_OK, "");
+  expect_model(tfm_model_load_memory(NULL, 0, &c), TFM_E_ARG, "data is NULL");
+  expect_model(tfm_model_load(NULL, &c), TFM_E_ARG, "path is NULL");
+  c.weights = TFM_Q4_K;
+  expect_model(tfm_model_load_memory(b.at, b.n, &c), TFM_E_ARG, "cannot be converted to Q4_K");
+  c.weights = TFM_Q8_0;
+  expect_model(tfm_model_load_memory(b.at, b.n, &c), TFM_E_UNSUPPORTED, "do not fill the blocks");
+  drop(&b);
+}
+
+/* ---- Shards ---- */
+
+static void expect_index(const char *index, int status, const char *part) {
+  const char *second = strstr(HEADER, ",\"model.norm"); /* the last tensor alone in shard 2 */
+  char *first = edit(HEADER, second, "}"), *other = edit(second, ",", "{");
+  char *moved = edit(other, "[592,608]", "[0,16]");
+  add_file("m/a.safetensors", safetensors(first, DATA - 16));
+  add_file("m/b.safetensors", safetensors(moved, 16));
+  add_text_file("m/model.safetensors.index.json", index);
+  add_text_file("m/config.json", CONFIG);
+  expect("m/", status, part);
+  free(first);
+  free(other);
+  free(moved);
+}
+
+static char *index_text(void) { /* every tensor of HEADER but the norm in a, the norm in b */
+  static const char *const names[] = {
+    "embed_tokens", "layers.0.input_layernorm", "layers.0.post_attention_layernorm",
+    "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj", "layers.0.self_attn.v_proj",
+    "layers.0.self_attn.o_proj", "layers.0.mlp.gate_proj", "layers.0.mlp.up_proj",
+    "layers.0.mlp.down_proj", "norm"};
+  char *text = (char *)calloc(1, 2000);
+  int i;
+  strcpy(text, "{\"metadata\":{\"total_size\":608},\"weight_map\":{");
+  for (i = 0; i < TFMI_COUNT(names); i++)
+    sprintf(text + strlen(text), "%s\"model.%s.weight\":\"%s.safetensors\"", i ? "," : "", names[i],
+            i == TFMI_COUNT(names) - 1 ? "b" : "a");
+  return strcat(text, "}}");
+}
+
+TEST(shards) {
+  static const replacement cases[] = {
+    {NULL, NULL, TFM_OK, ""},
+    {"608", "1", TFM_OK, ""}, /* total_size binds nobody */
+    {"a.safetensors", "../a.safetensors", TFM_E_FORMAT, "is not a plain file name"},
+    {"a.safetensors", "/a.safetensors", TFM_E_FORMAT, "is not a plain file name"},
+    {"a.safetensors", "..", TFM_E_FORMAT, "is not a plain file name"},
+    {"a.safetensors", "", TFM_E_FORMAT, "is not a plain file name"},
+    {"a.safetensors", "c.safetensors", TFM_E_IO, "m/c.safetensors cannot be opened"},
+    {"a.safetensors", "model.safetensors.index.json", TFM_E_FORMAT, "header"},
+    {"a.safetensors", "b.safetensors", TFM_E_FORMAT, "is not in b.safetensors"},
+    {"\"model.embed_tokens.weight\":\"a.safetensors\",", "", TFM_E_FORMAT, "is not in weight_map"},
+    {"\"model.norm", "\"x\":\"a.safetensors\",\"model.norm", TFM_E_FORMAT, "tensor x is not in"},
+    {"\"model.norm", "\"model.embed_tokens.weight\":\"a.safetensors\",\"model.norm", TFM_E_FORMAT,
+     "twice"},
+    {"weight_map", "weights", TFM_E_FORMAT, "weight_map is missing"},
+    {"\"a.safetensors\"", "7", TFM_E_FORMAT, "expected a string"},
+  };
+  int i;
+  char *index = index_text();
+  for (i = 0; i < TFMI_COUNT(cases); i++) {
+    char *text = edit(index, cases[i].from, cases[i].to);
+    expect_index(text, cases[i].status, cases[i].part);
+    free(text);
+  }
+  free(index);
+}
+
+TEST(shards_with_a_tensor_in_two) {
+  char *index = index_text(), *one = edit(HEADER, NULL, NULL);
+  add_file("m/a.safetensors", safetensors(one, DATA));
+  add_file("m/b.safetensors", safetensors(one, DATA));
+  add_text_file("m/model.safetensors.index.json", index);
+  add_text_file("m/config.json", CONFIG);
+  expect("m/", TFM_E_FORMAT, "is there twice");
+  free(index);
+  free(one);
+}
+
+TEST(paths) {
+  tfm_model_config c = test_config();
+  add_text_file("m/config.json", CONFIG);
+  expect("m/", TFM_E_IO, "has neither model.safetensors");
+  add_file("m/model.safetensors", safetensors(HEADER, DATA));
+  expect("m/", TFM_E_IO, "m/config.json cannot be opened");
+  c.host.io = NULL;
+  expect_model(tfm_model_load("/nonexistent/model", &c), TFM_E_IO, "cannot be opened");
+  expect_model(tfm_model_load("/dev/zero", &c), TFM_E_IO, "is not a regular file");
+  expect_model(tfm_model_load("/proc", &c), TFM_E_IO, "has neither model.safetensors");
+}
+
+/* ---- config.json ---- */
+
+TEST(config_numbers) {
+  static const replacement cases[] = {
+    {"\"num_attention_heads\": 2", "\"num_attention_heads\": 0", TFM_E_FORMAT, "is 0, expected 1 to"},
+    {"\"num_attention_heads\": 2", "\"num_attention_heads\": 3", TFM_E_FORMAT, "not divisible by 3"},
+    {"\"num_key_value_heads\": 1", "\"num_key_value_heads\": 3", TFM_E_FORMAT,
+     "2 heads are not divisible by 3"},
+    {"\"num_key_value_heads\": 1", "\"num_key_value_heads\": 0", TFM_E_FORMAT, "is 0, expected 1"},
+    {"\"vocab_size\"", "\"head_dim\": 0, \"vocab_size\"", TFM_E_FORMAT, "head_dim is 0"},
+    {"\"vocab_size\"", "\"head_dim\": 3, \"vocab_size\"", TFM_E_FORMAT, "head width 3 is odd"},
+    {"\"vocab_size\"", "\"head_dim\": 65536, \"vocab_size\"", TFM_E_FORMAT, "has shape"},
+    {"\"num_hidden_layers\": 1", "\"num_hidden_layers\": 0", TFM_E_FORMAT, "num_hidden_layers is 0"},
+    {"\"num_hidden_layers\": 1", "\"num_hidden_layers\": 2147483648", TFM_E_FORMAT, "expected 1 to"},
+    {"\"num_hidden_layers\": 1", "\"num_hidden_layers\": 2", TFM_E_FORMAT,
+     "model.layers.1.input_layernorm.weight is missing"},
+    {"\"num_hidden_layers\": 1, ", "", TFM_E_FORMAT, "num_hidden_layers is missing"},
+    {"\"vocab_size\": 5", "\"vocab_size\": 0", TFM_E_FORMAT, "vocab_size is 0"},
+    {"\"vocab_size\": 5", "\"vocab_size\": 2147483648", TFM_E_FORMAT, "vocab_size is"},
+    {"\"vocab_size\": 5", "\"vocab_size\": 6", TFM_E_FORMAT, "has shape [5, 4], expected [6, 4]"},
+    {"\"max_position_embeddings\": 8", "\"max_position_embeddings\": 0", TFM_E_FORMAT, "is 0"},
+    {"\"max_position_embeddings\": 8", "\"max_position_embeddings\": 1", TFM_OK, ""},
+    {"\"max_position_embeddings\": 8", "\"max_position_embeddings\": 2147483648", TFM_E_FORMAT,
+     "expected 1 to"},
+    {"1e-05", "0", TFM_E_FORMAT, "rms_norm_eps is 0"},
+    {"1e-05", "-1e-5", TFM_E_FORMAT, "rms_norm_eps is -1e-05"},
+    {"1e-05", "NaN", TFM_E_FORMAT, "expected a value, found 'N'"},
+    {"10000.0", "0", TFM_E_FORMAT, "rope_theta is 0"},
+    {"10000.0", "-1", TFM_E_FORMAT, "rope_theta is -1"},
+    {"10000.0", "1e400", TFM_E_FORMAT, "too large for a double"},
+    {"\"hidden_size\": 4", "\"hidden_size\": \"4\"", TFM_E_FORMAT, "is text, expected a number"},
+    {"\"hidden_size\": 4", "\"hidden_size\": 4.0", TFM_E_FORMAT, "expected a whole number"},
+    {"\"hidden_size\": 4", "\"hidden_size\": 4.5", TFM_E_FORMAT, "expected a whole number"},
+    {"\"hidden_size\": 4", "\"hidden_size\": true", TFM_E_FORMAT, "is true or false, expected"},
+    {"\"hidden_size\": 4", "\"hidden_size\": null", TFM_E_FORMAT, "hidden_size is missing"},
+    {"\"hidden_size\": 4", "\"hidden_size\": 16777216", TFM_E_FORMAT, "expected [5, 16777216]"},
+    {"\"hidden_size\": 4", "\"hidden_size\": 4, \"hidden_size\": 4", TFM_E_FORMAT, "is there twice"},
+    {"\"num_key_value_heads\": 1", "\"num_key_value_heads\": null", TFM_E_FORMAT,
+     "k_proj.weight has shape [2, 4], expected [4, 4]"},
+    {"_embeddings\": true", "_embeddings\": false", TFM_E_FORMAT, "lm_head.weight is missing"},
+    {"_embeddings\": true", "_embeddings\": 1", TFM_E_FORMAT, "expected true or false"},
+    {"\"eos_token_id\": 2", "\"eos_token_id\": [2, 3]", TFM_OK, ""},
+    {"\"eos_token_id\": 2", "\"eos_token_id\": 99", TFM_OK, ""}, /* a warning */
+    {"\"eos_token_id\": 2", "\"eos_token_id\": \"2\"", TFM_E_FORMAT, "expected an array"},
+    {"\"eos_token_id\": 2", "\"eos_token_id\": [1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1]",
+     TFM_E_UNSUPPORTED, "more than 16 ids"},
+    {"{\"model_type\"", "[\"model_type\"", TFM_E_FORMAT, "expected an object"},
+    {"\"bos_token_id\": 1}", "\"bos_token_id\": 1", TFM_E_FORMAT, "found the end of the text"},
+  };
+  int i;
+  for (i = 0; i < TFMI_COUNT(cases); i++)
+    expect_config(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
+}
+
+TEST(config_refusals) {
+  static const replacement cases[] = {
+    {"\"llama\"", "\"mamba\"", TFM_E_UNSUPPORTED, "model_type \"mamba\" is not supported"},
+    {"\"llama\"", "\"gpt2\"", TFM_E_UNSUPPORTED, "architecture \"LlamaForCausalLM\""},
+    {"LlamaForCausalLM", "LlamaForTokenClassification", TFM_E_UNSUPPORTED, "is not supported"},
+    {"\"model_type\": \"llama\", ", "", TFM_OK, ""}, /* architectures will do */
+    {"\"silu\"", "\"gelu_fast\"", TFM_E_UNSUPPORTED, "hidden_act \"gelu_fast\""},
+    {"\"silu\"", "\"gelu\"", TFM_OK, ""},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": {\"type\": \"yarn\", \"factor\": 2.0}",
+     TFM_E_UNSUPPORTED, "rope type \"yarn\""},
+    {"\"silu\"", "\"silu\", \"rope_parameters\": {\"rope_type\": \"linear\", \"factor\": 2.0}",
+     TFM_E_UNSUPPORTED, "rope type \"linear\""},
+    {"\"silu\"", "\"silu\", \"rope_parameters\": {\"rope_type\": \"default\", \"rope_theta\": 5e5}",
+     TFM_OK, ""},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": null", TFM_OK, ""},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 0}",
+     TFM_E_FORMAT, "rope_scaling.factor is 0"},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8}",
+     TFM_E_FORMAT, "rope_scaling.low_freq_factor is missing"},
+    {"\"silu\"", "\"silu\", \"quantization_config\": {\"quant_method\": \"gptq\"}",
+     TFM_E_UNSUPPORTED, "quantization_config"},
+    {"\"silu\"", "\"silu\", \"partial_rotary_factor\": 0.5", TFM_E_FORMAT, "partial_rotary_factor"},
+    {"\"silu\"", "\"silu\", \"attention_bias\": true", TFM_E_FORMAT, "q_proj.bias is missing"},
+  };
+  int i;
+  for (i = 0; i < TFMI_COUNT(cases); i++)
+    expect_config(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
+}
+
+/* ---- GGUF ---- */
+
+static void gguf_text(bytes *b, const char *text) {
+  put_int(b, strlen(text), 8);
+  put_text(b, text);
+}
+static void gguf_u32(bytes *b, const char *key, uint32_t value) {
+  gguf_text(b, key);
+  put_int(b, TFMI_GGUF_U32, 4);
+  put_int(b, value, 4);
+}
+static void gguf_f32(bytes *b, const char *key, float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  gguf_text(b, key);
+  put_int(b, TFMI_GGUF_F32, 4);
+  put_int(b, bits, 4);
+}
+static void gguf_string(bytes *b, const char *key, const char *value) {
+  gguf_text(b, key);
+  put_int(b, TFMI_GGUF_STRING, 4);
+  gguf_text(b, value);
+}
+static void gguf_tensor(bytes *b, const char *name, uint64_t cols, uint64_t rows, uint32_t type,
+                        uint64_t offset) {
+  gguf_text(b, name);
+  put_int(b, rows ? 2 : 1, 4);
+  put_int(b, cols, 8);
+  if (rows) put_int(b, rows, 8);
+  put_int(b, type, 4);
+  put_int(b, offset, 8);
+}
+static bytes gguf_begin(uint64_t tensors, uint64_t keys) {
+  bytes b = {NULL, 0};
+  put_text(&b, "GGUF");
+  put_int(&b, 3, 4);
+  put_int(&b, tensors, 8);
+  put_int(&b, keys, 8);
+  return b;
+}
+static void expect_gguf(bytes b, int status, const char *part) {
+  add_file("m.gguf", b);
+  expect("m.gguf", status, part);
+}
+
+typedef struct gguf_change { /* what a model differs in from a good one */
+  const char *drop, *name; /* a tensor is left out; a tensor's name */
+  uint32_t type;           /* of the embedding */
+  uint64_t rows;           /* of the embedding */
+  uint64_t shift;          /* of its offset */
+  const char *architecture, *scaling;
+  size_t cut;              /* bytes missing at the end */
+} gguf_change;
+
+static const struct gguf_row {
+  const char *name;
+  uint64_t cols, rows;
+} gguf_rows[] = {
+  {"token_embd.weight", 32, 5},         {"output_norm.weight", 32, 0},
+  {"blk.0.attn_norm.weight", 32, 0},    {"blk.0.ffn_norm.weight", 32, 0},
+  {"blk.0.attn_q.weight", 32, 32},      {"blk.0.attn_k.weight", 32, 16},
+  {"blk.0.attn_v.weight", 32, 16},      {"blk.0.attn_output.weight", 32, 32},
+  {"blk.0.ffn_gate.weight", 32, 8},     {"blk.0.ffn_up.weight", 32, 8},
+  {"blk.0.ffn_down.weight", 8, 32},
+};
+
+static bytes gguf_model(const gguf_change *c) {
+  int n = TFMI_COUNT(gguf_rows), i;
+  uint64_t offset = 0;
+  bytes b = gguf_begin((uint64_t)(n - (c->drop != NULL)), c->scaling ? 9 : 8);
+  gguf_string(&b, "general.architecture", c->architecture ? c->architecture : "llama");
+  gguf_u32(&b, "llama.block_count", 1);
+  gguf_u32(&b, "llama.embedding_length", 32);
+  gguf_u32(&b, "llama.feed_forward_length", 8);
+  gguf_u32(&b, "llama.attention.head_count", 2);
+  gguf_u32(&b, "llama.attention.head_count_kv", 1);
+  gguf_u32(&b, "llama.context_length", 16);
+  gguf_f32(&b, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
+  if (c->scaling) gguf_string(&b, "llama.rope.scaling.type", c->scaling);
+  for (i = 0; i < n; i++) {
+    uint64_t rows = i == 0 && c->rows ? c->rows : gguf_rows[i].rows;
+    const char *name = i == 0 && c->name ? c->name : gguf_rows[i].name;
+    if (c->drop && !strcmp(c->drop, gguf_rows[i].name)) continue;
+    gguf_tensor(&b, name, gguf_rows[i].cols, rows, i == 0 ? c->type : 0,
+                offset + (i == 0 ? c->shift : 0));
+    offset += gguf_rows[i].cols * (gguf_rows[i].rows ? gguf_rows[i].rows : 1) * 4;
+  }
+  put_pad(&b, 32);
+  put(&b, NULL, (size_t)offset);
+  b.n -= c->cut;
+  return b;
+}
+
+TEST(gguf_models) {
+  static const struct {
+    gguf_change change;
+    int status;
+    const char *part;
+  } cases[] = {
+    {{NULL, NULL, 0, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
+    {{NULL, NULL, 1, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
+    {{NULL, NULL, 2, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
+    {{NULL, NULL, 8, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
+    {{NULL, NULL, 30, 0, 0, NULL, "none", 0}, TFM_OK, ""},
+    {{NULL, NULL, 14, 0, 0, NULL, NULL, 0}, TFM_E_FORMAT, "do not fill blocks of Q6_K (256)"},
+    {{NULL, NULL, 3, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "token_embd.weight has type Q4_1"},
+    {{NULL, NULL, 20, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "has type IQ4_NL"},
+    {{NULL, NULL, 4, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "type 4, which is not known"},
+    {{NULL, NULL, 31, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "type 31, which is not known"},
+    {{NULL, NULL, 999, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "type 999, which is not known"},
+    {{NULL, NULL, UINT32_MAX, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "which is not known"},
+    {{NULL, NULL, 0, 6, 0, NULL, NULL, 0}, TFM_E_FORMAT, "overlap"},
+    {{NULL, NULL, 0, UINT64_MAX, 0, NULL, NULL, 0}, TFM_E_FORMAT, "a dimension of 1844674407370"},
+    {{NULL, NULL, 0, INT64_MAX, 0, NULL, NULL, 0}, TFM_E_FORMAT, "more than 2^64 elements"},
+    {{NULL, NULL, 0, UINT64_C(1) << 58, 0, NULL, NULL, 0}, TFM_E_FORMAT, "larger than the address"},
+    {{NULL, NULL, 0, UINT64_C(1) << 50, 0, NULL, NULL, 0}, TFM_E_FORMAT, "data section has"},
+    {{NULL, NULL, 0, 0, 1, NULL, NULL, 0}, TFM_E_FORMAT, "offset 1, expected a multiple of 32"},
+    {{NULL, NULL, 0, 0, 32, NULL, NULL, 0}, TFM_E_FORMAT, "overlap"},
+    {{NULL, NULL, 0, 0, UINT64_MAX - 31, NULL, NULL, 0}, TFM_E_FORMAT, "but the data section has"},
+    {{NULL, NULL, 0, 0, 0, NULL, NULL, 1}, TFM_E_FORMAT, "may be cut off"},
+    {{NULL, NULL, 0, 0, 0, "bert", NULL, 0}, TFM_E_UNSUPPORTED, "architecture \"bert\""},
+    {{NULL, NULL, 0, 0, 0, NULL, "yarn", 0}, TFM_E_UNSUPPORTED, "scaling.type \"yarn\""},
+    {{"blk.0.attn_k.weight", NULL, 0, 0, 0, NULL, NULL, 0}, TFM_E_FORMAT, "attn_k.weight is missing"},
+    {{NULL, "output_norm.weight", 0, 0, 0, NULL, NULL, 0}, TFM_E_FORMAT, "is there twice"},
+    {{NULL, "", 0, 0, 0, NULL, NULL, 0}, TFM_E_FORMAT, "name has 0 bytes, expected 1 to 64"},
+    {{NULL, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", 0, 0, 0, NULL,
+      NULL, 0}, TFM_E_FORMAT, "name has 65 bytes, expected 1 to 64"},
+  };
+  int i;
+  for (i = 0; i < TFMI_COUNT(cases); i++)
+    expect_gguf(gguf_model(&cases[i].change), cases[i].status, cases[i].part);
+}
+
+TEST(gguf_header) {
+  static const char *const old[] = {"lmgg", "tjgg", "algg"};
+  static const uint32_t versions[] = {0, 1, 2, 4, 0x03000000};
+  static const uint64_t counts[] = {UINT64_C(1) << 63, UINT64_C(1) << 61, UINT64_MAX, 3};
+  int i;
+  for (i = 0; i < TFMI_COUNT(old); i++) {
+    bytes b = {NULL, 0};
+    put_text(&b, old[i]);
+    put(&b, NULL, 39);
+    expect_gguf(b, TFM_E_UNSUPPORTED, "an old GGML file");
+  }
+  for (i = 0; i < TFMI_COUNT(versions); i++) {
+    bytes b = gguf_begin(0, 0);
+    memcpy(b.at + 4, &versions[i], 4);
+    expect_gguf(b, TFM_E_UNSUPPORTED, i == 4 ? "big-endian" : "expected 3");
+  }
+  for (i = 0; i < TFMI_COUNT(counts); i++) {
+    bytes b = gguf_begin(0, counts[i]);
+    put(&b, NULL, 19);
+    expect_gguf(b, TFM_E_FORMAT, "keys are announced");
+    b = gguf_begin(counts[i], 0);
+    put(&b, NULL, 19);
+    expect_gguf(b, TFM_E_FORMAT, "tensors are announced");
+  }
+  for (i = 4; i < 24; i++) {
+    bytes b = gguf_begin(0, 0);
+    b.n = (size_t)i;
+    expect_gguf(b, TFM_E_FORMAT, "the file ends after");
+  }
+  expect_gguf(gguf_begin(0, 0), TFM_E_FORMAT, "it is a vocabulary, not a model");
+}
+
+static void expect_value(uint32_t type, uint32_t element, uint64_t n, size_t room, int status,
+                         const char *part) {
+  bytes b = gguf_begin(0, 1);
+  gguf_text(&b, "key");
+  put_int(&b, type, 4);
+  if (type == TFMI_GGUF_ARRAY) put_int(&b, element, 4);
+  if (type == TFMI_GGUF_ARRAY || type == TFMI_GGUF_STRING) put_int(&b, n, 8);
+  put(&b, NULL, room);
+  expect_gguf(b, status, part);
+}
+
+TEST(gguf_values) {
+  bytes b;
+  expect_value(13, 0, 0, 99, TFM_E_FORMAT, "key key has type 13, expected 0 to 12");
+  expect_value(TFMI_GGUF_STRING, 0, UINT64_C(1) << 63, 99, TFM_E_FORMAT, "a string needs");
+  expect_value(TFMI_GGUF_STRING, 0, 100, 99, TFM_E_FORMAT, "a string needs 100 bytes");
+  expect_value(TFMI_GGUF_STRING, 0, 99, 99, TFM_E_FORMAT, "it is a vocabulary");
+  expect_value(TFMI_GGUF_ARRAY, TFMI_GGUF_STRING, UINT64_C(1) << 62, 99, TFM_E_FORMAT,
+               "array elements are announced");
+  expect_value(TFMI_GGUF_ARRAY, TFMI_GGUF_U64, UINT64_C(1) << 61, 99, TFM_E_FORMAT,
+               "array elements are announced");
+  expect_value(TFMI_GGUF_ARRAY, TFMI_GGUF_ARRAY, 1, 99, TFM_E_UNSUPPORTED, "an array of arrays");
+  expect_value(TFMI_GGUF_ARRAY, 13, 1, 99, TFM_E_FORMAT, "an array of type 13");
+  expect_value(TFMI_GGUF_U64, 0, 0, 7, TFM_E_FORMAT, "a value needs 8 bytes");
+  b = gguf_begin(0, 1);
+  gguf_text(&b, "key");
+  put_int(&b, TFMI_GGUF_BOOL, 4);
+  put_int(&b, 2, 2);
+  expect_gguf(b, TFM_E_FORMAT, "key key is a bool of value 2");
+}
+
+TEST(gguf_keys) {
+  static const struct { uint32_t type, value; } alignments[] = {
+    {TFMI_GGUF_U32, 0}, {TFMI_GGUF_U32, 3}, {TFMI_GGUF_U32, 1}, {TFMI_GGUF_U32, 0x80000000},
+    {TFMI_GGUF_F32, 32}, {TFMI_GGUF_I32, 32}};
+  int i;
+  bytes b = gguf_begin(0, 2);
+  gguf_u32(&b, "a", 1);
+  gguf_u32(&b, "a", 1);
+  expect_gguf(b, TFM_E_FORMAT, "key a is there twice");
+  b = gguf_begin(0, 1);
+  gguf_u32(&b, "", 1);
+  put(&b, NULL, 9);
+  expect_gguf(b, TFM_E_FORMAT, "a key has 0 bytes");
+  b = gguf_begin(0, 1);
+  put_int(&b, 3, 8);
+  put(&b, "a\0b", 3);
+  put(&b, NULL, 8);
+  expect_gguf(b, TFM_E_FORMAT, "\"a?b\" contains a NUL");
+  for (i = 0; i < TFMI_COUNT(alignments); i++) {
+    b = gguf_begin(0, 1);
+    gguf_text(&b, "general.alignment");
+    put_int(&b, alignments[i].type, 4);
+    put_int(&b, alignments[i].value, 4);
+    expect_gguf(b, TFM_E_FORMAT, i < 4 ? "expected a power of two" : "expected u32");
+  }
+  b = gguf_begin(0, 1);
+  gguf_u32(&b, "general.architecture", 1);
+  put_int(&b, 0, 8);
+  expect_gguf(b, TFM_E_FORMAT, "it is a vocabulary");
+}
+
+TEST(gguf_a_million_keys) { /* in less than quadratic time */
+  bytes b = {NULL, 0};
+  uint32_t i, n = 300000;
+  b.at = (uint8_t *)calloc(1, 24 + 24 * (size_t)n);
+  b.n = 24 + 24 * (size_t)n;
+  memcpy(b.at, "GGUF\3\0\0\0", 8);
+  memcpy(b.at + 16, &n, 4);
+  for (i = 0; i < n; i++) {
+    uint8_t *at = b.at + 24 + 24 * (size_t)i;
+    char name[16];
+    at[0] = 8;
+    snprintf(name, sizeof name, "k%07u", (unsigned)(i * 7919 % n));
+    memcpy(at + 8, name, 8);
+    at[16] = TFMI_GGUF_U32;
+  }
+  expect_gguf(b, TFM_E_FORMAT, "it is a vocabulary");
+}
+
+TEST(gguf_ranks) {
+  static const uint32_t ranks[] = {0, 5, UINT32_MAX};
+  int i;
+  for (i = 0; i < TFMI_COUNT(ranks); i++) {
+    bytes b = gguf_begin(1, 0);
+    gguf_text(&b, "a");
+    put_int(&b, ranks[i], 4);
+    put(&b, NULL, 64);
+    expect_gguf(b, TFM_E_FORMAT, "dimensions, expected 1 to 4");
+  }
+}
+
+/* ---- llama2.c ---- */
+
+static bytes llama2(int version, int vocabulary, int64_t extra) {
+  static const int numbers[] = {4, 6, 1, 2, 1}; /* width, ffn, layers, heads, kv heads */
+  int floats = 5 * 4 + 4 + 16 + 8 + 8 + 16 + 4 + 24 * 3 + 4, i;
+  bytes b = {NULL, 0};
+  if (version) put_int(&b, 0x616b3432, 4), put_int(&b, (uint64_t)version, 4);
+  for (i = 0; i < 5; i++) put_int(&b, (uint64_t)numbers[i], 4);
+  put_int(&b, (uint64_t)vocabulary, 4);
+  put_int(&b, 8, 4);
+  if (version) put_int(&b, 1, 1), put_pad(&b, 256);
+  if (!version) floats += 2 * 8; /* rotation tables */
+  if (vocabulary < 0) floats += 20;
+  put(&b, NULL, (size_t)(4 * floats + extra));
+  return b;
+}
+
+static void expect_llama2(bytes b, int status, const char *part) {
+  add_file("m.bin", b);
+  expect("m.bin", status, part);
+}
+
+TEST(llama2_checkpoints) {
+  bytes b;
+  expect_llama2(llama2(0, 5, 0), TFM_OK, "");
+  expect_llama2(llama2(0, -5, 0), TFM_OK, ""); /* a head of its own */
+  expect_llama2(llama2(1, 5, 0), TFM_OK, "");
+  expect_llama2(llama2(0, 5, 1), TFM_E_FORMAT, "1 bytes follow the last tensor");
+  expect_llama2(llama2(0, 5, -1), TFM_E_FORMAT, "the file ends after");
+  expect_llama2(llama2(1, 5, 4), TFM_E_FORMAT, "4 bytes follow the last tensor");
+  expect_llama2(llama2(2, 5, 0), TFM_E_UNSUPPORTED, "version 2, expected 1");
+  expect_llama2(llama2(0, 0, 0), TFM_E_FORMAT, "the file is not recognised");
+  expect_llama2(llama2(0, INT32_MIN, 0), TFM_E_FORMAT, "the file is not recognised");
+  expect_llama2(llama2(1, 0, 0), TFM_E_FORMAT, "the header's numbers are no model's");
+  b = llama2(1, 5, 0);
+  b.n = 100;
+  expect_llama2(b, TFM_E_FORMAT, "expected a header of 256");
+  b = llama2(0, 5, 0);
+  b.n = 27;
+  expect_llama2(b, TFM_E_FORMAT, "the file is not recognised");
+}
+
+/* ---- Failing allocators, files and patience ---- */
+
+static void fill_files(int kind) {
+  static const gguf_change none = {NULL, NULL, 0, 0, 0, NULL, NULL, 0};
+  if (kind == 0) add_file("m/model.safetensors", safetensors(HEADER, DATA));
+  if (kind == 0) add_text_file("m/config.json", CONFIG);
+  if (kind == 1) add_file("m.gguf", gguf_model(&none));
+  if (kind == 2) add_file("m.bin", llama2(0, 5, 0));
+}
+
+static const char *const kind_paths[] = {"m/model.safetensors", "m.gguf", "m.bin"};
+
+TEST(every_failure_unwinds) {
+  int kind, n, read, what;
+  for (kind = 0; kind < 3; kind++)
+    for (what = 0; what < 4; what++) { /* an allocation fails once; a file call; mapped or read */
+      tfm_model_config c = test_config();
+      tfm_model *m = NULL;
+      read = what & 1;
+      c.no_mmap = read != 0;
+      c.weights = TFM_F16;
+      fill_files(kind);
+      for (n = 0; !m && n < 1000; n++) {
+        allocs_left = what < 2 ? n : -1;
+        calls_left = what < 2 ? -1 : n;
+        m = tfm_model_load(kind_paths[kind], &c);
+        if (!m && what < 2) CHECK_STR(tfm_status_name(tfm_error_status()), "TFM_E_MEMORY");
+        if (!m && what >= 2) CHECK_STR(tfm_status_name(tfm_error_status()), "TFM_E_IO");
+        if (!m) CHECK_EQ_INT(held_bytes, 0);
+        if (!m) CHECK_EQ_INT(open_files, 0);
+      }
+      allocs_left = calls_left = -1;
+      expect_model(m, TFM_OK, "");
+      forget_files();
+    }
+}
+
+static bool stop_at_once(void *user, const char *phase, double done) {
+  CHECK_STR(phase, "load");
+  CHECK(done > 0 && done <= 1);
+  return ++*(int *)user < 3;
+}
+
+TEST(progress_cancels) {
+  tfm_model_config c = test_config();
+  int calls = 0;
+  fill_files(2);
+  c.host.user = &calls;
+  c.host.progress = stop_at_once;
+  expect_model(tfm_model_load("m.bin", &c), TFM_E_CANCELLED, "loading was cancelled");
+  CHECK_EQ_INT(calls, 3);
+  forget_files();
+}
+
+TEST(memory_limit) {
+  tfm_model_config c = test_config();
+  tfm_model_info info;
+  tfm_model *m;
+  fill_files(0);
+  m = tfm_model_load("m/", &c);
+  CHECK_EQ_INT(tfm_model_describe(m, &info), TFM_OK);
+  tfm_model_free(m);
+  c.host.memory_limit_bytes = info.peak_bytes;
+  expect_model(tfm_model_load("m/", &c), TFM_OK, "");
+  c.host.memory_limit_bytes = info.peak_bytes - 1;
+  expect_model(tfm_model_load("m/", &c), TFM_E_MEMORY, "memory limit");
+  forget_files();
+}
+
+/* ---- The plan is the load ---- */
+
+static void expect_plan(const char *path, tfm_model_config *c) {
+  tfm_plan plan;
+  tfm_model_info info;
+  tfm_model *m = tfm_model_load(path, c);
+  if (!m) CHECK_STR(tfm_error(), "");
+  if (!m) return;
+  CHECK_EQ_INT(tfm_model_describe(m, &info), TFM_OK);
+  CHECK_EQ_INT(tfm_plan_memory(path, c, NULL, &plan), TFM_OK);
+  CHECK_EQ_INT(plan.load_peak_bytes, info.peak_bytes);
+  CHECK_EQ_INT(plan.model_bytes, info.memory_bytes);
+  CHECK_EQ_INT(plan.mapped_bytes, info.mapped_bytes);
+  tfm_model_free(m);
+}
+
+TEST(plan_equals_load) {
+  static const char *const paths[] = {
+    "tests/data/models/gpt2-a", "tests/data/models/gpt2-b", "tests/data/models/llama-c",
+    "tests/data/models/tiny", "../shared/data/stories260K/stories260K.gguf",
+    "../shared/data/stories260K/stories260K.bin"};
+  int i, k, found = 0;
+  for (i = 0; i < TFMI_COUNT(paths); i++)
+    for (k = 0; k < 6; k++) {
+      tfm_model_config c = test_config();
+      c.host.io = NULL;
+      c.host.alloc = k & 1 ? count_alloc : NULL;
+      c.no_mmap = k % 3 == 1;
+      c.weights = k % 3 == 2 ? TFM_F16 : TFM_TYPE_DEFAULT;
+      if (access(paths[i], R_OK) != 0) continue;
+      found++;
+      expect_plan(paths[i], &c);
+      CHECK_EQ_INT(held_bytes, 0);
+    }
+  if (!found) SKIP("run from the top of the repository, with ../shared/data beside it");
+}
+
+TEST(plan_reads_through_callbacks) {
+  tfm_model_config c = test_config();
+  int k;
+  for (k = 0; k < 2; k++) {
+    fill_files(0);
+    c.no_mmap = k == 1;
+    expect_plan("m/", &c);
+    forget_files();
+  }
+}
+
+TEST_MAIN

@@ -1,0 +1,1150 @@
+/* Every forward entry of every table that is compiled in, against naive loops in double precision:
+   odd sizes, all types, views with gaps between rows whose bytes must survive, padding rows, pages.
+   And rule 7 of >>backend, bit by bit: alone or in a batch, with one thread or three. */
+#define TRANSFORMER_IMPLEMENTATION
+#include "../transformer.h"
+#include "test.h"
+
+/* ---- A device under test ---- */
+
+typedef struct device {
+  tfmi_heap heap;
+  tfm_dev d;
+  const tfm_backend *b;
+} device;
+
+static bool device_open(device *t, tfm_device which, int32_t threads) {
+  memset(t, 0, sizeof *t);
+  if (tfmi_dev_open(&t->d, &t->heap, which, 0, threads, NULL, true) != TFM_OK) return false;
+  t->b = t->d.table;
+  return true;
+}
+
+static void device_close(device *t) {
+  CHECK_EQ_INT(t->b->sync(&t->d), TFM_OK);
+  tfmi_dev_close(&t->d, &t->heap);
+  CHECK_EQ_INT(t->heap.used, 0);
+}
+
+/* Runs a test on each table, with three threads. */
+static void on_tables(void (*test)(device *)) {
+  static const tfm_device all[] = {TFM_REF, TFM_CPU, TFM_CUDA};
+  device t;
+  int i;
+  for (i = 0; i < 3; i++)
+    if (device_open(&t, all[i], 3)) {
+      int before = test_failures;
+      test(&t);
+      device_close(&t);
+      if (test_failures > before) fprintf(stderr, "  ... on table %d\n", (int)all[i]);
+    }
+}
+
+/* ---- Numbers ---- */
+
+static uint64_t counter;
+static double uniform(void) { /* -1 to 1 */
+  return tfmi_philox(7, counter++, 0).word[0] / 2147483648.0 - 1;
+}
+static int below(int n) { return (int)(tfmi_philox(8, counter++, 0).word[0] % (uint32_t)n); }
+
+static double tolerance(tfm_type type) {
+  return type == TFM_F32 ? 1e-5 : type == TFM_F16 ? 3e-3 : 2e-2;
+}
+
+/* ---- Matrices on the device, between guards ---- */
+
+typedef struct matrix {
+  tfm_mat m;
+  void *base;
+  uint8_t *raw;   /* the whole allocation as it was put there */
+  size_t bytes;
+  float *v;       /* [rows, cols], decoded */
+} matrix;
+
+enum { GUARD = 3 }; /* rows before and after */
+
+static size_t at(const matrix *x, int row, int col) {
+  return tfmi_span(x->m.type, (row + GUARD) * x->m.stride + col);
+}
+
+static void matrix_put(device *t, matrix *x) {
+  int i;
+  for (i = 0; i < x->m.rows; i++) {
+    tfmi_codecs[x->m.type].encode(x->raw + at(x, i, 0), x->v + i * x->m.cols, x->m.cols);
+    tfmi_codecs[x->m.type].decode(x->v + i * x->m.cols, x->raw + at(x, i, 0), x->m.cols);
+  }
+  t->b->put(&t->d, x->base, x->raw, x->bytes);
+}
+
+static matrix matrix_typed(device *t, int rows, int cols, int gap, tfm_type type) {
+  matrix x;
+  int i;
+  x.m.type = type;
+  x.m.rows = rows;
+  x.m.cols = cols;
+  x.m.stride = cols + gap;
+  x.bytes = tfmi_span(type, (rows + 2 * GUARD) * x.m.stride);
+  x.base = t->b->alloc(&t->d, x.bytes);
+  x.raw = (uint8_t *)malloc(x.bytes);
+  memset(x.raw, 0x7b, x.bytes);
+  x.m.data = (uint8_t *)x.base + tfmi_span(type, GUARD * x.m.stride);
+  x.v = (float *)malloc((size_t)rows * (size_t)cols * sizeof *x.v + 1);
+  for (i = 0; i < rows * cols; i++) x.v[i] = (float)uniform();
+  matrix_put(t, &x);
+  return x;
+}
+
+static matrix matrix_new(device *t, int rows, int cols, int gap) {
+  return matrix_typed(t, rows, cols, gap, t->b->activation);
+}
+
+/* Reads it back into v; everything around it must be as it was. */
+static void matrix_get(device *t, matrix *x) {
+  uint8_t *now = (uint8_t *)malloc(x->bytes);
+  size_t row = tfmi_span(x->m.type, x->m.cols);
+  int i;
+  t->b->get(&t->d, now, x->base, x->bytes);
+  for (i = 0; i < x->m.rows; i++) {
+    tfmi_codecs[x->m.type].decode(x->v + i * x->m.cols, now + at(x, i, 0), x->m.cols);
+    memcpy(x->raw + at(x, i, 0), now + at(x, i, 0), row);
+  }
+  CHECK(memcmp(x->raw, now, x->bytes) == 0);
+  free(now);
+}
+
+static void matrix_free(device *t, matrix *x) {
+  t->b->release(&t->d, x->base, x->bytes);
+  free(x->raw);
+  free(x->v);
+}
+
+static void expect(const matrix *y, int row, int col, double want, double scale) {
+  double got = y->v[row * y->m.cols + col];
+  char text[160];
+  if (fabs(got - want) <= tolerance(y->m.type) * scale) return;
+  snprintf(text, sizeof text, "[%d, %d] is %.9g, expected %.9g", row, col, got, want);
+  test_fail(__FILE__, __LINE__, text);
+}
+
+static void *array(device *t, const void *host, size_t bytes) { /* on the device */
+  void *p = t->b->alloc(&t->d, bytes);
+  t->b->put(&t->d, p, host, bytes);
+  return p;
+}
+
+static tfm_mat none(void) {
+  tfm_mat m;
+  memset(&m, 0, sizeof m);
+  return m;
+}
+
+/* ---- Weights ---- */
+
+typedef struct weight {
+  tfm_weight w;
+  tfm_pack_size size;
+  float *v; /* [experts * rows, cols] as they should be */
+  uint8_t *file;
+} weight;
+
+static weight weight_new(device *t, int rows, int cols, int experts, tfm_type from, tfm_type to,
+                         bool transposed, int parts, int offset) {
+  int all = rows * (experts ? experts : 1), count = parts * (experts ? experts : 1), i, j;
+  tfm_part *part = (tfm_part *)calloc((size_t)count, sizeof *part);
+  tfm_weight_source s = {part, count, rows, cols, experts, transposed, true,
+                         TFM_ROLE_MATMUL | TFM_ROLE_GATHER, to};
+  weight x;
+  float *plain = (float *)malloc((size_t)all * (size_t)cols * sizeof *plain);
+  uint8_t *end;
+  memset(&x, 0, sizeof x);
+  for (i = 0; i < all * cols; i++) plain[i] = (float)(uniform() * 0.5);
+  x.v = (float *)malloc((size_t)all * (size_t)cols * sizeof *x.v);
+  x.file = end = (uint8_t *)malloc((size_t)all * (size_t)cols * 4 + 64);
+  end += offset;
+  for (i = j = 0; i < count; i++) { /* uneven parts */
+    int left = rows - j % rows, n = (i + 1) % parts == 0 ? left : left / 2;
+    float *block = (float *)malloc((size_t)n * (size_t)cols * sizeof *block);
+    int r, c;
+    for (r = 0; r < n; r++)
+      for (c = 0; c < cols; c++)
+        block[transposed ? c * n + r : r * cols + c] = plain[(j + r) * cols + c];
+    part[i].data = end;
+    part[i].type = from;
+    part[i].rows = n;
+    tfmi_codecs[from].encode(end, block, n * cols);
+    end += tfmi_span(from, (int64_t)n * cols);
+    free(block);
+    j += n;
+  }
+  x.size = t->b->pack_size(&t->d, &s);
+  CHECK(x.size.host_bytes % 64 == 0 && x.size.device_bytes % 64 == 0);
+  t->b->pack(&t->d, &x.w, &s, malloc(x.size.host_bytes + 1),
+             x.size.device_bytes ? t->b->alloc(&t->d, x.size.device_bytes) : NULL);
+  for (i = 0; i < all; i++) { /* what the file says, and what converting leaves of it */
+    uint8_t bytes[8192];
+    float *v = x.v + i * cols;
+    memcpy(v, plain + i * cols, (size_t)cols * sizeof *v);
+    tfmi_codecs[from].encode(bytes, v, cols);
+    tfmi_codecs[from].decode(v, bytes, cols);
+    if (to == TFM_TYPE_DEFAULT || to == from) continue;
+    tfmi_codecs[to].encode(bytes, v, cols);
+    tfmi_codecs[to].decode(v, bytes, cols);
+  }
+  free(plain);
+  free(part);
+  return x;
+}
+
+static void weight_free(device *t, weight *x) {
+  if (x->w.device) t->b->release(&t->d, x->w.device, x->size.device_bytes);
+  free(x->w.host);
+  free(x->v);
+  free(x->file);
+}
+
+static const tfm_type types[] = {TFM_F32, TFM_F16, TFM_BF16, TFM_Q8_0, TFM_Q4_0};
+
+static void pack_and_back(device *t, tfm_type from, tfm_type to, bool transposed, int offset) {
+  bool blocks = from >= TFM_Q8_0 || to >= TFM_Q8_0;
+  weight w = weight_new(t, 37, blocks ? 96 : 83, 0, from, to, transposed, 3, offset);
+  matrix y = matrix_typed(t, 20, w.w.cols, 2, TFM_F32);
+  int i, j;
+  t->b->unpack(&t->d, y.m, &w.w, 9);
+  matrix_get(t, &y);
+  for (i = 0; i < 20; i++)
+    for (j = 0; j < y.m.cols; j++)
+      CHECK(y.v[i * y.m.cols + j] == w.v[(i + 9) * y.m.cols + j]);
+  matrix_free(t, &y);
+  weight_free(t, &w);
+}
+
+static void test_pack(device *t) {
+  int from, to;
+  for (from = 0; from < 5; from++) {
+    pack_and_back(t, types[from], TFM_TYPE_DEFAULT, false, 0);
+    pack_and_back(t, types[from], TFM_TYPE_DEFAULT, false, 1);
+    for (to = 0; to < 5; to++) pack_and_back(t, types[from], types[to], false, 4);
+    for (to = 0; to < 5 && from < 3; to++) pack_and_back(t, types[from], types[to], true, 1);
+  }
+}
+TEST(pack_unpacks) { on_tables(test_pack); }
+
+static void refuse(device *t, tfm_type from, tfm_type to, int cols, bool transposed) {
+  tfm_part part = {NULL, from, 4};
+  tfm_weight_source s = {&part, 1, 4, cols, 0, transposed, true, TFM_ROLE_MATMUL, to};
+  t->b->pack_size(&t->d, &s);
+  CHECK(t->d.message[0] != 0);
+  CHECK_EQ_INT(t->b->sync(&t->d), TFM_E_UNSUPPORTED);
+  CHECK_EQ_INT(t->b->sync(&t->d), TFM_OK);
+}
+
+static void test_refusals(device *t) {
+  refuse(t, TFM_Q4_K, TFM_TYPE_DEFAULT, 256, false);
+  refuse(t, TFM_F32, TFM_F8_E4M3, 256, false);
+  refuse(t, TFM_F32, TFM_Q8_0, 33, false);
+  refuse(t, TFM_Q8_0, TFM_TYPE_DEFAULT, 32, true);
+}
+TEST(pack_refuses) { on_tables(test_refusals); }
+
+/* Known bytes, worked out by hand: ggml's blocks. */
+TEST(quantises_as_ggml) {
+  float x[32] = {0}, y[32];
+  uint8_t q8[34], q4[18];
+  x[0] = 127;
+  x[1] = -63.5f;
+  x[2] = 0.5f;
+  tfmi_encode_q8_0(q8, x, 32);
+  CHECK_EQ_INT(tfmi_u16(q8), 0x3c00);
+  CHECK_EQ_INT((int8_t)q8[2], 127);
+  CHECK_EQ_INT((int8_t)q8[3], -64);
+  CHECK_EQ_INT((int8_t)q8[4], 1);
+  x[0] = -8;
+  x[1] = 3.4f;
+  x[16] = 7.9f;
+  tfmi_encode_q4_0(q4, x, 32); /* -8 leads: d = 1 */
+  tfmi_decode_q4_0(y, q4, 32);
+  CHECK_EQ_INT(tfmi_u16(q4), 0x3c00);
+  CHECK_EQ_INT(q4[2] & 15, 0);
+  CHECK_EQ_INT(q4[3] & 15, 11);
+  CHECK_EQ_INT(q4[2] >> 4, 15);
+  CHECK(y[0] == -8 && y[1] == 3 && y[16] == 7);
+}
+
+TEST(f16_decodes_all) {
+  uint32_t h;
+  for (h = 0; h < 65536; h++) {
+    uint16_t half = (uint16_t)h;
+    float a = tfmi_from_f16(half), b;
+    tfmi_decode_f16(&b, (const uint8_t *)&half, 1);
+    CHECK(memcmp(&a, &b, 4) == 0);
+  }
+}
+
+TEST(exp_is_accurate) {
+  double worst = 0, x;
+  for (x = -86.8; x < 88.7; x += 0.00117) {
+    double want = exp((double)(float)x), got = (double)tfmi_exp((float)x);
+    double ulps = fabs(got - want) / want * 8388608.0;
+    if (ulps > worst) worst = ulps;
+  }
+  CHECK(worst < 2);
+  CHECK(tfmi_exp(-INFINITY) == 0 && tfmi_exp(-1000) == 0 && tfmi_exp(0) == 1);
+  CHECK(tfmi_exp(1000) == INFINITY && tfmi_exp(INFINITY) == INFINITY);
+  CHECK(tfmi_exp(NAN) != tfmi_exp(NAN));
+}
+
+/* ---- matmul ---- */
+
+static double activate(double x, tfm_act act) {
+  switch (act) {
+    case TFM_ACT_NONE: return x;
+    case TFM_ACT_GELU: return 0.5 * x * (1 + erf(x / sqrt(2)));
+    case TFM_ACT_GELU_TANH: return 0.5 * x * (1 + tanh(0.7978845608 * (x + 0.044715 * x * x * x)));
+    case TFM_ACT_SILU: return x / (1 + exp(-x));
+    case TFM_ACT_RELU: return x > 0 ? x : 0;
+  }
+  return NAN;
+}
+
+static double dot(const float *a, const float *b, int n) {
+  double sum = 0;
+  while (n--) sum += (double)a[n] * (double)b[n];
+  return sum;
+}
+
+static void matmul_plain(device *t, int m, int n, int k, tfm_type type, int parts, int offset) {
+  weight w = weight_new(t, n, k, 0, type, TFM_TYPE_DEFAULT, false, parts, offset);
+  matrix x = matrix_new(t, m, k, 3), y = matrix_new(t, m, n, 5);
+  tfm_epilogue e;
+  int i, j;
+  memset(&e, 0, sizeof e);
+  t->b->matmul(&t->d, y.m, x.m, &w.w, &e);
+  matrix_get(t, &y);
+  for (i = 0; i < m; i++)
+    for (j = 0; j < n; j++) expect(&y, i, j, dot(x.v + i * k, w.v + j * k, k), 0.3 * sqrt(k) + 1);
+  matrix_free(t, &x);
+  matrix_free(t, &y);
+  weight_free(t, &w);
+}
+
+static void test_matmul(device *t) {
+  static const int ms[] = {1, 2, 3, 4, 7, 16, 17, 37}, ks[] = {1, 15, 16, 33, 130, 1031};
+  int i, j;
+  for (i = 0; i < 5; i++)
+    for (j = 0; j < 8; j++) matmul_plain(t, ms[j], 77, 160, types[i], 3, j % 4);
+  for (i = 0; i < 3; i++)
+    for (j = 0; j < 6; j++) matmul_plain(t, 5, 9, ks[j], types[i], 1, 1);
+  matmul_plain(t, 2, 1, 32, TFM_Q4_0, 1, 1);
+}
+TEST(matmul) { on_tables(test_matmul); }
+
+static double keep(const tfm_dropout *p, const int32_t *pos, const int32_t *seq, int row, int col) {
+  uint32_t word = tfmi_philox(p->seed, (uint64_t)(uint32_t)pos[row] << 32 | (uint32_t)col / 4,
+                              (uint64_t)p->site << 32 | (uint32_t)seq[row]).word[col % 4];
+  return (word >> 8) / 16777216.0 < (double)p->rate ? 0 : 1 / (1 - (double)p->rate);
+}
+
+static void epilogue(device *t, tfm_act act, bool alias) {
+  enum { M = 19, N = 45, K = 64 };
+  weight w = weight_new(t, N, K, 0, TFM_F32, TFM_TYPE_DEFAULT, true, 2, 0);
+  matrix x = matrix_new(t, M, K, 1), y = matrix_new(t, M, N, 2), r = matrix_new(t, M, N, 3),
+         aux = matrix_new(t, M, N, 4), bias = matrix_typed(t, 1, N, 0, TFM_F32);
+  int32_t pos[M], seq[M];
+  tfm_epilogue e;
+  double drops = 0;
+  int i, j;
+  for (i = 0; i < M; i++) pos[i] = 3 * i, seq[i] = i % 4;
+  memset(&e, 0, sizeof e);
+  e.scale = 1.5f;
+  e.bias = (const float *)bias.m.data;
+  e.act = act;
+  e.softcap = 2.5f;
+  e.residual = alias ? y.m : r.m;
+  e.aux = aux.m;
+  e.dropout.rate = 0.25f;
+  e.dropout.seed = 99;
+  e.dropout.site = 5;
+  e.dropout.pos = (const int32_t *)array(t, pos, sizeof pos);
+  e.dropout.seq = (const int32_t *)array(t, seq, sizeof seq);
+  if (alias) memcpy(r.v, y.v, sizeof(float) * M * N);
+  t->b->matmul(&t->d, y.m, x.m, &w.w, &e);
+  matrix_get(t, &y);
+  matrix_get(t, &aux);
+  for (i = 0; i < M; i++)
+    for (j = 0; j < N; j++) {
+      double v = 1.5 * dot(x.v + i * K, w.v + j * K, K) + (double)bias.v[j];
+      double k = keep(&e.dropout, pos, seq, i, j);
+      expect(&aux, i, j, v, 8);
+      expect(&y, i, j, 2.5 * tanh(activate(v, act) / 2.5) * k + (double)r.v[i * N + j], 8);
+      drops += k == 0;
+    }
+  CHECK(fabs(drops / (M * N) - 0.25) < 0.06);
+  t->b->release(&t->d, (void *)(uintptr_t)e.dropout.pos, sizeof pos);
+  t->b->release(&t->d, (void *)(uintptr_t)e.dropout.seq, sizeof seq);
+  matrix_free(t, &x);
+  matrix_free(t, &y);
+  matrix_free(t, &r);
+  matrix_free(t, &aux);
+  matrix_free(t, &bias);
+  weight_free(t, &w);
+}
+
+static void test_epilogue(device *t) {
+  int act;
+  for (act = TFM_ACT_NONE; act <= TFM_ACT_RELU; act++) epilogue(t, (tfm_act)act, act % 2);
+}
+TEST(matmul_epilogue) { on_tables(test_epilogue); }
+
+/* Bits of each row: alone, in a batch, and with another number of threads. */
+static void same_bits(device *t, tfm_type type, int k) {
+  enum { M = 23, N = 1000 };
+  weight w = weight_new(t, N, k, 0, type, TFM_TYPE_DEFAULT, false, 3, 0);
+  matrix x = matrix_new(t, M, k, 0), y = matrix_new(t, M, N, 0), one = matrix_new(t, 1, N, 0);
+  int32_t threads = t->d.threads;
+  tfm_epilogue e;
+  int i;
+  memset(&e, 0, sizeof e);
+  e.act = TFM_ACT_SILU;
+  t->b->matmul(&t->d, y.m, x.m, &w.w, &e);
+  matrix_get(t, &y);
+  for (i = 0; i < M; i++) {
+    tfm_mat row = x.m;
+    row.data = (uint8_t *)x.m.data + tfmi_span(x.m.type, i * x.m.stride);
+    row.rows = 1;
+    t->d.threads = 1 + i % threads;
+    t->b->matmul(&t->d, one.m, row, &w.w, &e);
+    matrix_get(t, &one);
+    CHECK(memcmp(one.v, y.v + i * N, sizeof(float) * N) == 0);
+  }
+  t->d.threads = threads;
+  matrix_free(t, &x);
+  matrix_free(t, &y);
+  matrix_free(t, &one);
+  weight_free(t, &w);
+}
+
+static void test_bits(device *t) {
+  int i;
+  for (i = 0; i < 5; i++) same_bits(t, types[i], 288);
+  same_bits(t, TFM_F32, 1300);
+  same_bits(t, TFM_BF16, 83);
+}
+TEST(matmul_rows_are_independent) { on_tables(test_bits); }
+
+/* ---- cast, gather, embed ---- */
+
+static void test_copies(device *t) {
+  static const int32_t index[4] = {6, 0, 3, 3};
+  int32_t *where = (int32_t *)array(t, index, sizeof index);
+  int a, b, i, j;
+  for (a = 0; a < 3; a++)
+    for (b = 0; b < 3; b++) {
+      matrix x = matrix_typed(t, 7, 301, 2, types[a]), y = matrix_typed(t, 7, 301, 0, types[b]);
+      t->b->cast(&t->d, y.m, x.m);
+      matrix_get(t, &y);
+      for (i = 0; i < 7; i++)
+        for (j = 0; j < 301; j++) expect(&y, i, j, (double)x.v[i * 301 + j], 1);
+      matrix_free(t, &x);
+      matrix_free(t, &y);
+    }
+  {
+    matrix x = matrix_new(t, 7, 33, 2), y = matrix_new(t, 4, 33, 1);
+    t->b->gather(&t->d, y.m, x.m, where);
+    matrix_get(t, &y);
+    for (i = 0; i < 4; i++) CHECK(!memcmp(y.v + i * 33, x.v + index[i] * 33, 33 * sizeof *y.v));
+    matrix_free(t, &x);
+    matrix_free(t, &y);
+  }
+  t->b->release(&t->d, where, sizeof index);
+}
+TEST(cast_and_gather) { on_tables(test_copies); }
+
+static void test_embed(device *t) {
+  enum { T = 5, C = 160 };
+  static const int32_t id[T] = {4, 0, -7, 18, 4}, pos[T] = {0, 1, -9, 5, 2};
+  static const int32_t seq[T] = {0, 0, -1, 1, 2};
+  tfm_rows rows = {T, (int32_t *)array(t, id, sizeof id), (int32_t *)array(t, pos, sizeof pos),
+                   (int32_t *)array(t, seq, sizeof seq)};
+  int i, j, k;
+  for (k = 0; k < 5; k++) {
+    weight table = weight_new(t, 19, C, 0, types[k], TFM_TYPE_DEFAULT, false, 2, 1);
+    weight learned = weight_new(t, 6, C, 0, types[4 - k], TFM_TYPE_DEFAULT, false, 1, 0);
+    matrix y = matrix_new(t, T, C, 3);
+    t->b->embed(&t->d, y.m, &table.w, k % 2 ? &learned.w : NULL, &rows, 1.5f);
+    matrix_get(t, &y);
+    for (i = 0; i < T; i++)
+      for (j = 0; j < C && seq[i] >= 0; j++)
+        expect(&y, i, j, 1.5 * (double)table.v[id[i] * C + j] +
+                             (k % 2 ? (double)learned.v[pos[i] * C + j] : 0), 2);
+    matrix_free(t, &y);
+    weight_free(t, &table);
+    weight_free(t, &learned);
+  }
+  t->b->release(&t->d, (void *)(uintptr_t)rows.id, sizeof id);
+  t->b->release(&t->d, (void *)(uintptr_t)rows.pos, sizeof pos);
+  t->b->release(&t->d, (void *)(uintptr_t)rows.seq, sizeof seq);
+}
+TEST(embed) { on_tables(test_embed); }
+
+/* ---- norm ---- */
+
+static void norm_with(device *t, tfm_norm_kind kind, int groups, int width, int residual) {
+  enum { T = 6 };
+  int cols = groups * width, i, j, g;
+  tfm_norm p = {kind, 1e-5f, kind == TFM_NORM_RMS ? 1.0f : 0.0f, groups};
+  matrix x = matrix_new(t, T, cols, 5), y = matrix_new(t, T, cols, 0),
+         r = matrix_new(t, T, cols, 2), w = matrix_typed(t, 1, width, 0, TFM_F32), b = matrix_typed(t, 1, width, 0, TFM_F32),
+         stats = matrix_typed(t, T * groups, 2, 0, TFM_F32);
+  float *before = (float *)malloc(sizeof(float) * (size_t)(T * cols));
+  for (i = 0; i < T * cols; i++) x.v[i] += 3; /* a mean that one pass would trip over */
+  matrix_put(t, &x);
+  memcpy(before, x.v, sizeof(float) * (size_t)(T * cols));
+  t->b->norm(&t->d, residual == 2 ? r.m : residual == 1 ? y.m : x.m, x.m, (float *)w.m.data,
+             kind == TFM_NORM_LAYER ? (float *)b.m.data : NULL, residual ? r.m : none(),
+             (float *)stats.m.data, &p);
+  {
+    matrix *out = residual == 2 ? &r : residual == 1 ? &y : &x;
+    float *old = (float *)malloc(sizeof(float) * (size_t)(T * cols));
+    memcpy(old, r.v, sizeof(float) * (size_t)(T * cols));
+    matrix_get(t, out);
+    matrix_get(t, &stats);
+    for (i = 0; i < T; i++)
+      for (g = 0; g < groups; g++) {
+        const float *v = before + i * cols + g * width;
+        double mean = 0, var = 0;
+        for (j = 0; j < width && kind == TFM_NORM_LAYER; j++) mean += (double)v[j] / width;
+        for (j = 0; j < width; j++) var += ((double)v[j] - mean) * ((double)v[j] - mean) / width;
+        expect(&stats, i * groups + g, 0, mean, 3);
+        expect(&stats, i * groups + g, 1, 1 / sqrt(var + 1e-5), 1 / sqrt(var + 1e-5));
+        for (j = 0; j < width; j++)
+          expect(out, i, g * width + j,
+                 (residual ? (double)old[i * cols + g * width + j] : 0) +
+                     ((double)v[j] - mean) / sqrt(var + 1e-5) * (double)(w.v[j] + p.offset) +
+                     (kind == TFM_NORM_LAYER ? (double)b.v[j] : 0), 6);
+      }
+    free(old);
+  }
+  free(before);
+  matrix_free(t, &x);
+  matrix_free(t, &y);
+  matrix_free(t, &r);
+  matrix_free(t, &w);
+  matrix_free(t, &b);
+  matrix_free(t, &stats);
+}
+
+static void test_norm(device *t) {
+  int r;
+  for (r = 0; r < 3; r++) {
+    norm_with(t, TFM_NORM_LAYER, 1, 768, r);
+    norm_with(t, TFM_NORM_RMS, 1, 61, r);
+    norm_with(t, TFM_NORM_RMS, 5, 48, r);
+    norm_with(t, TFM_NORM_LAYER, 3, 17, r);
+  }
+}
+TEST(norm) { on_tables(test_norm); }
+
+/* ---- rope ---- */
+
+static void rope_with(device *t, int width, int rot, bool interleaved) {
+  enum { T = 5, HEADS = 3 };
+  static const int32_t pos[T] = {0, 1, 77, 4000, 100000};
+  float freq[128];
+  matrix x = matrix_new(t, T, HEADS * width, 7);
+  float *before = (float *)malloc(sizeof(float) * (size_t)(T * HEADS * width));
+  int32_t *where = (int32_t *)array(t, pos, sizeof pos);
+  tfm_rope p = {width, rot, interleaved, false, NULL, 1.25f};
+  int i, h, j;
+  for (j = 0; j < rot / 2; j++) freq[j] = (float)pow(10000, -2.0 * j / rot);
+  p.inv_freq = (float *)array(t, freq, sizeof freq);
+  memcpy(before, x.v, sizeof(float) * (size_t)(T * HEADS * width));
+  t->b->rope(&t->d, x.m, where, &p);
+  matrix_get(t, &x);
+  for (i = 0; i < T; i++)
+    for (h = 0; h < HEADS; h++)
+      for (j = 0; j < width; j++) {
+        int pairs = rot / 2, pair = interleaved ? j / 2 : j % pairs;
+        int second = interleaved ? j % 2 : j >= pairs;
+        int a = h * width + (interleaved ? 2 * pair : pair), b = a + (interleaved ? 1 : pairs);
+        const float *v = before + i * HEADS * width;
+        double angle = j < rot ? (double)((float)pos[i] * freq[pair]) : 0, u, w;
+        if (j >= rot) {
+          expect(&x, i, h * width + j, (double)v[h * width + j], 0);
+          continue;
+        }
+        u = (double)v[a];
+        w = (double)v[b];
+        expect(&x, i, h * width + j,
+               1.25 * (second ? w * cos(angle) + u * sin(angle)
+                              : u * cos(angle) - w * sin(angle)), 2);
+      }
+  p.inverse = true;
+  p.scale = 1 / 1.25f;
+  t->b->rope(&t->d, x.m, where, &p);
+  matrix_get(t, &x);
+  for (i = 0; i < T; i++)
+    for (j = 0; j < x.m.cols; j++) expect(&x, i, j, (double)before[i * x.m.cols + j], 4);
+  t->b->release(&t->d, where, sizeof pos);
+  t->b->release(&t->d, (void *)(uintptr_t)p.inv_freq, sizeof freq);
+  free(before);
+  matrix_free(t, &x);
+}
+
+static void test_rope(device *t) {
+  rope_with(t, 48, 48, false);
+  rope_with(t, 48, 48, true);
+  rope_with(t, 10, 6, false);
+  rope_with(t, 10, 6, true);
+  rope_with(t, 256, 200, false);
+}
+TEST(rope) { on_tables(test_rope); }
+
+/* ---- attn ---- */
+
+typedef struct attention { /* a case */
+  int heads, kv_heads, width, page, window, longest;
+  float softcap;
+  tfm_type cache;
+  bool rows_only; /* no cache */
+} attention;
+
+enum { SEQS = 3, MAX_T = 220 };
+
+typedef struct cache {
+  tfm_kv kv;
+  int32_t pages[SEQS * MAX_T];
+  size_t bytes, page_bytes;
+} cache;
+
+static cache cache_new(device *t, const attention *a) {
+  cache c;
+  int i, n = (MAX_T + a->page - 1) / a->page;
+  memset(&c, 0, sizeof c);
+  for (i = 0; i < SEQS * n; i++) c.pages[i] = i * 7 % (SEQS * n); /* n is no multiple of 7 */
+  while (SEQS * n % 7 == 0) for (n++, i = 0; i < SEQS * n; i++) c.pages[i] = i * 7 % (SEQS * n);
+  c.bytes = tfmi_span(a->cache, (int64_t)SEQS * n * a->page * a->kv_heads * a->width);
+  c.kv.k = t->b->alloc(&t->d, c.bytes);
+  c.kv.v = t->b->alloc(&t->d, c.bytes);
+  c.kv.type = a->cache;
+  c.kv.max_pages = n;
+  c.kv.page_tokens = a->page;
+  c.kv.heads = a->kv_heads;
+  c.kv.width = a->width;
+  c.page_bytes = sizeof(int32_t) * (size_t)(SEQS * n);
+  c.kv.table = (int32_t *)array(t, c.pages, c.page_bytes);
+  return c;
+}
+
+static void cache_free(device *t, cache *c) {
+  t->b->release(&t->d, c->kv.k, c->bytes);
+  t->b->release(&t->d, c->kv.v, c->bytes);
+  t->b->release(&t->d, (void *)(uintptr_t)c->kv.table, c->page_bytes);
+}
+
+typedef struct batch { int32_t pos[MAX_T], seq[MAX_T]; tfm_rows rows; } batch;
+
+static void batch_put(device *t, batch *b, int n) {
+  b->rows.n = n;
+  b->rows.id = b->rows.pos = (int32_t *)array(t, b->pos, sizeof b->pos);
+  b->rows.seq = (int32_t *)array(t, b->seq, sizeof b->seq);
+}
+
+static void batch_free(device *t, batch *b) {
+  t->b->release(&t->d, (void *)(uintptr_t)b->rows.pos, sizeof b->pos);
+  t->b->release(&t->d, (void *)(uintptr_t)b->rows.seq, sizeof b->seq);
+}
+
+/* One row and head, in double. */
+static void attend(const attention *a, const matrix *q, const matrix *k, const matrix *v,
+                   const batch *b, int row, int head, float scale, double *out, double *prob, double *lse) {
+  int kh = head / (a->heads / a->kv_heads), r, j, width = a->width;
+  double top = -INFINITY, sum = 0, s[MAX_T];
+  for (r = 0; r < b->rows.n; r++) {
+    bool seen = b->seq[r] == b->seq[row] && b->pos[r] <= b->pos[row] &&
+                (!a->window || b->pos[r] > b->pos[row] - a->window);
+    s[r] = -INFINITY;
+    if (!seen) continue;
+    s[r] = (double)scale * dot(q->v + row * q->m.cols + head * width,
+                               k->v + r * k->m.cols + kh * width, width);
+    if (a->softcap != 0) s[r] = (double)a->softcap * tanh(s[r] / (double)a->softcap);
+    if (s[r] > top) top = s[r];
+  }
+  for (r = 0; r < b->rows.n; r++) sum += exp(s[r] - top);
+  for (j = 0; j < width; j++) out[j] = 0;
+  for (j = 0; j < MAX_T; j++) prob[j] = 0;
+  for (r = 0; r < b->rows.n; r++) {
+    double p = exp(s[r] - top) / sum;
+    if (p > 0) prob[b->pos[r]] = p;
+    for (j = 0; j < width; j++) out[j] += p * (double)v->v[r * v->m.cols + kh * width + j];
+  }
+  *lse = top + log(sum);
+}
+
+static void round_to(matrix *x, tfm_type type) { /* as the cache will hold it */
+  uint8_t bytes[4];
+  int i;
+  for (i = 0; i < x->m.rows * x->m.cols; i++) {
+    tfmi_codecs[type].encode(bytes, x->v + i, 1);
+    tfmi_codecs[type].decode(x->v + i, bytes, 1);
+  }
+}
+
+static void attn_with(device *t, attention a) {
+  cache c = cache_new(t, &a);
+  tfm_attn p;
+  batch b;
+  int n = 0, s, i, j, h, inner = a.kv_heads * a.width;
+  matrix q, k, v, y, probs, lse;
+  for (i = 0; i < a.longest; i++) /* sequences of different lengths, interleaved, with padding */
+    for (s = 0; s < SEQS; s++)
+      if (i * (s + 1) < a.longest) b.pos[n] = i, b.seq[n] = s, n++;
+  b.pos[n] = -5, b.seq[n] = -1, n++;
+  batch_put(t, &b, n);
+  q = matrix_new(t, n, a.heads * a.width, 3);
+  k = matrix_new(t, n, inner, 5);
+  v = matrix_new(t, n, inner, 5);
+  y = matrix_new(t, n, a.heads * a.width, 2);
+  probs = matrix_typed(t, n * a.heads, MAX_T, 0, TFM_F32);
+  lse = matrix_typed(t, n, a.heads, 0, TFM_F32);
+  memset(&p, 0, sizeof p);
+  p.heads = a.heads;
+  p.scale = 1.7f / sqrtf((float)a.width) * 3;
+  p.softcap = a.softcap;
+  p.window = a.window;
+  p.probs = (float *)probs.m.data;
+  p.probs_stride = MAX_T;
+  t->b->kv_put(&t->d, &c.kv, k.m, v.m, &b.rows);
+  round_to(&k, a.rows_only ? TFM_F32 : a.cache);
+  round_to(&v, a.rows_only ? TFM_F32 : a.cache);
+  if (a.rows_only) {
+    t->b->release(&t->d, (void *)(uintptr_t)c.kv.table, c.page_bytes);
+    c.kv.table = NULL;
+    c.kv.key_rows = k.m;
+    c.kv.value_rows = v.m;
+  }
+  t->b->attn(&t->d, y.m, q.m, &c.kv, &b.rows, (float *)lse.m.data, &p);
+  matrix_get(t, &y);
+  matrix_get(t, &probs);
+  matrix_get(t, &lse);
+  for (i = 0; i < n - 1; i++)
+    for (h = 0; h < a.heads; h++) {
+      double out[256], prob[MAX_T], log_sum;
+      attend(&a, &q, &k, &v, &b, i, h, p.scale, out, prob, &log_sum);
+      for (j = 0; j < a.width; j++) expect(&y, i, h * a.width + j, out[j], 1);
+      for (j = 0; j < MAX_T; j++) expect(&probs, i * a.heads + h, j, prob[j], prob[j] > 0 ? 1 : 0);
+      expect(&lse, i, h, log_sum, 10);
+    }
+  batch_free(t, &b);
+  if (c.kv.table) cache_free(t, &c);
+  else t->b->release(&t->d, c.kv.k, c.bytes), t->b->release(&t->d, c.kv.v, c.bytes);
+  matrix_free(t, &q);
+  matrix_free(t, &k);
+  matrix_free(t, &v);
+  matrix_free(t, &y);
+  matrix_free(t, &probs);
+  matrix_free(t, &lse);
+}
+
+static void test_attn(device *t) {
+  static const attention cases[] = {
+    {4, 4, 48, 16, 0, 40, 0, TFM_F32, false},   {6, 2, 17, 5, 0, 90, 0, TFM_F32, false},
+    {9, 1, 33, 64, 0, 35, 0, TFM_F16, false},   {4, 2, 64, MAX_T, 0, 70, 0, TFM_BF16, false},
+    {4, 2, 32, 7, 11, 80, 0, TFM_F32, false},   {2, 1, 256, 33, 0, 20, 1.5f, TFM_F32, false},
+    {5, 5, 20, 1, 1, 20, 0, TFM_F16, false},    {6, 2, 24, 8, 0, 70, 0, TFM_F32, true},
+    {3, 3, 48, 8, 13, 70, 2, TFM_F32, true}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(cases); i++) attn_with(t, cases[i]);
+}
+TEST(attn) { on_tables(test_attn); }
+
+/* The bits of a row: whatever the page size, the form, the batch and the threads. */
+static void test_attn_bits(device *t) {
+  enum { N = 75, H = 4, D = 40 };
+  static const int pages[] = {1, 5, 16, 32, MAX_T};
+  matrix q = matrix_new(t, N, H * D, 0), k = matrix_new(t, N, 2 * D, 0),
+         v = matrix_new(t, N, 2 * D, 0), y = matrix_new(t, N, H * D, 0), first = matrix_new(t, N, H * D, 0);
+  int32_t threads = t->d.threads;
+  batch b;
+  tfm_attn p;
+  int i, j;
+  memset(&p, 0, sizeof p);
+  p.heads = H;
+  p.scale = 0.5f;
+  p.window = 41;
+  for (i = 0; i < N; i++) b.pos[i] = i, b.seq[i] = 1;
+  batch_put(t, &b, N);
+  for (j = 0; j < 5; j++) {
+    attention a = {H, 2, D, 0, 0, N, 0, t->b->activation, false};
+    cache c;
+    a.page = pages[j];
+    c = cache_new(t, &a);
+    t->d.threads = 1 + j % threads;
+    t->b->kv_put(&t->d, &c.kv, k.m, v.m, &b.rows);
+    t->b->attn(&t->d, j ? y.m : first.m, q.m, &c.kv, &b.rows, NULL, &p);
+    matrix_get(t, j ? &y : &first);
+    if (j) CHECK(memcmp(y.v, first.v, sizeof(float) * N * H * D) == 0);
+    for (i = 0; i < N; i += 9) { /* one row alone */
+      tfm_rows one = {1, b.rows.pos + i, b.rows.pos + i, b.rows.seq + i};
+      tfm_mat qi = q.m, yi = y.m;
+      qi.data = (uint8_t *)q.m.data + tfmi_span(q.m.type, i * q.m.stride);
+      yi.data = (uint8_t *)y.m.data + tfmi_span(y.m.type, i * y.m.stride);
+      qi.rows = yi.rows = 1;
+      t->b->attn(&t->d, yi, qi, &c.kv, &one, NULL, &p);
+      matrix_get(t, &y);
+      CHECK(memcmp(y.v + i * H * D, first.v + i * H * D, sizeof(float) * H * D) == 0);
+    }
+    cache_free(t, &c);
+  }
+  t->d.threads = threads;
+  batch_free(t, &b);
+  matrix_free(t, &q);
+  matrix_free(t, &k);
+  matrix_free(t, &v);
+  matrix_free(t, &y);
+  matrix_free(t, &first);
+}
+TEST(attn_rows_are_independent) { on_tables(test_attn_bits); }
+
+/* ---- glu ---- */
+
+static void test_glu(device *t) {
+  int act, i, j;
+  for (act = TFM_ACT_NONE; act <= TFM_ACT_RELU; act++) {
+    matrix x = matrix_new(t, 3, 2 * 1037, 3), y = matrix_new(t, 3, 1037, 1);
+    for (i = 0; i < 3 * 2 * 1037; i++) x.v[i] *= 12;
+    matrix_put(t, &x);
+    t->b->glu(&t->d, y.m, x.m, (tfm_act)act);
+    matrix_get(t, &y);
+    for (i = 0; i < 3; i++)
+      for (j = 0; j < 1037; j++) {
+        double gate = (double)x.v[i * 2074 + j], up = (double)x.v[i * 2074 + 1037 + j];
+        expect(&y, i, j, activate(gate, (tfm_act)act) * up, 1 + fabs(gate * up) / 10);
+      }
+    matrix_free(t, &x);
+    matrix_free(t, &y);
+  }
+}
+TEST(glu) { on_tables(test_glu); }
+
+/* ---- Mixture of experts ---- */
+
+static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
+  enum { T = 21, E = 7, K = 3, C = 64, N = 35 };
+  tfm_moe p = {E, K, normalise, after, 1.5f};
+  matrix logits = matrix_typed(t, T, E, 2, TFM_F32), x = matrix_new(t, T, C, 1),
+         mid = matrix_new(t, T * K, N, 0), out = matrix_new(t, T * K, C, 0),
+         y = matrix_new(t, T, C, 2),
+         r = matrix_new(t, T, C, 0), probs = matrix_typed(t, T, E, 0, TFM_F32),
+         weights = matrix_typed(t, T, K, 0, TFM_F32);
+  weight up = weight_new(t, N, C, E, type, TFM_TYPE_DEFAULT, false, 2, 0);
+  weight down = weight_new(t, C, 32, E, type, TFM_TYPE_DEFAULT, false, 1, 0);
+  int32_t expert[T * K], order[T * K], begin[E + 1];
+  tfm_routing g = {T, K, E, NULL, (float *)weights.m.data, NULL, NULL, (float *)probs.m.data};
+  tfm_mat mid32 = mid.m;
+  int i, j, s, e;
+  g.expert = (int32_t *)array(t, expert, sizeof expert);
+  g.order = (int32_t *)array(t, order, sizeof order);
+  g.begin = (int32_t *)array(t, begin, sizeof begin);
+  for (i = 0; i < T; i++) logits.v[i * E + i % E] = logits.v[i * E + (i + 2) % E]; /* ties */
+  for (i = 0; i < T; i++) logits.v[i * E + 4] = -9;                                /* hardly used */
+  matrix_put(t, &logits);
+  t->b->route(&t->d, &g, logits.m, &p);
+  t->b->matmul_moe(&t->d, mid.m, x.m, &up.w, &g, true);
+  mid32.cols = 32;
+  t->b->matmul_moe(&t->d, out.m, mid32, &down.w, &g, false);
+  t->b->combine(&t->d, y.m, out.m, normalise ? r.m : none(), &g);
+  t->b->get(&t->d, expert, g.expert, sizeof expert);
+  t->b->get(&t->d, order, g.order, sizeof order);
+  t->b->get(&t->d, begin, g.begin, sizeof begin);
+  matrix_get(t, &weights);
+  matrix_get(t, &probs);
+  matrix_get(t, &mid);
+  matrix_get(t, &out);
+  matrix_get(t, &y);
+  for (i = 0; i < T; i++) {
+    const float *l = logits.v + i * E;
+    double sum = 0, chosen = 0;
+    for (e = 0; e < E; e++) sum += exp((double)l[e]);
+    for (e = 0; e < E; e++) expect(&probs, i, e, exp((double)l[e]) / sum, 1);
+    for (j = 0; j < K; j++) chosen += exp((double)l[expert[i * K + j]]) / sum;
+    for (j = 0; j < K; j++) {
+      int best = expert[i * K + j], rank = 0;
+      for (e = 0; e < E; e++) rank += l[e] > l[best] || (l[e] == l[best] && e < best);
+      CHECK_EQ_INT(rank, j);
+      expect(&weights, i, j,
+             1.5 * exp((double)l[best]) / sum / (normalise || after ? chosen : 1), 1);
+    }
+  }
+  for (e = 0; e < E; e++)
+    for (s = begin[e]; s < begin[e + 1]; s++) {
+      CHECK_EQ_INT(expert[order[s]], e);
+      CHECK(s == begin[e] || order[s] > order[s - 1]);
+    }
+  CHECK_EQ_INT(begin[0], 0);
+  CHECK_EQ_INT(begin[E], T * K);
+  for (s = 0; s < T * K; s++) {
+    for (j = 0; j < N; j++)
+      expect(&mid, s, j, dot(x.v + s / K * C, up.v + (expert[s] * N + j) * C, C), 4);
+    for (j = 0; j < C; j++)
+      expect(&out, s, j, dot(mid.v + s * N, down.v + (expert[s] * C + j) * 32, 32), 8);
+  }
+  for (i = 0; i < T; i++)
+    for (j = 0; j < C; j++) {
+      double v = normalise ? (double)r.v[i * C + j] : 0;
+      for (s = 0; s < K; s++)
+        v += (double)weights.v[i * K + s] * (double)out.v[(i * K + s) * C + j];
+      expect(&y, i, j, v, 8);
+    }
+  t->b->release(&t->d, g.expert, sizeof expert);
+  t->b->release(&t->d, g.order, sizeof order);
+  t->b->release(&t->d, g.begin, sizeof begin);
+  weight_free(t, &up);
+  weight_free(t, &down);
+  matrix_free(t, &logits);
+  matrix_free(t, &x);
+  matrix_free(t, &mid);
+  matrix_free(t, &out);
+  matrix_free(t, &y);
+  matrix_free(t, &r);
+  matrix_free(t, &probs);
+  matrix_free(t, &weights);
+}
+
+static void test_moe(device *t) {
+  int i;
+  for (i = 0; i < 5; i++) moe_case(t, i % 2, i % 3 == 0, types[i]);
+}
+TEST(experts) { on_tables(test_moe); }
+
+/* ---- Choosing ---- */
+
+enum { V = 997, PAST = 6 };
+
+/* The definition, with a sort: which ids are left, and their probabilities. */
+static void survivors(const float *logits, const tfm_sampling *s, const int32_t *history, int past,
+                      double *p) {
+  double l[V], top = -INFINITY, sum = 0, least = 0;
+  int i, j;
+  for (i = 0; i < V; i++) l[i] = (double)logits[i];
+  for (i = 0; i < past && s->repetition_penalty != 0; i++) {
+    double from = (double)logits[history[i]], by = (double)s->repetition_penalty;
+    l[history[i]] = from < 0 ? from * by : from / by;
+  }
+  for (i = 0; i < V; i++) top = l[i] > top ? l[i] : top;
+  for (i = 0; i < V; i++) p[i] = exp((l[i] - top) / (double)s->temperature);
+  for (i = 0; i < V && s->top_k > 0; i++) { /* keep those with fewer than k above them */
+    int above = 0;
+    for (j = 0; j < V; j++) above += l[j] > l[i];
+    if (above >= s->top_k && p[i] >= least) least = nextafter(p[i], 2);
+  }
+  for (i = 0; i < V; i++) p[i] = p[i] >= least ? p[i] : 0;
+  for (i = 0; i < V; i++) sum += p[i];
+  for (i = 0; i < V && s->top_p > 0 && s->top_p < 1; i++) { /* mass above decides */
+    double above = 0;
+    for (j = 0; j < V; j++) above += p[j] > p[i] ? p[j] : 0;
+    if (above >= sum * (double)s->top_p && p[i] >= least) least = nextafter(p[i], 2);
+  }
+  for (i = 0; i < V; i++) p[i] = p[i] >= least && p[i] >= (double)s->min_p ? p[i] : 0;
+}
+
+static void test_sample(device *t) {
+  static const tfm_sampling settings[] = {
+    {0, 0, 0, 0, 0, 1, 1},      {1, 0, 0, 0, 0, 2, 1},      {0.7f, 5, 0, 0, 0, 3, 2},
+    {1, 0, 0.6f, 0, 0, 4, 3},   {1.3f, 0, 0, 0.3f, 0, 5, 4}, {0.8f, 40, 0.9f, 0.02f, 1.3f, 6, 5},
+    {0, 0, 0, 0, 1.8f, 7, 6},   {0.01f, 0, 0.99f, 0, 0, 8, 7}, {1, 1, 0, 0, 0, 9, 8},
+    {1, 2000, 1, 0, 1, 10, 9},  {1, 0, 0.999f, 0, 0.5f, 11, 10}};
+  enum { R = 11 };
+  matrix logits = matrix_typed(t, R, V, 3, TFM_F32), work = matrix_typed(t, R, 2 * V, 0, TFM_F32),
+         logp = matrix_typed(t, 1, R, 0, TFM_F32);
+  int32_t pos[R], seq[R], history[R * 8], ids[R], round, i, j;
+  tfm_sampler s;
+  int32_t *out = (int32_t *)t->b->alloc(&t->d, sizeof ids);
+  for (i = 0; i < R; i++) seq[i] = R - 1 - i;
+  memset(&s, 0, sizeof s);
+  s.params = (tfm_sampling *)array(t, settings, sizeof settings);
+  s.seq = (int32_t *)array(t, seq, sizeof seq);
+  s.history_stride = 8;
+  s.work = (float *)work.m.data;
+  for (round = 0; round < 30; round++) {
+    for (i = 0; i < R * V; i++)
+      logits.v[i] = (float)(below(40) * 0.2 - round % 3 * 3 + (round % 2 ? uniform() : 0));
+    matrix_put(t, &logits);
+    for (i = 0; i < R * 8; i++) history[i] = below(V);
+    for (i = 0; i < R; i++) pos[i] = round % (PAST + 1);
+    s.pos = (int32_t *)array(t, pos, sizeof pos);
+    s.history = (int32_t *)array(t, history, sizeof history);
+    t->b->sample(&t->d, out, (float *)logp.m.data, logits.m, &s);
+    t->b->get(&t->d, ids, out, sizeof ids);
+    matrix_get(t, &logits);
+    matrix_get(t, &logp);
+    for (i = 0; i < R; i++) {
+      const float *l = logits.v + i * V;
+      tfm_sampling set = settings[i];
+      double p[V], sum = 0, run = 0;
+      double u = (double)tfmi_uniform(set.seed, set.sequence, (uint64_t)pos[i]);
+      if (set.temperature == 0) set.temperature = 1, set.top_k = 1;
+      survivors(l, &set, history + seq[i] * 8, pos[i], p);
+      for (j = 0; j < V; j++) sum += p[j];
+      CHECK(ids[i] >= 0 && ids[i] < V && p[ids[i]] > 0);
+      for (j = 0; j < ids[i]; j++) run += p[j];
+      if (settings[i].temperature == 0) CHECK(run == 0); /* the lowest of equals */
+      else CHECK(run <= u * sum + 1e-4 * sum && run + p[ids[i]] >= u * sum - 1e-4 * sum);
+      for (sum = 0, j = 0; j < V; j++) sum += exp((double)l[j]);
+      expect(&logp, 0, i, (double)l[ids[i]] - log(sum), 10);
+    }
+    t->b->release(&t->d, (void *)(uintptr_t)s.pos, sizeof pos);
+    t->b->release(&t->d, (void *)(uintptr_t)s.history, sizeof history);
+  }
+  t->b->release(&t->d, (void *)(uintptr_t)s.params, sizeof settings);
+  t->b->release(&t->d, (void *)(uintptr_t)s.seq, sizeof seq);
+  t->b->release(&t->d, out, sizeof ids);
+  matrix_free(t, &logits);
+  matrix_free(t, &work);
+  matrix_free(t, &logp);
+}
+TEST(sample) { on_tables(test_sample); }
+
+/* NaN and infinity have an answer. */
+static int32_t sample_one(device *t, matrix *logits, float temperature) {
+  tfm_sampling set = {temperature, 3, 0.9f, 0.1f, 1.2f, 1, 1};
+  int32_t zero = 0, id = -1, *out = (int32_t *)array(t, &id, sizeof id);
+  matrix work = matrix_typed(t, 1, 2 * logits->m.cols, 0, TFM_F32);
+  tfm_sampler s = {NULL, NULL, NULL, NULL, 1, (float *)work.m.data};
+  s.params = (tfm_sampling *)array(t, &set, sizeof set);
+  s.pos = s.seq = s.history = (int32_t *)array(t, &zero, sizeof zero);
+  matrix_put(t, logits);
+  t->b->sample(&t->d, out, NULL, logits->m, &s);
+  t->b->get(&t->d, &id, out, sizeof id);
+  t->b->release(&t->d, out, sizeof id);
+  t->b->release(&t->d, (void *)(uintptr_t)s.params, sizeof set);
+  t->b->release(&t->d, (void *)(uintptr_t)s.pos, sizeof zero);
+  matrix_free(t, &work);
+  return id;
+}
+
+static void test_odd_logits(device *t) {
+  matrix l = matrix_typed(t, 1, 20, 0, TFM_F32);
+  int i, hot;
+  for (hot = 0; hot < 2; hot++) {
+    for (i = 0; i < 20; i++) l.v[i] = NAN;
+    CHECK_EQ_INT(sample_one(t, &l, (float)hot), 0);
+    l.v[3] = l.v[5] = -INFINITY;
+    CHECK_EQ_INT(sample_one(t, &l, (float)hot), 3);
+    l.v[7] = 1;
+    CHECK_EQ_INT(sample_one(t, &l, (float)hot), 7);
+    l.v[9] = l.v[11] = INFINITY;
+    CHECK_EQ_INT(sample_one(t, &l, (float)hot), 9);
+    for (i = 0; i < 20; i++) l.v[i] = -INFINITY;
+    CHECK_EQ_INT(sample_one(t, &l, (float)hot), 0);
+  }
+  matrix_free(t, &l);
+}
+TEST(sample_with_nan_and_infinity) { on_tables(test_odd_logits); }
+
+static void test_top(device *t) {
+  static const int ks[] = {1, 2, 7, 100, V};
+  enum { R = 3 };
+  matrix logits = matrix_typed(t, R, V, 1, TFM_F32);
+  int c, i, j, e;
+  for (i = 0; i < R * V; i++) logits.v[i] = (float)below(60) * 0.25f;
+  logits.v[5] = NAN;
+  logits.v[V + 9] = -INFINITY;
+  matrix_put(t, &logits);
+  for (c = 0; c < 5; c++) {
+    int k = ks[c];
+    size_t bytes = sizeof(int32_t) * (size_t)(R * k);
+    int32_t *ids = (int32_t *)malloc(bytes), *out = (int32_t *)t->b->alloc(&t->d, bytes);
+    matrix logp = matrix_typed(t, R, k, 0, TFM_F32);
+    t->b->top(&t->d, out, (float *)logp.m.data, logits.m, k);
+    t->b->get(&t->d, ids, out, bytes);
+    matrix_get(t, &logp);
+    for (i = 0; i < R; i++) {
+      const float *l = logits.v + i * V;
+      double sum = 0;
+      for (e = 0; e < V; e++) sum += l[e] == l[e] ? exp((double)l[e]) : 0;
+      for (j = 0; j < k; j++) {
+        int id = ids[i * k + j], rank = 0;
+        float mine = l[id] == l[id] ? l[id] : -INFINITY;
+        for (e = 0; e < V; e++) {
+          float other = l[e] == l[e] ? l[e] : -INFINITY;
+          rank += other > mine || (other == mine && e < id);
+        }
+        CHECK_EQ_INT(rank, j);
+        if (mine > -INFINITY) expect(&logp, i, j, (double)l[id] - log(sum), 20);
+      }
+    }
+    t->b->release(&t->d, out, bytes);
+    free(ids);
+    matrix_free(t, &logp);
+  }
+  matrix_free(t, &logits);
+}
+TEST(top) { on_tables(test_top); }
+
+/* ---- Opening, threads, overrides ---- */
+
+static void count(void *context, int32_t begin, int32_t end, int32_t worker) {
+  uint8_t *seen = (uint8_t *)context;
+  (void)worker;
+  while (begin < end) seen[begin++]++;
+}
+
+static void apart(void *user, int32_t workers, void (*job)(void *, int32_t), void *context) {
+  while (workers--) job(context, workers);
+  ++*(int *)user;
+}
+
+TEST(parallel_for_covers_each_once) {
+  static const int32_t threads[] = {1, 2, 3, 9, 70};
+  int32_t i, n, grain, used = 0;
+  uint8_t seen[300];
+  for (i = 0; i < 6; i++) {
+    tfmi_heap heap;
+    tfm_dev d;
+    memset(&heap, 0, sizeof heap);
+    if (i == 5) heap.host.parallel = apart, heap.host.user = &used;
+    CHECK_EQ_INT(tfmi_dev_open(&d, &heap, TFM_REF, 0, i == 5 ? 4 : threads[i], NULL, false),
+                 TFM_OK);
+    for (n = 0; n < 300; n += 13)
+      for (grain = 0; grain < 40; grain += 9) {
+        int32_t j;
+        memset(seen, 0, sizeof seen);
+        tfm_parallel_for(&d, n, grain, count, seen);
+        for (j = 0; j < 300; j++) CHECK_EQ_INT(seen[j], j < n);
+      }
+    if (i == 1) usleep(20000); /* long enough to fall asleep */
+    tfm_parallel_for(&d, 300, 1, count, seen);
+    tfmi_dev_close(&d, &heap);
+    CHECK_EQ_INT(heap.used, 0);
+  }
+  CHECK(used > 0);
+}
+
+static tfm_status try_open(tfm_device which, int32_t threads, const char *override) {
+  tfmi_heap heap;
+  tfm_dev d;
+  tfm_status status;
+  memset(&heap, 0, sizeof heap);
+  status = tfmi_dev_open(&d, &heap, which, 0, threads, override, true);
+  if (status == TFM_OK) tfmi_dev_close(&d, &heap);
+  CHECK_EQ_INT(heap.used, 0);
+  return status;
+}
+
+TEST(open_says_what_is_wrong) {
+  CHECK_EQ_INT(try_open(TFM_AUTO, 0, NULL), TFM_OK);
+  CHECK_EQ_INT(try_open(TFM_REF, 0, " attn,norm ,, all"), TFM_OK);
+  CHECK_EQ_INT(try_open(TFM_REF, -1, NULL), TFM_E_ARG);
+  CHECK_EQ_INT(try_open(TFM_REF, 1025, NULL), TFM_E_ARG);
+  CHECK_EQ_INT(try_open((tfm_device)17, 1, NULL), TFM_E_ARG);
+  CHECK_EQ_INT(try_open(TFM_REF, 1, "attn,sync"), TFM_E_ARG);
+  CHECK_STR_HAS(tfm_error(), "\"sync\"");
+  CHECK_STR_HAS(tfm_error(), "attn");
+#ifndef TFM_USE_CUDA
+  CHECK_EQ_INT(try_open(TFM_CUDA, 1, NULL), TFM_E_UNSUPPORTED);
+  CHECK_STR_HAS(tfm_error(), "TFM_USE_CUDA");
+#endif
+}
+
+TEST_MAIN

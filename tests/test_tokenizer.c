@@ -1,0 +1,589 @@
+/* Tokenizers: golden ids and texts of the reference, bad files, awkward texts, failing memory. The
+   goldens are made by make_tokenizer_goldens.py; ../shared/data is used where it is there. */
+#define TRANSFORMER_IMPLEMENTATION
+#include "../transformer.h"
+
+#include "files.h"
+#include "test.h"
+
+#define GOLDEN DATA "tokenizers/"
+
+/* ---- Goldens ---- */
+
+typedef struct lines {
+  char *at, *end;
+  char stop;
+} lines;
+
+/* The next record of a file, which `stop` ends; false at its end. */
+static bool lines_next(lines *l, char **record, size_t *bytes) {
+  char *stop = l->at < l->end ? (char *)memchr(l->at, l->stop, (size_t)(l->end - l->at)) : NULL;
+  if (!stop) return false;
+  *record = l->at;
+  *bytes = (size_t)(stop - l->at);
+  *stop = 0;
+  l->at = stop + 1;
+  return true;
+}
+
+static lines lines_open(blob b, char stop) {
+  lines l;
+  l.at = (char *)b.data;
+  l.end = l.at + b.bytes;
+  l.stop = stop;
+  return l;
+}
+
+static blob golden(const char *name, const char *end) {
+  char path[256];
+  snprintf(path, sizeof path, GOLDEN "%s.%s", name, end);
+  return blob_read(path);
+}
+
+static size_t parse_ids(char *line, int32_t *ids, size_t cap) {
+  size_t n = 0;
+  char *end;
+  for (; n < cap; line = end) {
+    long id = strtol(line, &end, 10);
+    if (end == line) break;
+    ids[n++] = (int32_t)id;
+  }
+  return n;
+}
+
+static bool same_ids(const int32_t *a, int64_t n, const int32_t *b, size_t m) {
+  return n == (int64_t)m && memcmp(a, b, m * sizeof *a) == 0;
+}
+
+/* Streaming must say what decoding at once says. */
+static void check_streaming(const tfm_tokenizer *t, const int32_t *ids, size_t n, const char *whole,
+                            size_t bytes) {
+  size_t cap = tfm_decode_bound(t), used = 0, i;
+  char *piece = (char *)malloc(cap);
+  tfm_decoder state;
+  memset(&state, 0, sizeof state);
+  for (i = 0; i <= n; i++) {
+    int64_t k = tfm_decode_next(t, &state, i < n ? ids[i] : -1, piece, cap);
+    CHECK(k >= 0 && memcmp(piece, whole + used, (size_t)k) == 0);
+    used += (size_t)k;
+  }
+  CHECK_EQ_INT(used, bytes);
+  free(piece);
+}
+
+static void check_text(const tfm_tokenizer *t, const char *name, const char *text, size_t bytes,
+                       unsigned flags, const int32_t *expected, size_t count) {
+  static int32_t ids[4096];
+  int64_t n = tfm_encode(t, text, bytes, flags, ids, 4096);
+  CHECK(n <= 4096);
+  if (same_ids(ids, n, expected, count)) return;
+  fprintf(stderr, "%s: \"%.60s\": %lld ids, expected %lld\n", name, text, (long long)n,
+          (long long)count);
+  CHECK(!"ids differ");
+}
+
+/* NAME.MODE.ids against strings.txt, and NAME.MODE.decoded against decoding them. */
+static void check_goldens(const tfm_tokenizer *t, const char *name, const char *mode,
+                          unsigned flags) {
+  static int32_t expected[4096];
+  static char text[65536];
+  char file[64];
+  blob strings = blob_read(GOLDEN "strings.txt"), ids, decoded;
+  lines s = lines_open(strings, 0x1e), i, d;
+  char *string, *row, *said;
+  size_t bytes, row_bytes, said_bytes, count;
+  int compared = 0;
+  snprintf(file, sizeof file, "%s.%s", name, mode);
+  ids = golden(file, "ids");
+  decoded = golden(file, "decoded");
+  i = lines_open(ids, '\n');
+  d = lines_open(decoded, 0x1e);
+  while (lines_next(&s, &string, &bytes) && lines_next(&i, &row, &row_bytes) &&
+         lines_next(&d, &said, &said_bytes)) {
+    int64_t n;
+    count = parse_ids(row, expected, 4096);
+    check_text(t, file, string, bytes, flags, expected, count);
+    n = tfm_decode(t, expected, count, text, sizeof text);
+    CHECK(n == (int64_t)said_bytes && memcmp(text, said, said_bytes) == 0);
+    check_streaming(t, expected, count, text, said_bytes);
+    compared++;
+  }
+  CHECK(compared > 300);
+  free(strings.data);
+  free(ids.data);
+  free(decoded.data);
+}
+
+static size_t unhex(const char *hex, char *out) {
+  size_t n = 0;
+  unsigned byte;
+  for (; hex[0] && hex[1]; hex += 2) {
+    sscanf(hex, "%2x", &byte);
+    out[n++] = (char)byte;
+  }
+  out[n] = 0;
+  return n;
+}
+
+/* NAME.random: any ids. Where bytes are told one by one, lists that give U+FFFD are left out: the
+   reference then drops valid characters too (see >>tokenizer, decoding). SentencePiece says special
+   tokens differently: lists with ids below `least` are left out. */
+static void check_random(const tfm_tokenizer *t, const char *name, bool exact, int32_t least) {
+  static int32_t ids[4096];
+  static char text[65536], wanted[65536];
+  char file[64], *row, *hex;
+  blob a, b;
+  lines i, h;
+  size_t bytes, count, k;
+  int compared = 0;
+  snprintf(file, sizeof file, "%s.random", name);
+  a = golden(file, "ids");
+  b = golden(file, "hex");
+  i = lines_open(a, '\n');
+  h = lines_open(b, '\n');
+  while (lines_next(&i, &row, &bytes) && lines_next(&h, &hex, &bytes)) {
+    size_t n = unhex(hex, wanted);
+    bool leave = !exact && strstr(hex, "efbfbd");
+    count = parse_ids(row, ids, 4096);
+    for (k = 0; k < count; k++) leave = leave || ids[k] < least;
+    if (leave) continue;
+    CHECK(tfm_decode(t, ids, count, text, sizeof text) == (int64_t)n && !memcmp(text, wanted, n));
+    check_streaming(t, ids, count, text, n);
+    compared++;
+  }
+  CHECK(compared > 20);
+  free(a.data);
+  free(b.data);
+}
+
+/* NAME.each.hex: every id alone. */
+static void check_each(const tfm_tokenizer *t, const char *name, int32_t least) {
+  static char text[4096], wanted[4096];
+  blob b = golden(name, "each.hex");
+  lines h = lines_open(b, '\n');
+  char *hex;
+  size_t bytes;
+  int32_t id;
+  for (id = 0; lines_next(&h, &hex, &bytes); id++) {
+    size_t n = unhex(hex, wanted);
+    if (id < least || (least && !strcmp(wanted, " "))) continue; /* it strips no blank byte */
+    CHECK(tfm_decode(t, &id, 1, text, sizeof text) == (int64_t)n && !memcmp(text, wanted, n));
+  }
+  CHECK(id > 300);
+  free(b.data);
+}
+
+static tfm_tokenizer *load(const char *path) {
+  tfm_tokenizer *t = tfm_tokenizer_load(path, NULL);
+  if (!t) CHECK_STR(tfm_error(), "");
+  return t;
+}
+
+static bool is_there(const char *path) {
+  FILE *f = fopen(path, "rb");
+  if (f) fclose(f);
+  return f != NULL;
+}
+
+static void check_hf(const char *path, const char *name, bool exact) {
+  tfm_tokenizer *t = load(path);
+  if (!t) return;
+  check_goldens(t, name, "plain", 0);
+  check_goldens(t, name, "special", TFM_ENCODE_PARSE_SPECIAL);
+  check_random(t, name, exact, 0);
+  tfm_tokenizer_free(t);
+}
+
+TEST(tokenizer_llama3_kind) {
+  tfm_tokenizer *t;
+  check_hf(GOLDEN "llama3-kind/tokenizer.json", "llama3-kind", true);
+  t = load(GOLDEN "llama3-kind");
+  check_goldens(t, "llama3-kind", "bos", TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL);
+  check_each(t, "llama3-kind", 0);
+  tfm_tokenizer_free(t);
+}
+
+TEST(tokenizer_sentencepiece) {
+  tfm_tokenizer *t = load(GOLDEN "spm-bpe/tokenizer.model");
+  check_goldens(t, "spm-bpe", "plain", 0);
+  check_random(t, "spm-bpe", true, 3);
+  check_each(t, "spm-bpe", 3);
+  tfm_tokenizer_free(t);
+}
+
+TEST(tokenizer_gpt2) {
+  tfm_tokenizer *t;
+  if (!is_there(SHARED "gpt2/tokenizer.json")) SKIP("no " SHARED "gpt2");
+  check_hf(SHARED "gpt2/tokenizer.json", "gpt2", true);
+  t = load(SHARED "gpt2/vocab.json");
+  check_goldens(t, "gpt2", "plain", 0);
+  check_goldens(t, "gpt2", "special", TFM_ENCODE_PARSE_SPECIAL);
+  tfm_tokenizer_free(t);
+}
+
+TEST(tokenizer_llama2) {
+  if (!is_there(SHARED "tokenizers/llama2/tokenizer.json")) SKIP("no " SHARED "tokenizers/llama2");
+  check_hf(SHARED "tokenizers/llama2/tokenizer.json", "llama2", false);
+}
+
+TEST(tokenizer_phi3) {
+  if (!is_there(SHARED "tokenizers/phi-3/tokenizer.json")) SKIP("no " SHARED "tokenizers/phi-3");
+  check_hf(SHARED "tokenizers/phi-3/tokenizer.json", "phi3", false);
+}
+
+TEST(tokenizer_llama2_model) {
+  tfm_tokenizer *t;
+  if (!is_there(SHARED "tokenizers/llama2/tokenizer.model")) SKIP("no " SHARED "tokenizers/llama2");
+  t = load(SHARED "tokenizers/llama2/tokenizer.model");
+  check_goldens(t, "llama2-spm", "plain", 0);
+  check_random(t, "llama2-spm", true, 3);
+  tfm_tokenizer_free(t);
+}
+
+/* Two files of one vocabulary give the same ids on all strings that `skip` is not part of. */
+static void check_same(const char *path, const char *other, const char *skip) {
+  static int32_t ids[4096], expected[4096];
+  tfm_tokenizer *t = load(path), *u = load(other);
+  blob strings = blob_read(GOLDEN "strings.txt");
+  lines s = lines_open(strings, 0x1e);
+  char *string;
+  size_t bytes;
+  while (t && u && lines_next(&s, &string, &bytes)) {
+    int64_t n = tfm_encode(t, string, bytes, TFM_ENCODE_SPECIAL, ids, 4096);
+    int64_t m = tfm_encode(u, string, bytes, TFM_ENCODE_SPECIAL, expected, 4096);
+    if (skip && strstr(string, skip)) continue;
+    if (!same_ids(ids, n, expected, (size_t)m)) CHECK_STR(string, other);
+  }
+  tfm_tokenizer_free(t);
+  tfm_tokenizer_free(u);
+  free(strings.data);
+}
+
+TEST(tokenizer_same_vocabulary) {
+  const char *llama = SHARED "tokenizers/llama2/tokenizer.model";
+  const char *low_line = "\xe2\x96\x81"; /* a blank to SentencePiece, a character to llama2.c */
+  if (!is_there(llama)) SKIP("no " SHARED "tokenizers/llama2");
+  check_same(llama, SHARED "llama-2-tiny-random.gguf", NULL);
+  check_same(llama, SHARED "tokenizers/llama2/tokenizer.bin", low_line);
+  check_same(SHARED "stories260K/stories260K.gguf", SHARED "stories260K/tok512.bin", low_line);
+}
+
+/* Texts and ids as llama.cpp keeps them: separated by a line of its own, ids line by line. */
+static void check_vectors(const char *name) {
+  static const char mark[] = "\n__ggml_vocab_test__\n";
+  static int32_t expected[4096];
+  char path[256], *row;
+  blob in, out;
+  tfm_tokenizer *t;
+  lines o;
+  char *text, *end;
+  size_t bytes;
+  snprintf(path, sizeof path, SHARED "vocab-vectors/ggml-vocab-%s.gguf", name);
+  t = load(path);
+  snprintf(path, sizeof path, SHARED "vocab-vectors/ggml-vocab-%s.gguf.inp", name);
+  in = blob_read(path);
+  snprintf(path, sizeof path, SHARED "vocab-vectors/ggml-vocab-%s.gguf.out", name);
+  out = blob_read(path);
+  o = lines_open(out, '\n');
+  for (text = (char *)in.data; t && (end = strstr(text, mark)); text = end + sizeof mark - 1) {
+    CHECK(lines_next(&o, &row, &bytes));
+    check_text(t, name, text, (size_t)(end - text), 0, expected, parse_ids(row, expected, 4096));
+  }
+  CHECK(text != (char *)in.data);
+  tfm_tokenizer_free(t);
+  free(in.data);
+  free(out.data);
+}
+
+TEST(tokenizer_vectors) {
+  if (!is_there(SHARED "vocab-vectors/ggml-vocab-gpt-2.gguf")) SKIP("no " SHARED "vocab-vectors");
+  check_vectors("gpt-2");
+  check_vectors("llama-spm");
+  check_vectors("phi-3");
+}
+
+/* ---- Characters ---- */
+
+TEST(tokenizer_from_text) {
+  static const char text[] = "hello \xc3\xa9\n";
+  tfm_tokenizer *t = tfm_tokenizer_from_text(text, sizeof text - 1, NULL);
+  tfm_tokenizer_info info;
+  int32_t ids[16];
+  char back[64];
+  CHECK(t != NULL);
+  CHECK_EQ_INT(tfm_tokenizer_describe(t, &info), TFM_OK);
+  CHECK_EQ_INT(info.vocabulary, 7);
+  CHECK_STR(info.kind, "characters");
+  CHECK_EQ_INT(tfm_encode(t, text, sizeof text - 1, 0, ids, 16), 8);
+  CHECK_EQ_INT(ids[7], 0); /* the line feed is the lowest code point */
+  CHECK_EQ_INT(tfm_decode(t, ids, 8, back, sizeof back), 9);
+  CHECK_STR(back, text);
+  CHECK_EQ_INT(tfm_encode(t, "hex", 3, 0, ids, 16), TFM_E_ARG);
+  CHECK_STR_HAS(tfm_error(), "U+0078");
+  tfm_tokenizer_free(t);
+  CHECK(!tfm_tokenizer_from_text("\xff", 1, NULL));
+  CHECK(!tfm_tokenizer_from_text("", 0, NULL));
+}
+
+/* ---- Arguments ---- */
+
+TEST(tokenizer_arguments) {
+  tfm_tokenizer *t = load(GOLDEN "llama3-kind");
+  int32_t ids[8] = {0}, bad;
+  const char *spelled;
+  char text[8];
+  size_t bytes;
+  tfm_decoder state;
+  memset(&state, 0, sizeof state);
+  CHECK_EQ_INT(tfm_encode(t, NULL, 0, 0, NULL, 0), 0);
+  CHECK_EQ_INT(tfm_encode(t, "", 0, TFM_ENCODE_SPECIAL, NULL, 0), 1);
+  CHECK_EQ_INT(tfm_encode(t, NULL, 1, 0, NULL, 0), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_encode(t, "a", 1, 0, NULL, 1), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_encode(t, "a", 1, 4, ids, 1), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_encode(NULL, "a", 1, 0, ids, 1), TFM_E_ARG);
+  CHECK(tfm_encode(t, "1 2 3", 5, 0, ids, 2) > 2); /* tells what it would take */
+  CHECK_EQ_INT(ids[2], 0);
+  bad = -1;
+  CHECK_EQ_INT(tfm_decode(t, &bad, 1, text, sizeof text), TFM_E_ARG);
+  bad = INT32_MAX;
+  CHECK_EQ_INT(tfm_decode(t, &bad, 1, text, sizeof text), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_decode(t, NULL, 0, text, 1), 0);
+  CHECK_EQ_INT(tfm_decode_next(t, &state, 0, text, 1), TFM_E_ARG);
+  CHECK(tfm_token_text(t, -1, &bytes) == NULL);
+  CHECK_EQ_INT(tfm_token_id(t, "no such token", 13), -1);
+  spelled = tfm_token_text(t, 5, &bytes);
+  CHECK_EQ_INT(tfm_token_id(t, spelled, bytes), 5);
+  CHECK(!tfm_tokenizer_load(NULL, NULL) && !tfm_tokenizer_load_memory(NULL, 1, NULL));
+  tfm_tokenizer_free(t);
+  tfm_tokenizer_free(NULL);
+}
+
+TEST(tokenizer_decode_is_cut_like_snprintf) {
+  tfm_tokenizer *t = load(GOLDEN "spm-bpe");
+  int32_t ids[16];
+  int64_t n = tfm_encode(t, "a word", 6, 0, ids, 16);
+  char text[16];
+  size_t cap;
+  for (cap = 1; cap < 9; cap++) {
+    memset(text, 'x', sizeof text);
+    CHECK_EQ_INT(tfm_decode(t, ids, (size_t)n, text, cap), 6);
+    CHECK_EQ_INT(strlen(text), cap - 1 < 6 ? cap - 1 : 6);
+    CHECK(text[cap] == 'x');
+  }
+  tfm_tokenizer_free(t);
+}
+
+/* ---- Awkward text ---- */
+
+static void check_round(const tfm_tokenizer *t, const char *text, size_t bytes,
+                        const char *expected) {
+  int32_t ids[256];
+  char back[512];
+  int64_t n = tfm_encode(t, text, bytes, 0, ids, 256);
+  CHECK(n >= 0 && n <= 256);
+  CHECK_EQ_INT(tfm_decode(t, ids, (size_t)n, back, sizeof back), strlen(expected));
+  CHECK_STR(back, expected);
+}
+
+TEST(tokenizer_broken_utf8) {
+  static const char *const paths[] = {GOLDEN "llama3-kind", GOLDEN "spm-bpe"};
+  int i;
+  for (i = 0; i < 2; i++) {
+    tfm_tokenizer *t = load(paths[i]);
+    check_round(t, "a\x80z", 3, "a\xef\xbf\xbdz");
+    check_round(t, "a\xc0\x80z", 4, "a\xef\xbf\xbd\xef\xbf\xbdz");
+    check_round(t, "\xf5", 1, "\xef\xbf\xbd");
+    check_round(t, "\xed\xa0\x80", 3, "\xef\xbf\xbd\xef\xbf\xbd\xef\xbf\xbd");
+    check_round(t, "\xf4\x8f\xbf\xbf", 4, "\xf4\x8f\xbf\xbf");
+    check_round(t, "x\xe2\x82", 3, i ? "x\xef\xbf\xbd\xef\xbf\xbd" : "x\xef\xbf\xbd");
+    tfm_tokenizer_free(t);
+  }
+}
+
+/* A million of each in a moment: near linear, whatever repeats. */
+TEST(tokenizer_long_texts) {
+  static const char *const units[] = {"a",  "_",            " ",        "\n", "ab",
+                                      "1", "\xe4\xb8\xad", "\xcc\x81", "<s>"};
+  static const char *const paths[] = {GOLDEN "llama3-kind", GOLDEN "spm-bpe"};
+  size_t n = 1000000, i, k, m;
+  char *text = (char *)malloc(n), *back = (char *)malloc(n + 1);
+  int32_t *ids = (int32_t *)malloc((n + 1) * sizeof *ids);
+  for (i = 0; i < 2; i++) {
+    tfm_tokenizer *t = load(paths[i]);
+    for (k = 0; k < sizeof units / sizeof *units; k++) {
+      size_t unit = strlen(units[k]), whole = n / unit * unit;
+      int64_t count;
+      for (m = 0; m < whole; m += unit) memcpy(text + m, units[k], unit);
+      count = tfm_encode(t, text, whole, 0, ids, n + 1);
+      CHECK(count > 0 && count <= (int64_t)whole + 1);
+      CHECK_EQ_INT(tfm_decode(t, ids, (size_t)count, back, n + 1), whole);
+      CHECK(memcmp(back, text, whole) == 0);
+    }
+    tfm_tokenizer_free(t);
+  }
+  free(text);
+  free(back);
+  free(ids);
+}
+
+/* ---- Bad files ---- */
+
+#define BYTES "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false}," \
+  "\"decoder\":{\"type\":\"ByteLevel\"},"
+#define MODEL(vocab, merges) \
+  "{" BYTES "\"model\":{\"type\":\"BPE\",\"vocab\":" vocab ",\"merges\":" merges "}}"
+#define ADDED(list) \
+  "{\"added_tokens\":[" list "]," BYTES "\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}"
+#define SPLIT(regex) \
+  "{\"pre_tokenizer\":{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\"," \
+  "\"pattern\":{\"Regex\":\"" regex "\"},\"behavior\":\"Isolated\",\"invert\":false}," \
+  "{\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"use_regex\":false}]}," \
+  "\"decoder\":{\"type\":\"ByteLevel\"},\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}"
+
+static const struct bad_file {
+  const char *text;
+  int status; /* TFM_OK: it loads */
+  const char *part; /* of the sentence */
+} bad_files[] = {
+  {MODEL("{\"a\":0,\"b\":1,\"ab\":2}", "[\"a b\"]"), TFM_OK, ""},
+  {MODEL("{\"a\":0,\"b\":9}", "[]"), TFM_OK, ""},
+  {MODEL("{\"#\":0,\"##\":1}", "[\"# #\"]"), TFM_OK, ""},
+  {MODEL("{\"a\":0,\" \":1,\"a \":2}", "[[\"a\",\" \"]]"), TFM_OK, ""},
+  {ADDED("{\"id\":1,\"content\":\"\"}"), TFM_OK, ""},
+  {ADDED("{\"id\":1,\"content\":\"<x>\",\"special\":true}"), TFM_OK, ""},
+  {"", TFM_E_FORMAT, "no vocabulary"},
+  {"{", TFM_E_FORMAT, "JSON"},
+  {"{}", TFM_E_UNSUPPORTED, "decoder"},
+  {"{\"a\":0}", TFM_E_UNSUPPORTED, "merges.txt"},
+  {MODEL("{}", "[]"), TFM_E_FORMAT, "empty"},
+  {MODEL("{\"a\":0,\"b\":0}", "[]"), TFM_E_FORMAT, "same id"},
+  {MODEL("{\"a\":0,\"a\":1}", "[]"), TFM_E_FORMAT, "twice"},
+  {MODEL("{\"a\":-1}", "[]"), TFM_E_FORMAT, "found -1"},
+  {MODEL("{\"a\":4294967296}", "[]"), TFM_E_FORMAT, "4294967296"},
+  {MODEL("{\"a\":2147483647}", "[]"), TFM_E_UNSUPPORTED, "2147483647"},
+  {MODEL("{\"a\":0}", "[\"a b\"]"), TFM_E_FORMAT, "right part"},
+  {MODEL("{\"a\":0}", "[\"a a\"]"), TFM_E_FORMAT, "result"},
+  {MODEL("{\"a\":0}", "[\"a a a\"]"), TFM_E_FORMAT, "two parts"},
+  {MODEL("{\"a\":0}", "[\"\"]"), TFM_E_FORMAT, "two parts"},
+  {MODEL("{\"a\":0}", "[[\"a\"]]"), TFM_E_FORMAT, "one part"},
+  {MODEL("{\"a\":0}", "[[\"a\",\"a\",\"a\"]]"), TFM_E_FORMAT, "three parts"},
+  {MODEL("[[\"a\",0.0]]", "[]"), TFM_E_UNSUPPORTED, "Unigram"},
+  {ADDED("{\"id\":0,\"content\":\"<x>\"}"), TFM_E_FORMAT, "expected 1"},
+  {ADDED("{\"id\":1,\"content\":\"<x>\"},{\"id\":2,\"content\":\"<x>\"}"), TFM_E_FORMAT, ""},
+  {ADDED("{\"id\":1,\"content\":\"<x>\",\"single_word\":true}"), TFM_E_UNSUPPORTED, "single_word"},
+  {SPLIT("(a+)+$"), TFM_E_UNSUPPORTED, "(a+)+$"},
+  {SPLIT("("), TFM_E_UNSUPPORTED, "pattern"},
+  {"{\"normalizer\":{\"type\":\"NFC\"},\"decoder\":{\"type\":\"Fuse\"},\"model\":{}}",
+   TFM_E_UNSUPPORTED, "NFC"},
+  {"{\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Sequence\","
+   "\"normalizers\":[]}]},\"decoder\":{\"type\":\"Fuse\"},\"model\":{}}",
+   TFM_E_UNSUPPORTED, "Sequence"},
+};
+
+static void check_refused(const char *text, size_t bytes, int status, const char *part) {
+  tfm_tokenizer *t = tfm_tokenizer_load_memory(text, bytes, NULL);
+  if (status == TFM_OK) {
+    if (!t) CHECK_STR(tfm_error(), text);
+    tfm_tokenizer_free(t);
+    return;
+  }
+  CHECK(t == NULL);
+  if ((int)tfm_error_status() != status) CHECK_STR(tfm_error(), tfm_status_name(status));
+  CHECK_STR_HAS(tfm_error(), part);
+}
+
+TEST(tokenizer_bad_json) {
+  size_t i;
+  for (i = 0; i < sizeof bad_files / sizeof *bad_files; i++)
+    check_refused(bad_files[i].text, strlen(bad_files[i].text), bad_files[i].status,
+                  bad_files[i].part);
+}
+
+TEST(tokenizer_bad_model) {
+  static const char eleven[] = "\n\x01\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff";
+  static const char beyond[] = "\n\x7f\n\x01" "a";
+  static const char wire[] = "\n\x05\n\x01" "a\x13\x01";
+  static const char group[] = "\n\x03\n\x01" "a\x0b";
+  static const char no_trainer[] = "\n\x03\n\x01" "a";
+  static const char unigram[] = "\n\x05\n\x01" "a\x18\x02\x12\x02\x18\x01";
+  static const char no_unk[] = "\n\x03\n\x01" "a\x12\x02\x18\x02";
+  static const char charsmap[] = "\n\x05\n\x01" "a\x18\x02\x12\x02\x18\x02\x1a\x03\x12\x01x";
+  static const char not_a_number[] =
+      "\n\x05\n\x01" "a\x18\x02\n\x09\n\x02" "bc\x15\0\0\xc0\x7f\x12\x02\x18\x02";
+  check_refused(eleven, sizeof eleven - 1, TFM_E_FORMAT, "");
+  check_refused(beyond, sizeof beyond - 1, TFM_E_FORMAT, "127 bytes");
+  check_refused(wire, sizeof wire - 1, TFM_E_FORMAT, "wire type");
+  check_refused(group, sizeof group - 1, TFM_E_FORMAT, "wire type");
+  check_refused(no_trainer, sizeof no_trainer - 1, TFM_E_FORMAT, "trainer_spec");
+  check_refused(unigram, sizeof unigram - 1, TFM_E_UNSUPPORTED, "Unigram");
+  check_refused(no_unk, sizeof no_unk - 1, TFM_E_FORMAT, "unknown piece");
+  check_refused(charsmap, sizeof charsmap - 1, TFM_E_UNSUPPORTED, "charsmap");
+  check_refused(not_a_number, sizeof not_a_number - 1, TFM_E_FORMAT, "not a number");
+}
+
+TEST(tokenizer_bad_llama2c) {
+  blob b = blob_read(SHARED "stories260K/tok512.bin");
+  tfm_tokenizer_config config;
+  size_t cut;
+  if (!b.data) SKIP("no " SHARED "stories260K");
+  memset(&config, 0, sizeof config);
+  for (cut = 0; cut < b.bytes; cut += 7) {
+    tfm_tokenizer *t = tfm_tokenizer_load_memory(b.data, cut, NULL);
+    CHECK(!t || cut > 259 * 8); /* cut between two tokens: a smaller vocabulary */
+    tfm_tokenizer_free(t);
+  }
+  config.vocabulary = 513;
+  CHECK(!tfm_tokenizer_load_memory(b.data, b.bytes, &config));
+  config.vocabulary = 511;
+  CHECK(!tfm_tokenizer_load_memory(b.data, b.bytes, &config));
+  config.vocabulary = 512;
+  tfm_tokenizer_free(tfm_tokenizer_load_memory(b.data, b.bytes, &config));
+  memset(b.data + 8, 0xff, 4);
+  check_refused((const char *)b.data, b.bytes, TFM_E_FORMAT, "beyond the end");
+  free(b.data);
+}
+
+TEST(tokenizer_not_found) {
+  CHECK(!tfm_tokenizer_load(GOLDEN "nothing.json", NULL));
+  CHECK_EQ_INT(tfm_error_status(), TFM_E_IO);
+  CHECK(!tfm_tokenizer_load("tests", NULL));
+  CHECK_STR_HAS(tfm_error(), "tokenizer.json");
+}
+
+/* ---- Memory that fails ---- */
+
+static void use(const tfm_tokenizer *t) {
+  static char text[6000];
+  static int32_t ids[6001];
+  memset(text, 'a', sizeof text);
+  tfm_encode(t, text, sizeof text, 0, ids, 6001);
+}
+
+TEST(tokenizer_failing_memory) {
+  static const char *const paths[] = {GOLDEN "llama3-kind", GOLDEN "spm-bpe"};
+  tfm_tokenizer_config config;
+  failing f;
+  int i, for_ever;
+  memset(&config, 0, sizeof config);
+  config.host.user = &f;
+  config.host.alloc = failing_alloc;
+  for (i = 0; i < 4; i++) {
+    long fail_at = 0;
+    for_ever = i & 1;
+    do {
+      tfm_tokenizer *t;
+      memset(&f, 0, sizeof f);
+      f.fail_at = ++fail_at;
+      f.for_ever = for_ever != 0;
+      t = tfm_tokenizer_load(paths[i / 2], &config);
+      if (!t) CHECK_EQ_INT(tfm_error_status(), TFM_E_MEMORY);
+      else use(t);
+      tfm_tokenizer_free(t);
+      CHECK_EQ_INT(f.live, 0);
+      CHECK_EQ_INT(f.bytes, 0);
+    } while (f.calls >= fail_at && fail_at < 100000);
+    CHECK(fail_at > 20);
+  }
+}
+
+TEST_MAIN

@@ -1,0 +1,618 @@
+/* bench.c - how fast prompts are read and text is written, beside what the machine could do.
+
+   build:   make bench
+   run:     build/bench ../shared/data/stories260K/stories260K.bin
+            build/bench shape:llama-110m --type q8_0 --threads 2 --json
+            build/bench ceilings
+   output:  one line per workload. pp512 reads a prompt of 512 tokens and chooses one (tfm_feed,
+            then tfm_next); tg128 writes 128 tokens after a single one (tfm_next), as generate does.
+
+   "shape:" names an architecture: small random weights, made in memory. The limit of a workload is
+   the slower of: its bytes at the read bandwidth measured over as many bytes, and its float32
+   operations at the peak of fused multiply-adds; both measured with the same threads. --write gives
+   a shape to other programs, as llama2.c (with FILE.tokenizer) or safetensors. */
+#define TRANSFORMER_IMPLEMENTATION
+#include "../transformer.h"
+#define TOOL "bench"
+#include "../examples/common.h"
+#include <pthread.h>
+#include <time.h>
+
+enum { REPEAT_MAX = 100, THREADS_MAX = 256 };
+
+typedef struct options {
+  tfm_model_config model;
+  const char *path, *write;
+  int32_t prompt, tokens, batch, repeat;
+  tfm_type cache;
+  bool json;
+} options;
+
+static double seconds(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static int by_value(const void *a, const void *b) {
+  double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+
+/* ---- Ceilings: threads that start together and do one thing ---- */
+
+typedef float lanes __attribute__((vector_size(64)));
+
+typedef struct ceiling_job {
+  pthread_barrier_t *start;
+  const lanes *data; /* to read; NULL: multiply and add */
+  size_t count;
+  float result;      /* kept, or the compiler would leave the work out */
+  double began, ended;
+} ceiling_job;
+
+static float add_up(const lanes sums[8]) {
+  float total = 0;
+  int i, j;
+  for (i = 0; i < 8; i++)
+    for (j = 0; j < 16; j++) total += sums[i][j];
+  return total;
+}
+
+static float read_once(const lanes *data, size_t count) {
+  lanes sums[8] = {{0}};
+  size_t i;
+  int j;
+  for (i = 0; i + 8 <= count; i += 8)
+    for (j = 0; j < 8; j++) sums[j] += data[i + (size_t)j];
+  return add_up(sums);
+}
+
+/* 12 independent chains hide the latency of one; contracted to fused multiply-adds. */
+static float multiply_add(size_t count) {
+  lanes x[12], a, b;
+  size_t i;
+  int j;
+  for (j = 0; j < 16; j++) a[j] = 0.999f, b[j] = 0.001f;
+  for (j = 0; j < 12; j++) x[j] = a + (float)j;
+  for (i = 0; i < count; i++)
+    for (j = 0; j < 12; j++) x[j] = x[j] * a + b;
+  for (j = 8; j < 12; j++) x[0] += x[j];
+  return add_up(x);
+}
+
+static void *ceiling_thread(void *context) {
+  ceiling_job *job = (ceiling_job *)context;
+  pthread_barrier_wait(job->start);
+  job->began = seconds();
+  job->result = job->data ? read_once(job->data, job->count) : multiply_add(job->count);
+  job->ended = seconds();
+  return NULL;
+}
+
+/* Seconds from the first thread's beginning to the last one's end. */
+static double ceiling_time(int32_t threads, const lanes *data, size_t count_each) {
+  pthread_t thread[THREADS_MAX];
+  ceiling_job job[THREADS_MAX];
+  pthread_barrier_t start;
+  double began = 0, ended = 0;
+  int32_t i;
+  pthread_barrier_init(&start, NULL, (unsigned)threads);
+  for (i = 0; i < threads; i++) {
+    job[i].start = &start;
+    job[i].data = data ? data + (size_t)i * count_each : NULL;
+    job[i].count = count_each;
+    if (pthread_create(&thread[i], NULL, ceiling_thread, &job[i]) != 0) {
+      fprintf(stderr, TOOL ": the system gave %d threads of %d\n", (int)i, (int)threads);
+      exit(TOOL_FAILED);
+    }
+  }
+  for (i = 0; i < threads; i++) {
+    pthread_join(thread[i], NULL);
+    if (i == 0 || job[i].began < began) began = job[i].began;
+    if (i == 0 || job[i].ended > ended) ended = job[i].ended;
+  }
+  pthread_barrier_destroy(&start);
+  return ended - began;
+}
+
+/* Bytes per second, best of several, over a working set of about `bytes`; 0 without memory. */
+static double read_ceiling(int32_t threads, uint64_t bytes) {
+  size_t each = (size_t)(bytes / (uint64_t)threads / sizeof(lanes) + 8) / 8 * 8;
+  size_t whole = each * (size_t)threads * sizeof(lanes);
+  lanes *data = (lanes *)aligned_alloc(sizeof(lanes), whole);
+  double best = 0, spent = 0;
+  int i;
+  if (!data) return 0;
+  memset(data, 0, whole);
+  for (i = 0; i < 5 || (spent < 0.2 && i < 1000); i++) {
+    double time = ceiling_time(threads, data, each), rate = (double)whole / time;
+    spent += time;
+    if (rate > best) best = rate;
+  }
+  free(data);
+  return best;
+}
+
+/* Floating-point operations per second, best of several. */
+static double multiply_ceiling(int32_t threads) {
+  const size_t count = 1 << 21;
+  double best = 0;
+  int i;
+  for (i = 0; i < 7; i++) {
+    double rate = 2.0 * 16 * 12 * (double)count * threads / ceiling_time(threads, NULL, count);
+    if (rate > best) best = rate;
+  }
+  return best;
+}
+
+static int32_t cores_or(int32_t threads) {
+  long cores = sysconf(_SC_NPROCESSORS_ONLN);
+  if (threads == 0) threads = cores < 1 ? 1 : cores < THREADS_MAX ? (int32_t)cores : THREADS_MAX;
+  return threads < THREADS_MAX ? threads : THREADS_MAX;
+}
+
+static int print_ceilings(const options *o) {
+  static const int mebibytes[] = {1, 16, 64, 256, 1024};
+  int32_t threads = cores_or(o->model.threads);
+  size_t i;
+  for (i = 0; i < sizeof mebibytes / sizeof *mebibytes; i++) {
+    double rate = read_ceiling(threads, (uint64_t)mebibytes[i] << 20) / 1e9;
+    if (o->json)
+      printf("{\"ceiling\": \"read\", \"mebibytes\": %d, \"threads\": %d, \"gb_per_s\": %.1f}\n",
+             mebibytes[i], (int)threads, rate);
+    else printf("read, %4d MiB  %3d threads  %9.1f GB/s\n", mebibytes[i], (int)threads, rate);
+  }
+  printf(o->json ? "{\"ceiling\": \"fma\", \"threads\": %d, \"gflops\": %.1f}\n"
+                 : "float32 FMA     %3d threads  %9.1f GFLOP/s\n",
+         (int)threads, multiply_ceiling(threads) / 1e9);
+  return 0;
+}
+
+/* ---- Shapes: files with random weights, in memory ---- */
+
+typedef struct shape {
+  const char *name;
+  bool gpt2;
+  int32_t width, ffn, layers, heads, kv_heads, vocabulary, context;
+  bool tied;
+} shape;
+
+static const shape shapes[] = {
+  {"stories15m", false, 288, 768, 6, 6, 6, 32000, 2048, true},
+  {"llama-110m", false, 768, 2048, 12, 12, 12, 32000, 2048, true},
+  {"gpt2-124m", true, 768, 3072, 12, 12, 12, 50257, 1024, true},
+  {"tinyllama-1.1b", false, 2048, 5632, 22, 32, 4, 32000, 2048, false}};
+
+typedef struct image { /* a file being written to memory */
+  char *data;
+  size_t used, room;
+  uint32_t random;
+} image;
+
+static void image_grow(image *f, size_t bytes) {
+  char *grown;
+  if (bytes <= f->room - f->used) return;
+  while (bytes > f->room - f->used) f->room = f->room * 2 + 65536;
+  grown = (char *)realloc(f->data, f->room);
+  if (!grown) {
+    fprintf(stderr, TOOL ": out of memory for the shape's weights\n");
+    exit(TOOL_FAILED);
+  }
+  f->data = grown;
+}
+
+static void image_add(image *f, const void *data, size_t bytes) {
+  image_grow(f, bytes);
+  memcpy(f->data + f->used, data, bytes);
+  f->used += bytes;
+}
+
+/* count floats around `centre`, uniform, deviation 0.02. */
+static void image_random(image *f, size_t count, float centre) {
+  size_t i;
+  image_grow(f, count * sizeof(float));
+  for (i = 0; i < count; i++, f->used += sizeof(float)) {
+    float value;
+    f->random = f->random * 1664525u + 1013904223u;
+    value = centre + ((float)(f->random >> 8) / 8388608.0f - 1) * 0.0346f;
+    memcpy(f->data + f->used, &value, sizeof value);
+  }
+}
+
+/* llama2.c's version 0: seven integers, then all tensors of a kind in a row. */
+static void image_llama(image *f, const shape *s) {
+  int32_t header[7] = {s->width, s->ffn, s->layers, s->heads, s->kv_heads,
+                       s->tied ? s->vocabulary : -s->vocabulary, s->context};
+  size_t c = (size_t)s->width, l = (size_t)s->layers, head = c / (size_t)s->heads;
+  size_t kv = head * (size_t)s->kv_heads, ffn = (size_t)s->ffn, v = (size_t)s->vocabulary;
+  image_add(f, header, sizeof header);
+  image_random(f, v * c, 0);                            /* embedding */
+  image_random(f, l * c, 1);                            /* norm before attention */
+  image_random(f, l * c * (c + 2 * kv + c), 0);         /* q, k, v, out */
+  image_random(f, l * c, 1);                            /* norm before feed-forward */
+  image_random(f, l * c * ffn * 3, 0);                  /* gate, down, up */
+  image_random(f, c, 1);                                /* final norm */
+  image_random(f, (size_t)s->context * (head / 2) * 2, 0); /* tables that nobody reads any more */
+  if (!s->tied) image_random(f, v * c, 0);              /* head */
+}
+
+typedef struct gpt2_tensor {
+  const char *name; /* %d: the layer; a kind without it is not per layer */
+  int32_t rows, cols; /* cols 0: a vector */
+} gpt2_tensor;
+
+/* Writes the description of one tensor to the header; returns where its data ends. */
+static size_t gpt2_describe(image *header, const gpt2_tensor *t, int32_t layer, size_t at) {
+  char name[64], text[200], dims[40];
+  size_t count = (size_t)t->rows * (size_t)(t->cols ? t->cols : 1);
+  size_t end = at + count * sizeof(float);
+  if (layer < 0) snprintf(name, sizeof name, "%s", t->name);
+  else snprintf(name, sizeof name, "h.%d.%s", (int)layer, t->name);
+  if (t->cols) snprintf(dims, sizeof dims, "%d, %d", (int)t->rows, (int)t->cols);
+  else snprintf(dims, sizeof dims, "%d", (int)t->rows);
+  snprintf(text, sizeof text,
+           "%s\"%s\": {\"dtype\": \"F32\", \"shape\": [%s], \"data_offsets\": [%zu, %zu]}",
+           header->used > 1 ? ", " : "", name, dims, at, end);
+  image_add(header, text, strlen(text));
+  return end;
+}
+
+/* safetensors as Hugging Face saves GPT-2. Everything, norms too, is small and random. */
+static void image_gpt2(image *f, const shape *s) {
+  const int32_t c = s->width, ffn = s->ffn;
+  const gpt2_tensor whole[] = {{"wte.weight", s->vocabulary, c}, {"wpe.weight", s->context, c},
+                               {"ln_f.weight", c, 0}, {"ln_f.bias", c, 0}};
+  const gpt2_tensor each[] = {
+    {"ln_1.weight", c, 0}, {"ln_1.bias", c, 0}, {"attn.c_attn.weight", c, 3 * c},
+    {"attn.c_attn.bias", 3 * c, 0}, {"attn.c_proj.weight", c, c}, {"attn.c_proj.bias", c, 0},
+    {"ln_2.weight", c, 0}, {"ln_2.bias", c, 0}, {"mlp.c_fc.weight", c, ffn},
+    {"mlp.c_fc.bias", ffn, 0}, {"mlp.c_proj.weight", ffn, c}, {"mlp.c_proj.bias", c, 0}};
+  image header = {NULL, 0, 0, 0};
+  size_t at = 0, i;
+  uint64_t bytes;
+  int32_t layer;
+  image_add(&header, "{", 1);
+  for (i = 0; i < sizeof whole / sizeof *whole; i++) at = gpt2_describe(&header, &whole[i], -1, at);
+  for (layer = 0; layer < s->layers; layer++)
+    for (i = 0; i < sizeof each / sizeof *each; i++)
+      at = gpt2_describe(&header, &each[i], layer, at);
+  image_add(&header, "}       ", 8);
+  bytes = header.used / 8 * 8; /* the blanks beyond are padding */
+  image_add(f, &bytes, sizeof bytes);
+  image_add(f, header.data, (size_t)bytes);
+  image_random(f, at / sizeof(float), 0);
+  free(header.data);
+}
+
+static const char *gpt2_config(const shape *s, char *text, size_t cap) {
+  snprintf(text, cap,
+           "{\"model_type\": \"gpt2\", \"architectures\": [\"GPT2LMHeadModel\"], \"n_embd\": %d, "
+           "\"n_inner\": %d, \"n_layer\": %d, \"n_head\": %d, \"vocab_size\": %d, "
+           "\"n_positions\": %d, \"n_ctx\": %d, \"activation_function\": \"gelu_new\", "
+           "\"layer_norm_epsilon\": 1e-05, \"bos_token_id\": 50256, \"eos_token_id\": 50256}",
+           (int)s->width, (int)s->ffn, (int)s->layers, (int)s->heads, (int)s->vocabulary,
+           (int)s->context, (int)s->context);
+  return text;
+}
+
+static const shape *find_shape(const char *name) {
+  size_t i;
+  for (i = 0; i < sizeof shapes / sizeof *shapes; i++)
+    if (!strcmp(name, shapes[i].name)) return &shapes[i];
+  fprintf(stderr, TOOL ": there is no shape \"%s\"; expected one of", name);
+  for (i = 0; i < sizeof shapes / sizeof *shapes; i++) fprintf(stderr, " %s", shapes[i].name);
+  fprintf(stderr, "\n");
+  return NULL;
+}
+
+static int save(const char *path, const void *data, size_t bytes) {
+  FILE *f = fopen(path, "wb");
+  bool good = f && fwrite(data, 1, bytes, f) == bytes;
+  if (f && fclose(f) != 0) good = false;
+  if (!good) fprintf(stderr, TOOL ": %s cannot be written\n", path);
+  return good ? 0 : TOOL_FAILED;
+}
+
+/* Token i of Llama's vocabularies as far as they are fixed; the rest is made up. */
+static int32_t token_name(int32_t i, char *text, size_t cap) {
+  static const char *const special[] = {"<unk>", "\n<s>\n", "\n</s>\n"};
+  if (i < 3) return (int32_t)snprintf(text, cap, "%s", special[i]);
+  if (i < 259) return (int32_t)snprintf(text, cap, "<0x%02X>", (unsigned)i - 3);
+  return (int32_t)snprintf(text, cap, " t%d", (int)i);
+}
+
+/* A llama2.c tokenizer: programs insist on having one. */
+static int save_tokenizer(const char *model_path, int32_t vocabulary) {
+  image f = {NULL, 0, 0, 0};
+  char path[1024];
+  int32_t longest = 12, i;
+  int status;
+  image_add(&f, &longest, sizeof longest);
+  for (i = 0; i < vocabulary; i++) {
+    char text[16];
+    int32_t bytes = token_name(i, text, sizeof text);
+    float score = 0;
+    image_add(&f, &score, sizeof score);
+    image_add(&f, &bytes, sizeof bytes);
+    image_add(&f, text, (size_t)bytes);
+  }
+  snprintf(path, sizeof path, "%s.tokenizer", model_path);
+  status = save(path, f.data, f.used);
+  free(f.data);
+  return status;
+}
+
+/* ---- Measuring ---- */
+
+typedef struct workload {
+  const char *kind; /* "pp" or "tg" */
+  int32_t tokens;   /* of each sequence */
+  double bytes, flops; /* per token */
+} workload;
+
+static double elements_of_layer(const tfm_model_info *i) { /* of the matrices of one layer */
+  double c = i->width, d = i->head_width, gated = strcmp(i->family, "gpt2") ? 3 : 2;
+  return c * d * (2.0 * i->heads + 2.0 * i->kv_heads) + gated * c * i->ffn_width;
+}
+
+/* What a token of the workload costs at the least. mean: positions that it sees on average. */
+static workload workload_of(const char *kind, int32_t tokens, const options *o,
+                            const tfm_model_info *i) {
+  workload w = {kind, tokens, 0, 0};
+  bool prompt = kind[0] == 'p';
+  double mean = 0.5 * tokens, rows = prompt ? (tokens < 256 ? tokens : 256) : o->batch;
+  double heads = prompt ? 1.0 / tokens : 1; /* of a prompt, only the last token needs logits */
+  double cache = o->cache ? (o->cache == TFM_F32 ? 4 : 2) : !strcmp(i->device, "cuda") ? 2 : 4;
+  w.bytes = (double)i->token_bytes / rows;
+  w.bytes += 2.0 * i->layers * i->kv_heads * i->head_width * cache * (prompt ? 1 : mean);
+  w.flops = 2 * (i->layers * elements_of_layer(i) + heads * i->width * (double)i->vocabulary);
+  w.flops += 4.0 * i->layers * i->heads * i->head_width * mean;
+  return w;
+}
+
+typedef struct run_state {
+  tfm_engine *engine;
+  tfm_session **sessions;
+  int32_t *ids; /* prompt of each, and results */
+  int32_t batch, vocabulary;
+} run_state;
+
+/* Any ids but the lowest few, which tend to be special. */
+static void fill_ids(int32_t *ids, int32_t n, int32_t vocabulary) {
+  int32_t i, low = vocabulary > 16 ? 8 : 0;
+  for (i = 0; i < n; i++) ids[i] = low + (int32_t)((int64_t)i * 7919 % (vocabulary - low));
+}
+
+/* A prompt for each sequence and its first token chosen; false on failure. */
+static bool run_prompt(const run_state *r, int32_t tokens) {
+  int32_t i, next;
+  for (i = 0; i < r->batch; i++) {
+    if (tfm_session_rewind(r->sessions[i], 0) != TFM_OK) return false;
+    if (tfm_feed(r->sessions[i], r->ids, (size_t)tokens) != TFM_OK) return false;
+    next = tfm_next(r->sessions[i], NULL);
+    if (next < 0 && next != TFM_END) return false;
+  }
+  return true;
+}
+
+/* `tokens` more for each sequence. Random weights may choose an end token; another is fed then. */
+static bool run_decode(const run_state *r, int32_t tokens, int32_t *results) {
+  int32_t i, t;
+  for (t = 0; t < tokens; t++) {
+    if (tfm_next_batch(r->sessions, (size_t)r->batch, NULL, results) != TFM_OK) return false;
+    for (i = 0; i < r->batch; i++)
+      if (results[i] == TFM_END && tfm_feed(r->sessions[i], r->ids, 1) != TFM_OK) return false;
+      else if (results[i] < 0 && results[i] != TFM_END) return false;
+  }
+  return true;
+}
+
+/* Seconds of one run of the workload; below zero on failure. */
+static double run_once(const run_state *r, const workload *w, int32_t *results) {
+  double start;
+  bool prompt = w->kind[0] == 'p', good;
+  if (!prompt && !run_prompt(r, 1)) return -1;
+  start = seconds();
+  good = prompt ? run_prompt(r, w->tokens) : run_decode(r, w->tokens, results);
+  return good ? seconds() - start : -1;
+}
+
+typedef struct figure {
+  double median, best;         /* tokens per second */
+  double gb_per_s, gflops;     /* at the median */
+  double share;                /* of the limit; below zero: no ceiling was measured */
+  const char *bound;           /* "read" or "fma" */
+} figure;
+
+static figure figure_of(const workload *w, double *rates, int32_t n, double read, double multiply) {
+  figure f = {0, 0, 0, 0, -1, "none"};
+  qsort(rates, (size_t)n, sizeof *rates, by_value);
+  f.median = n % 2 ? rates[n / 2] : 0.5 * (rates[n / 2 - 1] + rates[n / 2]);
+  f.best = rates[n - 1];
+  f.gb_per_s = f.median * w->bytes / 1e9;
+  f.gflops = f.median * w->flops / 1e9;
+  if (read > 0 && multiply > 0) {
+    double by_read = read / w->bytes, by_multiply = multiply / w->flops;
+    f.bound = by_read < by_multiply ? "read" : "fma";
+    f.share = f.median / (by_read < by_multiply ? by_read : by_multiply);
+  }
+  return f;
+}
+
+static void print_figure(const options *o, const tfm_model_info *info, const workload *w,
+                         const figure *f, int32_t threads) {
+  char share[32] = "null", name[32];
+  const char *slash = strrchr(o->path, '/');
+  snprintf(name, sizeof name, "%s%d", w->kind, (int)w->tokens);
+  if (f->share >= 0) snprintf(share, sizeof share, "%.3f", f->share);
+  if (o->json)
+    printf("{\"model\": \"%s\", \"type\": \"%s\", \"device\": \"%s\", \"threads\": %d, "
+           "\"batch\": %d, \"workload\": \"%s\", \"tokens_per_s\": %.2f, "
+           "\"best_tokens_per_s\": %.2f, \"bytes_per_token\": %.0f, \"gb_per_s\": %.2f, "
+           "\"flops_per_token\": %.0f, \"gflops\": %.2f, \"bound\": \"%s\", "
+           "\"share_of_ceiling\": %s, \"version\": \"%s\"}\n",
+           slash ? slash + 1 : o->path, tfm_type_name(info->weights), info->device, (int)threads,
+           (int)o->batch, name, f->median, f->best, w->bytes, f->gb_per_s, w->flops, f->gflops,
+           f->bound, share, tfm_version());
+  else
+    printf("%-6s %10.1f tokens/s (best %.1f)  %.2f MB and %.2f MFLOP a token: %.1f GB/s, "
+           "%.1f GFLOP/s, %s of the limit (%s)\n",
+           name, f->median, f->best, w->bytes / 1e6, w->flops / 1e6, f->gb_per_s, f->gflops, share,
+           f->bound);
+  fflush(stdout);
+}
+
+static int measure(const options *o, const tfm_model_info *info, const run_state *r,
+                   const workload *w) {
+  double rates[REPEAT_MAX], read = 0, multiply = 0, each = (double)w->tokens * o->batch;
+  tfm_stats stats;
+  figure f;
+  int32_t i;
+  if (tfm_session_stats(r->sessions[0], &stats) != TFM_OK) return tool_fail();
+  if (strcmp(info->device, "cuda")) { /* a GPU's ceilings are not measured here */
+    uint64_t set = info->token_bytes < 1 << 20 ? 1 << 20 : info->token_bytes;
+    read = read_ceiling(cores_or(stats.threads), set < 1 << 30 ? set : 1 << 30);
+    multiply = multiply_ceiling(cores_or(stats.threads));
+  }
+  if (run_once(r, w, r->ids + w->tokens) < 0) return tool_fail(); /* warm */
+  for (i = 0; i < o->repeat; i++) {
+    double time = run_once(r, w, r->ids + w->tokens);
+    if (time < 0) return tool_fail();
+    rates[i] = each / time;
+  }
+  f = figure_of(w, rates, o->repeat, read, multiply);
+  print_figure(o, info, w, &f, stats.threads);
+  return 0;
+}
+
+static tfm_status open_sessions(run_state *r, const tfm_model *m, const options *o, int32_t most) {
+  tfm_engine_config config;
+  int32_t i;
+  memset(&config, 0, sizeof config);
+  config.context = most + 2; /* the token that a run begins with, the one that a prompt ends with */
+  config.sequences = o->batch;
+  config.threads = o->model.threads;
+  config.cache = o->cache;
+  config.host.log = o->model.host.log;
+  r->engine = tfm_engine_create(m, &config);
+  for (i = 0; r->engine && i < r->batch; i++)
+    if (!(r->sessions[i] = tfm_session_open(r->engine))) return tfm_error_status();
+  return r->engine ? TFM_OK : tfm_error_status();
+}
+
+static int measure_all(const options *o, const tfm_model *m) {
+  int32_t most = o->prompt > o->tokens ? o->prompt : o->tokens, i;
+  tfm_model_info info;
+  run_state r = {NULL, NULL, NULL, 0, 0};
+  workload pp, tg;
+  int status = 0;
+  r.batch = o->batch;
+  if (tfm_model_describe(m, &info) != TFM_OK) return tool_fail();
+  r.vocabulary = info.vocabulary;
+  r.sessions = (tfm_session **)calloc((size_t)o->batch, sizeof *r.sessions);
+  r.ids = (int32_t *)calloc((size_t)most + (size_t)o->batch + 1, sizeof *r.ids);
+  if (!r.sessions || !r.ids) status = (fprintf(stderr, TOOL ": out of memory\n"), TOOL_FAILED);
+  else if (open_sessions(&r, m, o, most) != TFM_OK) status = tool_fail();
+  if (status == 0) fill_ids(r.ids, most, info.vocabulary);
+  pp = workload_of("pp", o->prompt, o, &info);
+  tg = workload_of("tg", o->tokens, o, &info);
+  if (status == 0 && o->prompt) status = measure(o, &info, &r, &pp);
+  if (status == 0 && o->tokens) status = measure(o, &info, &r, &tg);
+  for (i = 0; r.sessions && i < r.batch; i++) tfm_session_free(r.sessions[i]);
+  tfm_engine_free(r.engine);
+  free(r.sessions);
+  free(r.ids);
+  return status;
+}
+
+/* ---- The command line ---- */
+
+static int measure_shape(const options *o, const shape *s) {
+  image f = {NULL, 0, 0, 1};
+  tfm_model_config config = o->model;
+  char text[512];
+  int status;
+  if (s->gpt2) config.config_json = gpt2_config(s, text, sizeof text);
+  if (s->gpt2) image_gpt2(&f, s);
+  else image_llama(&f, s);
+  if (o->write) {
+    status = save(o->write, f.data, f.used);
+    if (status == 0 && !s->gpt2) status = save_tokenizer(o->write, s->vocabulary);
+  } else {
+    tfm_model *m = tfm_model_load_memory(f.data, f.used, &config);
+    status = m ? measure_all(o, m) : tool_fail();
+    tfm_model_free(m);
+  }
+  free(f.data);
+  return status;
+}
+
+static int measure_file(const options *o) {
+  tfm_model *m = tfm_model_load(o->path, &o->model);
+  int status = m ? measure_all(o, m) : tool_fail();
+  tfm_model_free(m);
+  return status;
+}
+
+static int run(const options *o) {
+  bool is_shape = !strncmp(o->path, "shape:", 6);
+  const shape *s = is_shape ? find_shape(o->path + 6) : NULL;
+  if (!strcmp(o->path, "ceilings")) return print_ceilings(o);
+  if (!is_shape) return measure_file(o);
+  return s ? measure_shape(o, s) : TOOL_FAILED;
+}
+
+enum { KEY_BATCH = 256 + 32, KEY_REPEAT, KEY_JSON, KEY_CACHE, KEY_WRITE };
+
+static const struct argp_option option_list[] = {
+  {"prompt", 'p', "N", 0, "Read prompts of N tokens, default 512; 0: none", 0},
+  {"tokens", 'n', "N", 0, "Write N tokens, default 128; 0: none", 0},
+  {"batch", KEY_BATCH, "N", 0, "N sequences at a time, default 1; rates are of all together", 0},
+  {"repeat", KEY_REPEAT, "N", 0, "Measure N times, default 5; median and best are printed", 0},
+  {"type", 'w', "TYPE", 0, "The same as --weights", 0},
+  {"cache", KEY_CACHE, "TYPE", 0, "Keep keys and values as f32, f16 or bf16", 0},
+  {"json", KEY_JSON, NULL, 0, "One JSON object per line", 0},
+  {"write", KEY_WRITE, "FILE", 0, "Only write the shape to FILE, for other programs", 0},
+  {NULL, 0, NULL, 0, NULL, 0}};
+
+static error_t set_option(int key, char *arg, struct argp_state *state) {
+  options *o = (options *)state->input;
+  switch (key) {
+  case 'p': o->prompt = (int32_t)tool_integer(state, "-p", arg, 0, 1 << 20); return 0;
+  case 'n': o->tokens = (int32_t)tool_integer(state, "-n", arg, 0, 1 << 20); return 0;
+  case 'w': o->model.weights = tool_type(state, "--type", arg); return 0;
+  case KEY_BATCH: o->batch = (int32_t)tool_integer(state, "--batch", arg, 1, 1 << 16); return 0;
+  case KEY_REPEAT:
+    o->repeat = (int32_t)tool_integer(state, "--repeat", arg, 1, REPEAT_MAX);
+    return 0;
+  case KEY_CACHE: o->cache = tool_type(state, "--cache", arg); return 0;
+  case KEY_JSON: o->json = true; return 0;
+  case KEY_WRITE: o->write = arg; return 0;
+  case ARGP_KEY_INIT: state->child_inputs[0] = &o->model; return 0;
+  case ARGP_KEY_ARG: return tool_only_argument(state, arg, &o->path);
+  case ARGP_KEY_NO_ARGS:
+    argp_error(state, "expected a MODEL, shape:NAME or \"ceilings\"");
+    return 0;
+  default: return ARGP_ERR_UNKNOWN;
+  }
+}
+
+static const struct argp parser = {
+  option_list, set_option, "MODEL",
+  "Measures how fast a model reads prompts (pp) and writes text (tg).\v"
+  "MODEL is a model's folder or file; or shape:stories15m, shape:llama-110m, shape:gpt2-124m, "
+  "shape:tinyllama-1.1b: that architecture with random weights; or \"ceilings\", which prints the "
+  "read bandwidth and the multiply-add peak of the machine.",
+  tool_model_child, NULL, NULL};
+
+int main(int argc, char **argv) {
+  options o;
+  memset(&o, 0, sizeof o);
+  o.prompt = 512;
+  o.tokens = 128;
+  o.batch = 1;
+  o.repeat = 5;
+  tool_parse(&parser, argc, argv, &o);
+  return tool_finish(run(&o));
+}

@@ -1,0 +1,23 @@
+/* hello.c - the README's program: a model continues a text.
+
+   build:   cc -O3 -march=native -o hello examples/hello.c -lm -lpthread
+   run:     ./hello stories260K.bin "Once upon a time"
+   output:  how the story goes on (the prompt is not repeated), to the model's end token or until
+            the context is full; on failure one sentence on stderr and exit status 1. */
+#define TRANSFORMER_IMPLEMENTATION
+#include "../transformer.h"
+#include <stdio.h>
+
+int main(int argc, char **argv) {
+  const char *path = argc == 3 ? argv[1] : "", *prompt = argc == 3 ? argv[2] : "";
+  tfm_model *m = tfm_model_load(path, NULL); /* a Hugging Face folder, .safetensors, .gguf, ... */
+  tfm_tokenizer *t = m ? tfm_tokenizer_load(path, NULL) : NULL;
+  tfm_session *s = t ? tfm_session_create(m, NULL) : NULL; /* NULL: every default */
+  tfm_sampling how = {.temperature = 0.8f, .top_p = 0.95f, .seed = 1};
+  int32_t id = tfm_feed_text(s, t, prompt); /* of any length; NULL objects pass through */
+  while (id >= 0 && (id = tfm_next(s, &how)) >= 0) fputs(tfm_text(s), stdout);
+  if (id == TFM_END || id == TFM_E_FULL) puts("");
+  else fprintf(stderr, "hello: %s\n", argc == 3 ? tfm_error() : "usage: hello MODEL PROMPT");
+  tfm_session_free(s), tfm_tokenizer_free(t), tfm_model_free(m);
+  return id != TFM_END && id != TFM_E_FULL;
+}

@@ -1,4 +1,4 @@
-/* transformer.h - transformer language models in one C header                      MIT licence, below
+/* transformer.h - transformer language models in one C header               MIT licence: at the end
 
    Do this in ONE C or C++ file, and include the header plainly everywhere else:
 
@@ -16,20 +16,22 @@
        tfm_session_free(s); tfm_tokenizer_free(t); tfm_model_free(m);
      }
 
-   cc -O3 -march=native hello.c -lm -lpthread              portable C: the reference
-   cc -O3 -DTFM_USE_CPU hello.c transformer_cpu.c ...      with tuned kernels, where they are written
-   nvcc -DTFM_USE_CUDA hello.c transformer_cuda.cu ...     with a GPU, where they are written
+   cc -O3 -march=native hello.c -lm -lpthread           portable C: the reference
+   cc -O3 -DTFM_USE_CPU hello.c transformer_cpu.c ...   with tuned kernels, where they are written
+   nvcc -DTFM_USE_CUDA hello.c transformer_cuda.cu ...  with a GPU, where they are written
 
    IT reads Hugging Face folders, safetensors, GGUF and llama2.c checkpoints of the families in the
    table of >>families; tokenizes exactly as Hugging Face does; runs prompts and many sequences at a
-   time over a paged cache; computes what transformers computes in float32, to rounding. It returns a
-   status and one sentence for whatever goes wrong, tells its memory in advance, and takes it from you.
+   time over a paged cache; computes what transformers computes in float32, to rounding. It returns
+   a status and one sentence for whatever goes wrong, tells its memory in advance, and takes it from
+   you.
+
    IT DOES NOT exit, abort, assert or print; keep global state; allocate while generating; execute
    anything from a model; read pickles; fetch models; guess at what it does not know.
 
-   Needs: a C11 or C++17 compiler (gcc or clang), POSIX, stb_ds.h on the include path (as stb_ds.h or
-   stb/stb_ds.h; hidden from your program, which may use it too). Under -std=c11 include this header
-   before the C library's, or define _POSIX_C_SOURCE yourself.
+   Needs: a C11 or C++17 compiler (gcc or clang), POSIX, stb_ds.h on the include path (as stb_ds.h
+   or stb/stb_ds.h; hidden from your program, which may use it too). Under -std=c11 include this
+   header before the C library's, or define _POSIX_C_SOURCE yourself.
 
    Contents; search for the anchor:
      >>api        types, contracts, declarations    >>families   models as rows of data, loading
@@ -50,11 +52,11 @@
      TFM_ASSERT(c)                      checks of the library's own reasoning; default: nothing
      TFM_USE_CPU, TFM_USE_CUDA          the companions are linked
 
-   How it is built. Three layers, each written once. Files become a tfm_net, numbers and pointers, and
-   a family is a row of data about how (>>families). One forward pass (>>forward) runs a tfm_net over a
-   table of kernels (>>backend), of which the portable one (>>kernels) is the specification of all
-   others. An engine (>>engine) feeds the pass with rows of tokens from any number of sessions and
-   keeps their keys and values in pages. */
+   How it is built. Three layers, each written once. Files become a tfm_net, numbers and pointers,
+   and a family is a row of data about how (>>families). One forward pass (>>forward) runs a tfm_net
+   over a table of kernels (>>backend), of which the portable one (>>kernels) is the specification
+   of all others. An engine (>>engine) feeds the pass with rows of tokens from any number of
+   sessions and keeps their keys and values in pages. */
 
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE)
 #define _POSIX_C_SOURCE 200809L /* -std=c11 hides what POSIX adds to the C library's headers */
@@ -575,7 +577,9 @@ typedef struct tfm_norm {
   int32_t groups; /* each row is that many vectors, normalised apart (head norms); 0: 1 */
 } tfm_norm;
 
-/* bit for element (row, col): philox(seed, site, position of row, col) */
+/* Element (row, col) is dropped when its random number is below the rate: word col % 4 of
+   philox(key seed; counter pos << 32 | col / 4, site << 32 | seq), its upper 24 bits as a
+   fraction. */
 typedef struct tfm_dropout {
   float rate;                /* 0: none; kept elements are scaled by 1 / (1 - rate) */
   uint64_t seed;
@@ -1555,9 +1559,17 @@ static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap);
 /* The entry of the device's table, or the reference's where the model was loaded with .override:
    all calls of the forward pass read TFMI_OP(d, norm)(d, ...). */
 #define TFMI_ENTRY_BIT(entry) (UINT64_C(1) << (offsetof(tfm_backend, entry) / sizeof(void *)))
-#define TFMI_OP(d, entry) \
-  (*((d)->override_mask & TFMI_ENTRY_BIT(entry) ? ((d)->table->sync(d), tfm_backend_ref()->entry) \
+#define TFMI_OP(d, entry)                                                      \
+  (*((d)->override_mask & TFMI_ENTRY_BIT(entry) ? tfmi_reference_for(d)->entry \
                                                 : (d)->table->entry))
+
+/* The reference's table, once the device has finished what it reads; a failure stays in the
+   device. */
+static const tfm_backend *tfmi_reference_for(tfm_dev *d) {
+  tfm_status status = d->table->sync(d);
+  if (status != TFM_OK) d->status = status;
+  return tfm_backend_ref();
+}
 
 /* =================================================================================================
    >>json   a strict pull parser
@@ -1992,14 +2004,14 @@ static void tfmi_json_finish(tfmi_json *j) {
   if (j->at != j->end) tfmi_json_expected(j, "the end of the text");
 }
 
-/* ==================================================================================================
+/* =================================================================================================
    >>unicode   UTF-8, and the classes of characters that splitting patterns tell apart
-   ==================================================================================================
+   =================================================================================================
 
-   The patterns know letters (\p{L}), numbers (\p{N}), white space (\s) and the rest. The reference
-   is Oniguruma 6.9.8, that is Unicode 14.0; marks (\p{M}) belong to the rest. The table is printed by
-   tests/make_unicode.py: each entry is the code point from which a class holds, times four, plus the
-   class.
+   The patterns know letters (\p{L}), numbers (\p{N}), white space (\s) and the rest, to which marks
+   (\p{M}) belong. The table is what Hugging Face's tokenizers 0.23 answer for each code point
+   (Unicode 16.0), asked by tests/make_unicode.py: each entry is the code point from which a class
+   holds, times four, plus the class.
 
    Text is read by tfmi_rune_at, which never fails: bytes that form no character come back as the
    "maximal subpart" for which Unicode (chapter 3.9) recommends one U+FFFD. */
@@ -2049,7 +2061,7 @@ static const uint32_t tfmi_class_starts[] = {
   0x62ac, 0x62c1, 0x63d8, 0x6401, 0x647c, 0x651a, 0x6541, 0x65b8, 0x65c1, 0x65d4, 0x6601, 0x66b0,
   0x66c1, 0x6728, 0x6742, 0x676c, 0x6801, 0x685c, 0x6881, 0x6954, 0x6a02, 0x6a28, 0x6a42, 0x6a68,
   0x6a9d, 0x6aa0, 0x6c15, 0x6cd0, 0x6d15, 0x6d34, 0x6d42, 0x6d68, 0x6e0d, 0x6e84, 0x6eb9, 0x6ec2,
-  0x6ee9, 0x6f98, 0x7001, 0x7090, 0x7102, 0x7128, 0x7135, 0x7142, 0x7169, 0x71f8, 0x7201, 0x7224,
+  0x6ee9, 0x6f98, 0x7001, 0x7090, 0x7102, 0x7128, 0x7135, 0x7142, 0x7169, 0x71f8, 0x7201, 0x722c,
   0x7241, 0x72ec, 0x72f5, 0x7300, 0x73a5, 0x73b4, 0x73b9, 0x73d0, 0x73d5, 0x73dc, 0x73e9, 0x73ec,
   0x7401, 0x7700, 0x7801, 0x7c58, 0x7c61, 0x7c78, 0x7c81, 0x7d18, 0x7d21, 0x7d38, 0x7d41, 0x7d60,
   0x7d65, 0x7d68, 0x7d6d, 0x7d70, 0x7d75, 0x7d78, 0x7d7d, 0x7df8, 0x7e01, 0x7ed4, 0x7ed9, 0x7ef4,
@@ -2067,8 +2079,8 @@ static const uint32_t tfmi_class_starts[] = {
   0xc64a, 0xc658, 0xc681, 0xc700, 0xc7c1, 0xc800, 0xc882, 0xc8a8, 0xc922, 0xc940, 0xc946, 0xc980,
   0xca02, 0xca28, 0xcac6, 0xcb00, 0xd001, 0x13700, 0x13801, 0x29234, 0x29341, 0x293f8, 0x29401,
   0x29834, 0x29841, 0x29882, 0x298a9, 0x298b0, 0x29901, 0x299bc, 0x299fd, 0x29a78, 0x29a81, 0x29b9a,
-  0x29bc0, 0x29c5d, 0x29c80, 0x29c89, 0x29e24, 0x29e2d, 0x29f2c, 0x29f41, 0x29f48, 0x29f4d, 0x29f50,
-  0x29f55, 0x29f68, 0x29fc9, 0x2a008, 0x2a00d, 0x2a018, 0x2a01d, 0x2a02c, 0x2a031, 0x2a08c, 0x2a0c2,
+  0x29bc0, 0x29c5d, 0x29c80, 0x29c89, 0x29e24, 0x29e2d, 0x29f38, 0x29f41, 0x29f48, 0x29f4d, 0x29f50,
+  0x29f55, 0x29f74, 0x29fc9, 0x2a008, 0x2a00d, 0x2a018, 0x2a01d, 0x2a02c, 0x2a031, 0x2a08c, 0x2a0c2,
   0x2a0d8, 0x2a101, 0x2a1d0, 0x2a209, 0x2a2d0, 0x2a342, 0x2a368, 0x2a3c9, 0x2a3e0, 0x2a3ed, 0x2a3f0,
   0x2a3f5, 0x2a3fc, 0x2a402, 0x2a429, 0x2a498, 0x2a4c1, 0x2a51c, 0x2a581, 0x2a5f4, 0x2a611, 0x2a6cc,
   0x2a73d, 0x2a742, 0x2a768, 0x2a781, 0x2a794, 0x2a799, 0x2a7c2, 0x2a7e9, 0x2a7fc, 0x2a801, 0x2a8a4,
@@ -2088,59 +2100,66 @@ static const uint32_t tfmi_class_starts[] = {
   0x40f10, 0x40f21, 0x40f40, 0x40f46, 0x40f58, 0x41001, 0x41278, 0x41282, 0x412a8, 0x412c1, 0x41350,
   0x41361, 0x413f0, 0x41401, 0x414a0, 0x414c1, 0x41590, 0x415c1, 0x415ec, 0x415f1, 0x4162c, 0x41631,
   0x4164c, 0x41651, 0x41658, 0x4165d, 0x41688, 0x4168d, 0x416c8, 0x416cd, 0x416e8, 0x416ed, 0x416f4,
-  0x41801, 0x41cdc, 0x41d01, 0x41d58, 0x41d81, 0x41da0, 0x41e01, 0x41e18, 0x41e1d, 0x41ec4, 0x41ec9,
-  0x41eec, 0x42001, 0x42018, 0x42021, 0x42024, 0x42029, 0x420d8, 0x420dd, 0x420e4, 0x420f1, 0x420f4,
-  0x420fd, 0x42158, 0x42162, 0x42181, 0x421dc, 0x421e6, 0x42201, 0x4227c, 0x4229e, 0x422c0, 0x42381,
-  0x423cc, 0x423d1, 0x423d8, 0x423ee, 0x42401, 0x4245a, 0x42470, 0x42481, 0x424e8, 0x42601, 0x426e0,
-  0x426f2, 0x426f9, 0x42702, 0x42740, 0x4274a, 0x42801, 0x42804, 0x42841, 0x42850, 0x42855, 0x42860,
-  0x42865, 0x428d8, 0x42902, 0x42924, 0x42981, 0x429f6, 0x429fc, 0x42a01, 0x42a76, 0x42a80, 0x42b01,
-  0x42b20, 0x42b25, 0x42b94, 0x42bae, 0x42bc0, 0x42c01, 0x42cd8, 0x42d01, 0x42d58, 0x42d62, 0x42d81,
-  0x42dcc, 0x42de2, 0x42e01, 0x42e48, 0x42ea6, 0x42ec0, 0x43001, 0x43124, 0x43201, 0x432cc, 0x43301,
-  0x433cc, 0x433ea, 0x43401, 0x43490, 0x434c2, 0x434e8, 0x43982, 0x439fc, 0x43a01, 0x43aa8, 0x43ac1,
-  0x43ac8, 0x43c01, 0x43c76, 0x43c9d, 0x43ca0, 0x43cc1, 0x43d18, 0x43d46, 0x43d54, 0x43dc1, 0x43e08,
-  0x43ec1, 0x43f16, 0x43f30, 0x43f81, 0x43fdc, 0x4400d, 0x440e0, 0x4414a, 0x441c0, 0x441c5, 0x441cc,
-  0x441d5, 0x441d8, 0x4420d, 0x442c0, 0x44341, 0x443a4, 0x443c2, 0x443e8, 0x4440d, 0x4449c, 0x444da,
-  0x44500, 0x44511, 0x44514, 0x4451d, 0x44520, 0x44541, 0x445cc, 0x445d9, 0x445dc, 0x4460d, 0x446cc,
-  0x44705, 0x44714, 0x44742, 0x44769, 0x4476c, 0x44771, 0x44774, 0x44786, 0x447d4, 0x44801, 0x44848,
-  0x4484d, 0x448b0, 0x44a01, 0x44a1c, 0x44a21, 0x44a24, 0x44a29, 0x44a38, 0x44a3d, 0x44a78, 0x44a7d,
+  0x41701, 0x417d0, 0x41801, 0x41cdc, 0x41d01, 0x41d58, 0x41d81, 0x41da0, 0x41e01, 0x41e18, 0x41e1d,
+  0x41ec4, 0x41ec9, 0x41eec, 0x42001, 0x42018, 0x42021, 0x42024, 0x42029, 0x420d8, 0x420dd, 0x420e4,
+  0x420f1, 0x420f4, 0x420fd, 0x42158, 0x42162, 0x42181, 0x421dc, 0x421e6, 0x42201, 0x4227c, 0x4229e,
+  0x422c0, 0x42381, 0x423cc, 0x423d1, 0x423d8, 0x423ee, 0x42401, 0x4245a, 0x42470, 0x42481, 0x424e8,
+  0x42601, 0x426e0, 0x426f2, 0x426f9, 0x42702, 0x42740, 0x4274a, 0x42801, 0x42804, 0x42841, 0x42850,
+  0x42855, 0x42860, 0x42865, 0x428d8, 0x42902, 0x42924, 0x42981, 0x429f6, 0x429fc, 0x42a01, 0x42a76,
+  0x42a80, 0x42b01, 0x42b20, 0x42b25, 0x42b94, 0x42bae, 0x42bc0, 0x42c01, 0x42cd8, 0x42d01, 0x42d58,
+  0x42d62, 0x42d81, 0x42dcc, 0x42de2, 0x42e01, 0x42e48, 0x42ea6, 0x42ec0, 0x43001, 0x43124, 0x43201,
+  0x432cc, 0x43301, 0x433cc, 0x433ea, 0x43401, 0x43490, 0x434c2, 0x434e8, 0x43502, 0x43529, 0x43598,
+  0x435bd, 0x43618, 0x43982, 0x439fc, 0x43a01, 0x43aa8, 0x43ac1, 0x43ac8, 0x43b09, 0x43b14, 0x43c01,
+  0x43c76, 0x43c9d, 0x43ca0, 0x43cc1, 0x43d18, 0x43d46, 0x43d54, 0x43dc1, 0x43e08, 0x43ec1, 0x43f16,
+  0x43f30, 0x43f81, 0x43fdc, 0x4400d, 0x440e0, 0x4414a, 0x441c0, 0x441c5, 0x441cc, 0x441d5, 0x441d8,
+  0x4420d, 0x442c0, 0x44341, 0x443a4, 0x443c2, 0x443e8, 0x4440d, 0x4449c, 0x444da, 0x44500, 0x44511,
+  0x44514, 0x4451d, 0x44520, 0x44541, 0x445cc, 0x445d9, 0x445dc, 0x4460d, 0x446cc, 0x44705, 0x44714,
+  0x44742, 0x44769, 0x4476c, 0x44771, 0x44774, 0x44786, 0x447d4, 0x44801, 0x44848, 0x4484d, 0x448b0,
+  0x448fd, 0x44904, 0x44a01, 0x44a1c, 0x44a21, 0x44a24, 0x44a29, 0x44a38, 0x44a3d, 0x44a78, 0x44a7d,
   0x44aa4, 0x44ac1, 0x44b7c, 0x44bc2, 0x44be8, 0x44c15, 0x44c34, 0x44c3d, 0x44c44, 0x44c4d, 0x44ca4,
   0x44ca9, 0x44cc4, 0x44cc9, 0x44cd0, 0x44cd5, 0x44ce8, 0x44cf5, 0x44cf8, 0x44d41, 0x44d44, 0x44d75,
-  0x44d88, 0x45001, 0x450d4, 0x4511d, 0x4512c, 0x45142, 0x45168, 0x4517d, 0x45188, 0x45201, 0x452c0,
-  0x45311, 0x45318, 0x4531d, 0x45320, 0x45342, 0x45368, 0x45601, 0x456bc, 0x45761, 0x45770, 0x45801,
-  0x458c0, 0x45911, 0x45914, 0x45942, 0x45968, 0x45a01, 0x45aac, 0x45ae1, 0x45ae4, 0x45b02, 0x45b28,
-  0x45c01, 0x45c6c, 0x45cc2, 0x45cf0, 0x45d01, 0x45d1c, 0x46001, 0x460b0, 0x46281, 0x46382, 0x463cc,
-  0x463fd, 0x4641c, 0x46425, 0x46428, 0x46431, 0x46450, 0x46455, 0x4645c, 0x46461, 0x464c0, 0x464fd,
-  0x46500, 0x46505, 0x46508, 0x46542, 0x46568, 0x46681, 0x466a0, 0x466a9, 0x46744, 0x46785, 0x46788,
-  0x4678d, 0x46790, 0x46801, 0x46804, 0x4682d, 0x468cc, 0x468e9, 0x468ec, 0x46941, 0x46944, 0x46971,
-  0x46a28, 0x46a75, 0x46a78, 0x46ac1, 0x46be4, 0x47001, 0x47024, 0x47029, 0x470bc, 0x47101, 0x47104,
-  0x47142, 0x471b4, 0x471c9, 0x47240, 0x47401, 0x4741c, 0x47421, 0x47428, 0x4742d, 0x474c4, 0x47519,
-  0x4751c, 0x47542, 0x47568, 0x47581, 0x47598, 0x4759d, 0x475a4, 0x475a9, 0x47628, 0x47661, 0x47664,
-  0x47682, 0x476a8, 0x47b81, 0x47bcc, 0x47ec1, 0x47ec4, 0x47f02, 0x47f54, 0x48001, 0x48e68, 0x49002,
-  0x491bc, 0x49201, 0x49510, 0x4be41, 0x4bfc4, 0x4c001, 0x4d0bc, 0x51001, 0x5191c, 0x5a001, 0x5a8e4,
-  0x5a901, 0x5a97c, 0x5a982, 0x5a9a8, 0x5a9c1, 0x5aafc, 0x5ab02, 0x5ab28, 0x5ab41, 0x5abb8, 0x5ac01,
-  0x5acc0, 0x5ad01, 0x5ad10, 0x5ad42, 0x5ad68, 0x5ad6e, 0x5ad88, 0x5ad8d, 0x5ade0, 0x5adf5, 0x5ae40,
-  0x5b901, 0x5ba02, 0x5ba5c, 0x5bc01, 0x5bd2c, 0x5bd41, 0x5bd44, 0x5be4d, 0x5be80, 0x5bf81, 0x5bf88,
-  0x5bf8d, 0x5bf90, 0x5c001, 0x61fe0, 0x62001, 0x63358, 0x63401, 0x63424, 0x6bfc1, 0x6bfd0, 0x6bfd5,
-  0x6bff0, 0x6bff5, 0x6bffc, 0x6c001, 0x6c48c, 0x6c541, 0x6c54c, 0x6c591, 0x6c5a0, 0x6c5c1, 0x6cbf0,
-  0x6f001, 0x6f1ac, 0x6f1c1, 0x6f1f4, 0x6f201, 0x6f224, 0x6f241, 0x6f268, 0x74b82, 0x74bd0, 0x74d82,
-  0x74de4, 0x75001, 0x75154, 0x75159, 0x75274, 0x75279, 0x75280, 0x75289, 0x7528c, 0x75295, 0x7529c,
-  0x752a5, 0x752b4, 0x752b9, 0x752e8, 0x752ed, 0x752f0, 0x752f5, 0x75310, 0x75315, 0x75418, 0x7541d,
-  0x7542c, 0x75435, 0x75454, 0x75459, 0x75474, 0x75479, 0x754e8, 0x754ed, 0x754fc, 0x75501, 0x75514,
-  0x75519, 0x7551c, 0x75529, 0x75544, 0x75549, 0x75a98, 0x75aa1, 0x75b04, 0x75b09, 0x75b6c, 0x75b71,
-  0x75bec, 0x75bf1, 0x75c54, 0x75c59, 0x75cd4, 0x75cd9, 0x75d3c, 0x75d41, 0x75dbc, 0x75dc1, 0x75e24,
-  0x75e29, 0x75ea4, 0x75ea9, 0x75f0c, 0x75f11, 0x75f30, 0x75f3a, 0x76000, 0x77c01, 0x77c7c, 0x78401,
-  0x784b4, 0x784dd, 0x784f8, 0x78502, 0x78528, 0x78539, 0x7853c, 0x78a41, 0x78ab8, 0x78b01, 0x78bb0,
-  0x78bc2, 0x78be8, 0x79f81, 0x79f9c, 0x79fa1, 0x79fb0, 0x79fb5, 0x79fbc, 0x79fc1, 0x79ffc, 0x7a001,
-  0x7a314, 0x7a31e, 0x7a340, 0x7a401, 0x7a510, 0x7a52d, 0x7a530, 0x7a542, 0x7a568, 0x7b1c6, 0x7b2b0,
-  0x7b2b6, 0x7b2c0, 0x7b2c6, 0x7b2d4, 0x7b406, 0x7b4b8, 0x7b4be, 0x7b4f8, 0x7b801, 0x7b810, 0x7b815,
-  0x7b880, 0x7b885, 0x7b88c, 0x7b891, 0x7b894, 0x7b89d, 0x7b8a0, 0x7b8a5, 0x7b8cc, 0x7b8d1, 0x7b8e0,
-  0x7b8e5, 0x7b8e8, 0x7b8ed, 0x7b8f0, 0x7b909, 0x7b90c, 0x7b91d, 0x7b920, 0x7b925, 0x7b928, 0x7b92d,
-  0x7b930, 0x7b935, 0x7b940, 0x7b945, 0x7b94c, 0x7b951, 0x7b954, 0x7b95d, 0x7b960, 0x7b965, 0x7b968,
-  0x7b96d, 0x7b970, 0x7b975, 0x7b978, 0x7b97d, 0x7b980, 0x7b985, 0x7b98c, 0x7b991, 0x7b994, 0x7b99d,
-  0x7b9ac, 0x7b9b1, 0x7b9cc, 0x7b9d1, 0x7b9e0, 0x7b9e5, 0x7b9f4, 0x7b9f9, 0x7b9fc, 0x7ba01, 0x7ba28,
-  0x7ba2d, 0x7ba70, 0x7ba85, 0x7ba90, 0x7ba95, 0x7baa8, 0x7baad, 0x7baf0, 0x7c402, 0x7c434, 0x7efc2,
-  0x7efe8, 0x80001, 0xa9b80, 0xa9c01, 0xadce4, 0xadd01, 0xae078, 0xae081, 0xb3a88, 0xb3ac1, 0xbaf84,
-  0xbe001, 0xbe878, 0xc0001, 0xc4d2c
+  0x44d88, 0x44e01, 0x44e28, 0x44e2d, 0x44e30, 0x44e39, 0x44e3c, 0x44e41, 0x44ed8, 0x44edd, 0x44ee0,
+  0x44f45, 0x44f48, 0x44f4d, 0x44f50, 0x45001, 0x450d4, 0x4511d, 0x4512c, 0x45142, 0x45168, 0x4517d,
+  0x45188, 0x45201, 0x452c0, 0x45311, 0x45318, 0x4531d, 0x45320, 0x45342, 0x45368, 0x45601, 0x456bc,
+  0x45761, 0x45770, 0x45801, 0x458c0, 0x45911, 0x45914, 0x45942, 0x45968, 0x45a01, 0x45aac, 0x45ae1,
+  0x45ae4, 0x45b02, 0x45b28, 0x45b42, 0x45b90, 0x45c01, 0x45c6c, 0x45cc2, 0x45cf0, 0x45d01, 0x45d1c,
+  0x46001, 0x460b0, 0x46281, 0x46382, 0x463cc, 0x463fd, 0x4641c, 0x46425, 0x46428, 0x46431, 0x46450,
+  0x46455, 0x4645c, 0x46461, 0x464c0, 0x464fd, 0x46500, 0x46505, 0x46508, 0x46542, 0x46568, 0x46681,
+  0x466a0, 0x466a9, 0x46744, 0x46785, 0x46788, 0x4678d, 0x46790, 0x46801, 0x46804, 0x4682d, 0x468cc,
+  0x468e9, 0x468ec, 0x46941, 0x46944, 0x46971, 0x46a28, 0x46a75, 0x46a78, 0x46ac1, 0x46be4, 0x46f01,
+  0x46f84, 0x46fc2, 0x46fe8, 0x47001, 0x47024, 0x47029, 0x470bc, 0x47101, 0x47104, 0x47142, 0x471b4,
+  0x471c9, 0x47240, 0x47401, 0x4741c, 0x47421, 0x47428, 0x4742d, 0x474c4, 0x47519, 0x4751c, 0x47542,
+  0x47568, 0x47581, 0x47598, 0x4759d, 0x475a4, 0x475a9, 0x47628, 0x47661, 0x47664, 0x47682, 0x476a8,
+  0x47b81, 0x47bcc, 0x47c09, 0x47c0c, 0x47c11, 0x47c44, 0x47c49, 0x47cd0, 0x47d42, 0x47d68, 0x47ec1,
+  0x47ec4, 0x47f02, 0x47f54, 0x48001, 0x48e68, 0x49002, 0x491bc, 0x49201, 0x49510, 0x4be41, 0x4bfc4,
+  0x4c001, 0x4d0c0, 0x4d105, 0x4d11c, 0x4d181, 0x50fec, 0x51001, 0x5191c, 0x58401, 0x58478, 0x584c2,
+  0x584e8, 0x5a001, 0x5a8e4, 0x5a901, 0x5a97c, 0x5a982, 0x5a9a8, 0x5a9c1, 0x5aafc, 0x5ab02, 0x5ab28,
+  0x5ab41, 0x5abb8, 0x5ac01, 0x5acc0, 0x5ad01, 0x5ad10, 0x5ad42, 0x5ad68, 0x5ad6e, 0x5ad88, 0x5ad8d,
+  0x5ade0, 0x5adf5, 0x5ae40, 0x5b501, 0x5b5b4, 0x5b5c2, 0x5b5e8, 0x5b901, 0x5ba02, 0x5ba5c, 0x5bc01,
+  0x5bd2c, 0x5bd41, 0x5bd44, 0x5be4d, 0x5be80, 0x5bf81, 0x5bf88, 0x5bf8d, 0x5bf90, 0x5c001, 0x61fe0,
+  0x62001, 0x63358, 0x633fd, 0x63424, 0x6bfc1, 0x6bfd0, 0x6bfd5, 0x6bff0, 0x6bff5, 0x6bffc, 0x6c001,
+  0x6c48c, 0x6c4c9, 0x6c4cc, 0x6c541, 0x6c54c, 0x6c555, 0x6c558, 0x6c591, 0x6c5a0, 0x6c5c1, 0x6cbf0,
+  0x6f001, 0x6f1ac, 0x6f1c1, 0x6f1f4, 0x6f201, 0x6f224, 0x6f241, 0x6f268, 0x733c2, 0x733e8, 0x74b02,
+  0x74b50, 0x74b82, 0x74bd0, 0x74d82, 0x74de4, 0x75001, 0x75154, 0x75159, 0x75274, 0x75279, 0x75280,
+  0x75289, 0x7528c, 0x75295, 0x7529c, 0x752a5, 0x752b4, 0x752b9, 0x752e8, 0x752ed, 0x752f0, 0x752f5,
+  0x75310, 0x75315, 0x75418, 0x7541d, 0x7542c, 0x75435, 0x75454, 0x75459, 0x75474, 0x75479, 0x754e8,
+  0x754ed, 0x754fc, 0x75501, 0x75514, 0x75519, 0x7551c, 0x75529, 0x75544, 0x75549, 0x75a98, 0x75aa1,
+  0x75b04, 0x75b09, 0x75b6c, 0x75b71, 0x75bec, 0x75bf1, 0x75c54, 0x75c59, 0x75cd4, 0x75cd9, 0x75d3c,
+  0x75d41, 0x75dbc, 0x75dc1, 0x75e24, 0x75e29, 0x75ea4, 0x75ea9, 0x75f0c, 0x75f11, 0x75f30, 0x75f3a,
+  0x76000, 0x77c01, 0x77c7c, 0x77c95, 0x77cac, 0x780c1, 0x781b8, 0x78401, 0x784b4, 0x784dd, 0x784f8,
+  0x78502, 0x78528, 0x78539, 0x7853c, 0x78a41, 0x78ab8, 0x78b01, 0x78bb0, 0x78bc2, 0x78be8, 0x79341,
+  0x793b0, 0x793c2, 0x793e8, 0x79741, 0x797b8, 0x797c1, 0x797c6, 0x797ec, 0x79f81, 0x79f9c, 0x79fa1,
+  0x79fb0, 0x79fb5, 0x79fbc, 0x79fc1, 0x79ffc, 0x7a001, 0x7a314, 0x7a31e, 0x7a340, 0x7a401, 0x7a510,
+  0x7a52d, 0x7a530, 0x7a542, 0x7a568, 0x7b1c6, 0x7b2b0, 0x7b2b6, 0x7b2c0, 0x7b2c6, 0x7b2d4, 0x7b406,
+  0x7b4b8, 0x7b4be, 0x7b4f8, 0x7b801, 0x7b810, 0x7b815, 0x7b880, 0x7b885, 0x7b88c, 0x7b891, 0x7b894,
+  0x7b89d, 0x7b8a0, 0x7b8a5, 0x7b8cc, 0x7b8d1, 0x7b8e0, 0x7b8e5, 0x7b8e8, 0x7b8ed, 0x7b8f0, 0x7b909,
+  0x7b90c, 0x7b91d, 0x7b920, 0x7b925, 0x7b928, 0x7b92d, 0x7b930, 0x7b935, 0x7b940, 0x7b945, 0x7b94c,
+  0x7b951, 0x7b954, 0x7b95d, 0x7b960, 0x7b965, 0x7b968, 0x7b96d, 0x7b970, 0x7b975, 0x7b978, 0x7b97d,
+  0x7b980, 0x7b985, 0x7b98c, 0x7b991, 0x7b994, 0x7b99d, 0x7b9ac, 0x7b9b1, 0x7b9cc, 0x7b9d1, 0x7b9e0,
+  0x7b9e5, 0x7b9f4, 0x7b9f9, 0x7b9fc, 0x7ba01, 0x7ba28, 0x7ba2d, 0x7ba70, 0x7ba85, 0x7ba90, 0x7ba95,
+  0x7baa8, 0x7baad, 0x7baf0, 0x7c402, 0x7c434, 0x7efc2, 0x7efe8, 0x80001, 0xa9b80, 0xa9c01, 0xadce8,
+  0xadd01, 0xae078, 0xae081, 0xb3a88, 0xb3ac1, 0xbaf84, 0xbafc1, 0xbb978, 0xbe001, 0xbe878, 0xc0001,
+  0xc4d2c, 0xc4d41, 0xc8ec0
 };
 
 static tfmi_class tfmi_class_of(uint32_t c) {
@@ -2197,9 +2216,9 @@ static tfmi_rune tfmi_rune_at(const char *p, size_t n) {
   return r;
 }
 
-/* ==================================================================================================
+/* =================================================================================================
    >>gguf   the GGUF container, version 3
-   ==================================================================================================
+   =================================================================================================
 
    Magic, version, two counts; then key/value pairs, tensor descriptions, padding, the data section.
    tfmi_gguf_open walks all of it once and checks everything, so that who reads a value later can
@@ -2663,9 +2682,9 @@ static void tfmi_gguf_open(tfmi_gguf *g, tfmi_load *l, const void *data, size_t 
   tfmi_release(l, offset);
 }
 
-/* ==================================================================================================
+/* =================================================================================================
    >>tokenizer   text to ids and back, exactly as the vocabulary's makers do it
-   ==================================================================================================
+   =================================================================================================
 
    Text passes through stages, each a row or a field of the tokenizer:
 
@@ -2971,7 +2990,7 @@ static void *tfmi_encoder_grow(tfmi_encoder *e, void *p, const void *few, size_t
     e->status = TFM_E_MEMORY;
     return NULL;
   }
-  if (stack && *cap) memcpy(grown, p, *cap * size);
+  if (stack && p) memcpy(grown, p, *cap * size);
   *cap = need;
   return grown;
 }
@@ -4454,6 +4473,8 @@ static void tfmi_json_template_use(tfmi_make *m, tfmi_json *j) {
   ptrdiff_t count = stbds_arrlen(m->template_names), text = -1, i;
   int32_t *before, *after;
   if (count == 0) return;
+  if (count > 64 || stbds_arrlen(m->template_ids) > 4096)
+    tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the template adds more than 63 special tokens");
   for (i = 0; i < count; i++) {
     if (m->template_names[i].at) continue;
     if (text >= 0) tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the template has its text twice");
@@ -4473,7 +4494,7 @@ static void tfmi_json_check_template(tfmi_make *m) { /* once the vocabulary is k
   ptrdiff_t i;
   for (i = 0; i < stbds_arrlen(m->template_ids); i++)
     if (tfmi_known_id(t, m->template_ids[i].id) < 0)
-      tfmi_fail(&m->load, TFM_E_FORMAT, "the template's token \"%s\" has id %d, which is no token's",
+      tfmi_fail(&m->load, TFM_E_FORMAT, "the template's token \"%s\" has id %d, no token's",
                 tfmi_plain(m->template_ids[i].name).text, (int)m->template_ids[i].id);
 }
 
@@ -4540,7 +4561,8 @@ static void tfmi_json_merges(tfmi_make *m, tfmi_json *j) {
     pair.left = tfmi_json_string(j);
     if (!tfmi_json_element(j)) tfmi_json_fail(j, TFM_E_FORMAT, "a merge of one part, expected two");
     pair.right = tfmi_json_string(j);
-    if (tfmi_json_element(j)) tfmi_json_fail(j, TFM_E_FORMAT, "a merge of three parts, expected two");
+    if (tfmi_json_element(j))
+      tfmi_json_fail(j, TFM_E_FORMAT, "a merge of three parts, expected two");
     stbds_arrput(m->merge, pair);
   }
 }
@@ -4830,7 +4852,8 @@ static tfmi_text tfmi_proto_bytes(tfmi_proto *p, uint64_t n) {
   tfmi_text bytes;
   if (n > (uint64_t)(p->end - p->at))
     tfmi_fail(&p->make->load, TFM_E_FORMAT,
-              "a field of the model has %llu bytes, but %llu are left", (unsigned long long)n, (unsigned long long)(p->end - p->at));
+              "a field of the model has %llu bytes, but %llu are left", (unsigned long long)n,
+              (unsigned long long)(p->end - p->at));
   bytes.at = (const char *)p->at;
   bytes.n = (size_t)n;
   p->at += n;
@@ -5245,9 +5268,9 @@ TFM_API void tfm_tokenizer_free(tfm_tokenizer *tokenizer) {
   kept.next->prev = kept.prev->next = &kept;
   tfmi_ring_free(&heap, &kept);
 }
-/* ==================================================================================================
+/* =================================================================================================
    >>formats   safetensors, shards, GGUF and llama2.c files become one directory of tensors
-   ==================================================================================================
+   =================================================================================================
 
    Whatever the format, a model's files become a `tfmi_source`: a directory of tensors, by name,
    each pointing into its file, and settings, the numbers of config.json or of GGUF's keys.
@@ -5255,9 +5278,9 @@ TFM_API void tfm_tokenizer_free(tfm_tokenizer *tokenizer) {
    below this section knows it.
 
    Kinds of files are told apart by their first bytes. Every rule of the formats is checked here, in
-   the order of the reference implementations; where those are lax (duplicate names, unknown fields),
-   we are not. Settings are found by name: nested ones, one
-   level deep, by "rope_scaling.factor". */
+   the order of the reference implementations; where those are lax (duplicate names, unknown
+   fields), we are not. Settings are found by name: nested ones, one level deep, by
+   "rope_scaling.factor". */
 
 typedef struct tfmi_setting { /* of config.json */
   tfmi_text key;
@@ -5945,9 +5968,9 @@ static void tfmi_source_read(tfmi_source *s, const char *path, const void *data,
   if (strcmp(s->format, "safetensors") == 0) tfmi_source_settings(s, config_json);
 }
 
-/* ==================================================================================================
+/* =================================================================================================
    >>families   rows of data that make a network of a model's files
-   ==================================================================================================
+   =================================================================================================
 
    A family is a row of tfmi_families: how its numbers are called in config.json and GGUF and what
    they may be, how its tensors are called, and how it differs: the norm, the activation, biases,
@@ -6993,9 +7016,9 @@ TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *mod
 }
 
 
-/* ==================================================================================================
+/* =================================================================================================
    >>device   opening a table of kernels; the thread pool
-   ==================================================================================================
+   =================================================================================================
 
    tfmi_dev_open walks down CUDA, CPU, REF from the device that was asked for, and takes the first
    table that is compiled in, complete, and whose `open` succeeds. What it passes over it tells the
@@ -7386,9 +7409,9 @@ static tfm_status tfmi_dev_open(tfm_dev *d, tfmi_heap *heap, tfm_device which, i
   return status;
 }
 
-/* ==================================================================================================
+/* =================================================================================================
    >>kernels   the reference: every entry of the table in portable C
-   ==================================================================================================
+   =================================================================================================
 
    This is what a transformer computes, and what tuned kernels are compared with. Activations are
    F32.
@@ -9120,7 +9143,7 @@ static bool tfmi_forward(tfmi_pass *p) {
   tfmi_tell(p, "embed", -1, p->buffers.in);
   for (layer = 0; layer < net->layers; layer++) {
     if (tfmi_cancelled(p)) return false;
-    if (!p->tap && d->table->layer &&
+    if (!p->tap && !d->override_mask && d->table->layer &&
         d->table->layer(d, p->buffers.out, net, layer, &p->kv[layer], &p->rows)) continue;
     tfmi_attention(p, layer);
     tfmi_feed_forward(p, layer);
@@ -10026,6 +10049,7 @@ TFM_API const char *tfm_text(tfm_session *session) {
 static tfm_status tfmi_current_row(tfm_session *s, int32_t *row) {
   int32_t length = s->length, wanted = s->chosen ? length - 1 : length;
   tfm_status status = TFM_OK;
+  *row = 0;
   if (length == 0)
     return tfmi_report(TFM_E_STATE, "logits: the session is empty; feed it something first");
   if (s->logits_epoch != s->engine->epoch || s->logits_at != wanted) {
@@ -10267,5 +10291,5 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
    THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT
    NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
    NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM,
-   DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT
-   OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */
+   DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+   OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE. */

@@ -1,4 +1,4 @@
-/* What several tests share: whole files, a folder with one file replaced, an allocator that fails. */
+/* What several tests share: files, a folder with one file replaced, an allocator that fails. */
 #ifndef TEST_FILES_H
 #define TEST_FILES_H
 
@@ -10,13 +10,15 @@
 #include <sys/stat.h>
 #include "test.h"
 
+#define TEST_UNUSED __attribute__((unused)) /* not every test needs every helper */
+
 typedef struct blob {
   unsigned char *data;
   size_t bytes;
 } blob;
 
 /* NULL data when there is no such file; always followed by a NUL. */
-static blob blob_read(const char *path) {
+static TEST_UNUSED blob blob_read(const char *path) {
   blob b = {NULL, 0};
   struct stat st;
   FILE *f = stat(path, &st) == 0 && S_ISREG(st.st_mode) ? fopen(path, "rb") : NULL;
@@ -86,7 +88,7 @@ static void overlay_close(void *user, void *file) {
   free(f);
 }
 
-static tfm_io overlay_io(overlay *o) {
+static TEST_UNUSED tfm_io overlay_io(overlay *o) {
   tfm_io io;
   io.user = o;
   io.open = overlay_open;
@@ -105,7 +107,7 @@ typedef struct failing {
   size_t bytes, peak;
 } failing;
 
-static void *failing_alloc(void *user, void *old, size_t old_bytes, size_t bytes) {
+static TEST_UNUSED void *failing_alloc(void *user, void *old, size_t old_bytes, size_t bytes) {
   failing *f = (failing *)user;
   void *p;
   if (bytes == 0) {

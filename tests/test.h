@@ -41,7 +41,8 @@ static void test_fail(const char *file, int line, const char *what) {
 #define CHECK(condition) \
   do { if (!(condition)) test_fail(__FILE__, __LINE__, "failed: " #condition); } while (0)
 
-static void test_equal(const char *file, int line, const char *what, long long a, long long b) {
+static __attribute__((unused)) void test_equal(const char *file, int line, const char *what,
+                                               long long a, long long b) {
   char text[300];
   if (a == b) return;
   snprintf(text, sizeof text, "%s: %lld, expected %lld", what, a, b);
@@ -49,10 +50,12 @@ static void test_equal(const char *file, int line, const char *what, long long a
 }
 #define CHECK_EQ_INT(a, b) test_equal(__FILE__, __LINE__, #a, (long long)(a), (long long)(b))
 
-static void test_text(const char *file, int line, const char *text, const char *part, int whole) {
+static __attribute__((unused)) void test_text(const char *file, int line, const char *text,
+                                              const char *part, int whole) {
   char message[900];
   if (whole ? !strcmp(text, part) : strstr(text, part) != NULL) return;
-  snprintf(message, sizeof message, "\"%.400s\" %s \"%.400s\"", text, whole ? "is not" : "lacks", part);
+  snprintf(message, sizeof message, "\"%.400s\" %s \"%.400s\"", text, whole ? "is not" : "lacks",
+           part);
   test_fail(file, line, message);
 }
 #define CHECK_STR(a, b) test_text(__FILE__, __LINE__, a, b, 1)

@@ -494,7 +494,8 @@ static void norm_with(device *t, tfm_norm_kind kind, int groups, int width, int 
   int cols = groups * width, i, j, g;
   tfm_norm p = {kind, 1e-5f, kind == TFM_NORM_RMS ? 1.0f : 0.0f, groups};
   matrix x = matrix_new(t, T, cols, 5), y = matrix_new(t, T, cols, 0),
-         r = matrix_new(t, T, cols, 2), w = matrix_typed(t, 1, width, 0, TFM_F32), b = matrix_typed(t, 1, width, 0, TFM_F32),
+         r = matrix_new(t, T, cols, 2), w = matrix_typed(t, 1, width, 0, TFM_F32),
+         b = matrix_typed(t, 1, width, 0, TFM_F32),
          stats = matrix_typed(t, T * groups, 2, 0, TFM_F32);
   float *before = (float *)malloc(sizeof(float) * (size_t)(T * cols));
   for (i = 0; i < T * cols; i++) x.v[i] += 3; /* a mean that one pass would trip over */
@@ -657,7 +658,8 @@ static void batch_free(device *t, batch *b) {
 
 /* One row and head, in double. */
 static void attend(const attention *a, const matrix *q, const matrix *k, const matrix *v,
-                   const batch *b, int row, int head, float scale, double *out, double *prob, double *lse) {
+                   const batch *b, int row, int head, float scale, double *out, double *prob,
+                   double *lse) {
   int kh = head / (a->heads / a->kv_heads), r, j, width = a->width;
   double top = -INFINITY, sum = 0, s[MAX_T];
   for (r = 0; r < b->rows.n; r++) {
@@ -763,7 +765,8 @@ static void test_attn_bits(device *t) {
   enum { N = 75, H = 4, D = 40 };
   static const int pages[] = {1, 5, 16, 32, MAX_T};
   matrix q = matrix_new(t, N, H * D, 0), k = matrix_new(t, N, 2 * D, 0),
-         v = matrix_new(t, N, 2 * D, 0), y = matrix_new(t, N, H * D, 0), first = matrix_new(t, N, H * D, 0);
+         v = matrix_new(t, N, 2 * D, 0), y = matrix_new(t, N, H * D, 0),
+         first = matrix_new(t, N, H * D, 0);
   int32_t threads = t->d.threads;
   batch b;
   tfm_attn p;
@@ -1097,6 +1100,7 @@ static void apart(void *user, int32_t workers, void (*job)(void *, int32_t), voi
 
 TEST(parallel_for_covers_each_once) {
   static const int32_t threads[] = {1, 2, 3, 9, 70};
+  static const struct timespec nap = {0, 20000000};
   int32_t i, n, grain, used = 0;
   uint8_t seen[300];
   for (i = 0; i < 6; i++) {
@@ -1113,7 +1117,7 @@ TEST(parallel_for_covers_each_once) {
         tfm_parallel_for(&d, n, grain, count, seen);
         for (j = 0; j < 300; j++) CHECK_EQ_INT(seen[j], j < n);
       }
-    if (i == 1) usleep(20000); /* long enough to fall asleep */
+    if (i == 1) nanosleep(&nap, NULL); /* long enough to fall asleep */
     tfm_parallel_for(&d, 300, 1, count, seen);
     tfmi_dev_close(&d, &heap);
     CHECK_EQ_INT(heap.used, 0);

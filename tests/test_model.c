@@ -15,8 +15,12 @@ typedef struct golden {
 
 static const char *const cases[] = {"gpt2-a", "gpt2-b", "gpt2-c", "llama-a", "llama-b", "llama-c"};
 
-static const int32_t *golden_ids(const golden *g) { return (const int32_t *)(const void *)g->ids.data; }
-static const float *golden_logits(const golden *g) { return (const float *)(const void *)g->logits.data; }
+static const int32_t *golden_ids(const golden *g) {
+  return (const int32_t *)(const void *)g->ids.data;
+}
+static const float *golden_logits(const golden *g) {
+  return (const float *)(const void *)g->logits.data;
+}
 
 static golden golden_open(const char *name) {
   golden g;
@@ -57,7 +61,8 @@ static float distance(const golden *g, const float *logits, size_t first, size_t
 }
 
 /* In one call, in passes of batch_rows; or token by token through tfm_logits. */
-static float model_distance(const golden *g, const tfm_model *m, int32_t batch_rows, bool stepwise) {
+static float model_distance(const golden *g, const tfm_model *m, int32_t batch_rows,
+                            bool stepwise) {
   tfm_engine_config c;
   tfm_session *s;
   float *logits = (float *)calloc(g->tokens * g->vocabulary, sizeof(float)), worst = 0;
@@ -101,8 +106,8 @@ TEST(logits_equal_transformers) {
     whole = model_distance(&g, m, 0, false);
     chunks = model_distance(&g, m, 7, false);
     steps = model_distance(&g, m, 0, true);
-    printf("  %-8s largest difference / range: whole %.1e, passes of 7 %.1e, steps %.1e\n", cases[i],
-           (double)whole, (double)chunks, (double)steps);
+    printf("  %-8s largest difference / range: whole %.1e, passes of 7 %.1e, steps %.1e\n",
+           cases[i], (double)whole, (double)chunks, (double)steps);
     CHECK(whole <= GOLDEN_BOUND);
     CHECK(chunks <= GOLDEN_BOUND);
     CHECK(steps <= GOLDEN_BOUND);
@@ -159,41 +164,44 @@ typedef struct mutation {
 } mutation;
 
 static const mutation mutations[] = {
-  {"gpt2-a", "\"n_head\": 5", "\"n_head\": 6"},
-  {"gpt2-a", "\"n_layer\": 3", "\"n_layer\": 2"},
-  {"gpt2-a", "\"n_embd\": 60", "\"n_embd\": 55"},
-  {"gpt2-a", "\"gelu_new\"", "\"gelu\""},
-  {"gpt2-a", "\"layer_norm_epsilon\": 1e-05", "\"layer_norm_epsilon\": 1e-03"},
-  {"gpt2-a", "\"scale_attn_weights\": true", "\"scale_attn_weights\": false"},
-  {"gpt2-a", "\"scale_attn_by_inverse_layer_idx\": false", "\"scale_attn_by_inverse_layer_idx\": true"},
-  {"gpt2-b", "\"activation_function\": \"gelu\"", "\"activation_function\": \"gelu_new\""},
-  {"gpt2-b", "\"n_inner\": 100", "\"n_inner\": null"},
-  {"gpt2-b", "\"layer_norm_epsilon\": 0.001", "\"layer_norm_epsilon\": 0.00001"},
-  {"gpt2-b", "\"scale_attn_by_inverse_layer_idx\": true", "\"scale_attn_by_inverse_layer_idx\": false"},
-  {"gpt2-b", "\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true"},
-  {"gpt2-c", "\"relu\"", "\"gelu_new\""},
-  {"llama-a", "\"num_attention_heads\": 8", "\"num_attention_heads\": 4"},
-  {"llama-a", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4"},
-  {"llama-a", "\"rope_theta\": 10000", "\"rope_theta\": 20000"},
-  {"llama-a", "\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true"},
-  {"llama-a", "\"hidden_act\": \"silu\"", "\"hidden_act\": \"gelu\""},
-  {"llama-b", "\"rms_norm_eps\": 0.001", "\"rms_norm_eps\": 0.00001"},
-  {"llama-b", "\"rope_theta\": 500.0", "\"rope_theta\": 10000.0"},
-  {"llama-b", "\"factor\": 8.0", "\"factor\": 4.0"},
-  {"llama-b", "\"low_freq_factor\": 1.0", "\"low_freq_factor\": 2.0"},
-  {"llama-b", "\"high_freq_factor\": 4.0", "\"high_freq_factor\": 3.0"},
-  {"llama-b", "\"original_max_position_embeddings\": 32", "\"original_max_position_embeddings\": 64"},
-  {"llama-b", "\"rope_type\": \"llama3\"", "\"rope_type\": \"default\""},
-  {"llama-b", "\"head_dim\": 16", "\"head_dim\": 12"},
-  {"llama-b", "\"attention_bias\": true", "\"attention_bias\": false"},
-  {"llama-b", "\"mlp_bias\": true", "\"mlp_bias\": false"},
-  {"llama-b", "\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false"},
-  {"llama-b", "\"silu\"", "\"relu\""},
-  {"llama-c", "\"hidden_act\": \"gelu\"", "\"hidden_act\": \"gelu_new\""},
-  {"llama-c", "\"rope_theta\": 300.0", "\"rope_theta\": 310.0"},
-  {"llama-c", "\"factor\": 4.0", "\"factor\": 8.0"},
-  {"llama-c", "\"rms_norm_eps\": 1e-06", "\"rms_norm_eps\": 1e-03"},
-  {"llama-c", "\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2"},
+    {"gpt2-a", "\"n_head\": 5", "\"n_head\": 6"},
+    {"gpt2-a", "\"n_layer\": 3", "\"n_layer\": 2"},
+    {"gpt2-a", "\"n_embd\": 60", "\"n_embd\": 55"},
+    {"gpt2-a", "\"gelu_new\"", "\"gelu\""},
+    {"gpt2-a", "\"layer_norm_epsilon\": 1e-05", "\"layer_norm_epsilon\": 1e-03"},
+    {"gpt2-a", "\"scale_attn_weights\": true", "\"scale_attn_weights\": false"},
+    {"gpt2-a", "\"scale_attn_by_inverse_layer_idx\": false",
+     "\"scale_attn_by_inverse_layer_idx\": true"},
+    {"gpt2-b", "\"activation_function\": \"gelu\"", "\"activation_function\": \"gelu_new\""},
+    {"gpt2-b", "\"n_inner\": 100", "\"n_inner\": null"},
+    {"gpt2-b", "\"layer_norm_epsilon\": 0.001", "\"layer_norm_epsilon\": 0.00001"},
+    {"gpt2-b", "\"scale_attn_by_inverse_layer_idx\": true",
+     "\"scale_attn_by_inverse_layer_idx\": false"},
+    {"gpt2-b", "\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true"},
+    {"gpt2-c", "\"relu\"", "\"gelu_new\""},
+    {"llama-a", "\"num_attention_heads\": 8", "\"num_attention_heads\": 4"},
+    {"llama-a", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 4"},
+    {"llama-a", "\"rope_theta\": 10000", "\"rope_theta\": 20000"},
+    {"llama-a", "\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true"},
+    {"llama-a", "\"hidden_act\": \"silu\"", "\"hidden_act\": \"gelu\""},
+    {"llama-b", "\"rms_norm_eps\": 0.001", "\"rms_norm_eps\": 0.00001"},
+    {"llama-b", "\"rope_theta\": 500.0", "\"rope_theta\": 10000.0"},
+    {"llama-b", "\"factor\": 8.0", "\"factor\": 4.0"},
+    {"llama-b", "\"low_freq_factor\": 1.0", "\"low_freq_factor\": 2.0"},
+    {"llama-b", "\"high_freq_factor\": 4.0", "\"high_freq_factor\": 3.0"},
+    {"llama-b", "\"original_max_position_embeddings\": 32",
+     "\"original_max_position_embeddings\": 64"},
+    {"llama-b", "\"rope_type\": \"llama3\"", "\"rope_type\": \"default\""},
+    {"llama-b", "\"head_dim\": 16", "\"head_dim\": 12"},
+    {"llama-b", "\"attention_bias\": true", "\"attention_bias\": false"},
+    {"llama-b", "\"mlp_bias\": true", "\"mlp_bias\": false"},
+    {"llama-b", "\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false"},
+    {"llama-b", "\"silu\"", "\"relu\""},
+    {"llama-c", "\"hidden_act\": \"gelu\"", "\"hidden_act\": \"gelu_new\""},
+    {"llama-c", "\"rope_theta\": 300.0", "\"rope_theta\": 310.0"},
+    {"llama-c", "\"factor\": 4.0", "\"factor\": 8.0"},
+    {"llama-c", "\"rms_norm_eps\": 1e-06", "\"rms_norm_eps\": 1e-03"},
+    {"llama-c", "\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2"},
 };
 
 TEST(every_config_field_matters) {
@@ -203,12 +211,14 @@ TEST(every_config_field_matters) {
     const mutation *mu = &mutations[i];
     golden g = golden_open(mu->model);
     float d = mutated_distance(&g, mu->from, mu->to);
-    if (d <= GOLDEN_BOUND) fprintf(stderr, "%s: %s -> %s changes nothing\n", mu->model, mu->from, mu->to);
+    if (d <= GOLDEN_BOUND)
+      fprintf(stderr, "%s: %s -> %s changes nothing\n", mu->model, mu->from, mu->to);
     CHECK(d > GOLDEN_BOUND);
     least = fminf(least, d);
     golden_close(&g);
   }
-  printf("  %d mutations; the mildest moves the logits by %.1e of their range\n", (int)i, (double)least);
+  printf("  %d mutations; the mildest moves the logits by %.1e of their range\n", (int)i,
+         (double)least);
 }
 
 /* ---- stories260K: a real model, three formats, the reference program's text ---- */
@@ -249,7 +259,8 @@ static void stories_text(const char *model_path, const char *tokenizer_path, con
   while (n && expected[n - 1] == '\n') n--;
   CHECK_EQ_INT(out.n, n);
   if (strncmp(out.text, expected, n))
-    fprintf(stderr, "%s with %s:\n%s\nexpected:\n%s\n", model_path, tokenizer_path, out.text, expected);
+    fprintf(stderr, "%s with %s:\n%s\nexpected:\n%s\n", model_path, tokenizer_path, out.text,
+            expected);
   CHECK(n > 500 && strncmp(out.text, expected, n) == 0);
   tfm_session_free(s);
   tfm_tokenizer_free(t);
@@ -304,7 +315,8 @@ static void array_decode(array *a, tfmi_text text) {
       bits = 0, count = 0;
     }
   }
-  if (count == 3) out[bytes++] = (unsigned char)(bits >> 10), out[bytes++] = (unsigned char)(bits >> 2);
+  if (count == 3)
+    out[bytes++] = (unsigned char)(bits >> 10), out[bytes++] = (unsigned char)(bits >> 2);
   if (count == 2) out[bytes++] = (unsigned char)(bits >> 4);
   a->data = (float *)(void *)out;
   a->n = bytes / sizeof(float);
@@ -373,7 +385,8 @@ static void arrays_free(arrays *a) {
 
 /* Hugging Face's GPT-2 keeps these as Conv1D, [in, out]; minGPT as Linear, [out, in]. */
 static bool is_conv1d(const char *name) {
-  return (strstr(name, ".c_attn.weight") || strstr(name, ".c_proj.weight") || strstr(name, ".c_fc.weight")) != 0;
+  return (strstr(name, ".c_attn.weight") || strstr(name, ".c_proj.weight") ||
+          strstr(name, ".c_fc.weight")) != 0;
 }
 
 static void array_transpose(array *a) {
@@ -397,9 +410,12 @@ static blob safetensors_of(arrays *a) {
   for (i = 0; i < a->n; i++) {
     array *t = &a->item[i];
     if (is_conv1d(t->name)) array_transpose(t);
-    n += (size_t)sprintf(header + n, "%s\"%s\":{\"dtype\":\"F32\",\"shape\":[", i ? "," : "", t->name);
-    for (d = 0; d < t->rank; d++) n += (size_t)sprintf(header + n, "%s%d", d ? "," : "", (int)t->dims[d]);
-    n += (size_t)sprintf(header + n, "],\"data_offsets\":[%d,%d]}", (int)offset, (int)(offset + 4 * t->n));
+    n += (size_t)sprintf(header + n, "%s\"%s\":{\"dtype\":\"F32\",\"shape\":[", i ? "," : "",
+                         t->name);
+    for (d = 0; d < t->rank; d++)
+      n += (size_t)sprintf(header + n, "%s%d", d ? "," : "", (int)t->dims[d]);
+    n += (size_t)sprintf(header + n, "],\"data_offsets\":[%d,%d]}", (int)offset,
+                         (int)(offset + 4 * t->n));
     offset += 4 * t->n;
   }
   header[n++] = '}';
@@ -432,12 +448,14 @@ static void nano_compare(nano *n, const char *name, const float *data, size_t co
 }
 
 /* q, k, v are compared as [head, T, D], scores as [head, T, T]; -inf where masked. */
-static void nano_compare_heads(nano *n, const char *name, const float *data, int stride, int first) {
+static void nano_compare_heads(nano *n, const char *name, const float *data, int stride,
+                               int first) {
   float split[NANO_T * 48];
   int h, t, i;
   for (h = 0; h < 3; h++)
     for (t = 0; t < NANO_T; t++)
-      for (i = 0; i < 16; i++) split[(h * NANO_T + t) * 16 + i] = data[t * stride + first + h * 16 + i];
+      for (i = 0; i < 16; i++)
+        split[(h * NANO_T + t) * 16 + i] = data[t * stride + first + h * 16 + i];
   nano_compare(n, name, split, NANO_T * 48);
 }
 

@@ -8,7 +8,8 @@
 #define LLAMA DATA "models/llama-b"
 #define TINY DATA "models/tiny"
 
-static const int32_t prompt[] = {5, 17, 33, 2, 80, 41, 9, 64, 21, 7, 99, 12, 3, 55, 70, 28, 90, 1, 44, 60};
+static const int32_t prompt[] = {5,  17, 33, 2,  80, 41, 9,  64, 21, 7,
+                                 99, 12, 3,  55, 70, 28, 90, 1,  44, 60};
 #define PROMPT (sizeof prompt / sizeof *prompt)
 
 static tfm_model *model_open(const char *path) {
@@ -238,10 +239,11 @@ TEST(draws_follow_the_distribution) {
 TEST(bad_sampling_is_refused) {
   tfm_model *m = model_open(LLAMA);
   tfm_session *s = tfm_session_create(m, NULL);
-  static const tfm_sampling bad[] = {
-    {-1, 0, 0, 0, 0, 0, 0}, {NAN, 0, 0, 0, 0, 0, 0}, {INFINITY, 0, 0, 0, 0, 0, 0}, {1, -1, 0, 0, 0, 0, 0},
-    {1, 0, -0.1f, 0, 0, 0, 0}, {1, 0, 1.5f, 0, 0, 0, 0}, {1, 0, NAN, 0, 0, 0, 0}, {1, 0, 0, 2, 0, 0, 0},
-    {1, 0, 0, 0, -2, 0, 0}, {1, 0, 0, 0, NAN, 0, 0}};
+  static const tfm_sampling bad[] = {{-1, 0, 0, 0, 0, 0, 0},       {NAN, 0, 0, 0, 0, 0, 0},
+                                     {INFINITY, 0, 0, 0, 0, 0, 0}, {1, -1, 0, 0, 0, 0, 0},
+                                     {1, 0, -0.1f, 0, 0, 0, 0},    {1, 0, 1.5f, 0, 0, 0, 0},
+                                     {1, 0, NAN, 0, 0, 0, 0},      {1, 0, 0, 2, 0, 0, 0},
+                                     {1, 0, 0, 0, -2, 0, 0},       {1, 0, 0, 0, NAN, 0, 0}};
   static const tfm_sampling odd[] = { /* strange but defined */
     {1e-45f, 0, 0, 0, 0, 0, 0}, {1e30f, 0, 0, 0, 0, 0, 0}, {1, INT32_MAX, 1, 0, 1, 0, 0},
     {1, 1, 1e-30f, 1, 1e-30f, UINT64_MAX, UINT64_MAX}};
@@ -408,7 +410,8 @@ static bool catch_text(void *user, const char *text, size_t bytes) {
   return ++c->calls != c->stop_after;
 }
 
-static int64_t generate(tfm_model *m, tfm_tokenizer *t, const char *stop, int stop_after, catcher *out) {
+static int64_t generate(tfm_model *m, tfm_tokenizer *t, const char *stop, int stop_after,
+                        catcher *out) {
   tfm_session *s = tfm_session_create(m, NULL);
   tfm_generate_config c;
   int64_t n;
@@ -437,7 +440,8 @@ TEST(stop_strings) {
   CHECK(whole.n > 24);
   for (at = 1; at + 20 < whole.n; at += 5) { /* wherever it begins, across tokens or not */
     size_t length = 4, first;
-    while (at + length < whole.n && ((unsigned char)whole.text[at + length] & 0xc0) == 0x80) length++;
+    while (at + length < whole.n && ((unsigned char)whole.text[at + length] & 0xc0) == 0x80)
+      length++;
     if (length > 7 || ((unsigned char)whole.text[at] & 0xc0) == 0x80) continue;
     memcpy(stop, whole.text + at, length);
     stop[length] = 0;
@@ -577,7 +581,8 @@ TEST(the_plan_is_what_happens) {
       ec.context = 11 + 3 * (int32_t)k;
       ec.cache = k & 1 ? TFM_F16 : TFM_F32;
       if (tfm_plan_memory(paths[i], &mc, &ec, &plan) != TFM_OK) {
-        if (tfm_error_status() != TFM_E_IO) CHECK_STR(tfm_error(), ""); /* the shared data may not be here */
+        if (tfm_error_status() != TFM_E_IO)
+          CHECK_STR(tfm_error(), ""); /* the shared data may not be here */
         continue;
       }
       mc.host.alloc = ec.host.alloc = failing_alloc;
@@ -631,7 +636,8 @@ static bool whole_program(failing *f, const char *model_path, const char *tokeni
     went_well = went_well && tfm_feed_text(s, t, "The little dog saw 12 birds.") == TFM_OK;
   else
     went_well = went_well && tfm_feed(s, prompt, PROMPT) == TFM_OK;
-  went_well = went_well && tfm_next(s, NULL) >= TFM_END && tfm_encode(t, "one two", 7, 0, ids, 64) > 0;
+  went_well =
+      went_well && tfm_next(s, NULL) >= TFM_END && tfm_encode(t, "one two", 7, 0, ids, 64) > 0;
   went_well = went_well && tfm_decode(t, ids, 3, text, sizeof text) > 0;
   if (!went_well) {
     CHECK_EQ_INT(tfm_error_status(), TFM_E_MEMORY);

@@ -6,11 +6,12 @@
      #include "transformer.h"
 
      int main(int argc, char **argv) {                      // ./hello MODEL "Once upon a time"
-       tfm_model *m = argc > 2 ? tfm_model_load(argv[1], NULL) : NULL;
-       tfm_tokenizer *t = argc > 2 ? tfm_tokenizer_load(argv[1], NULL) : NULL;
+       if (argc != 3) return 2;
+       tfm_model *m = tfm_model_load(argv[1], NULL);        // a folder, .safetensors, .gguf, .bin
+       tfm_tokenizer *t = m ? tfm_tokenizer_load(argv[1], NULL) : NULL;
        tfm_session *s = tfm_session_create(m, NULL);        // NULL: every default
        tfm_sampling how = {.temperature = 0.8f, .top_p = 0.95f, .seed = 1};
-       int id = tfm_feed_text(s, t, argc > 2 ? argv[2] : NULL);
+       int id = tfm_feed_text(s, t, argv[2]);
        while (id >= 0 && (id = tfm_next(s, &how)) >= 0) fputs(tfm_text(s), stdout);
        if (id != TFM_END) fprintf(stderr, "%s\n", tfm_error());
        tfm_session_free(s); tfm_tokenizer_free(t); tfm_model_free(m);
@@ -1274,6 +1275,7 @@ static void tfmi_file_open(tfmi_load *l, const char *path, tfmi_file *f) {
   if (!wrong) return;
   tfmi_file_close(l->heap, f);
   if (*wrong == 0) tfmi_fail_again(l); /* out of memory, already told */
+  if (l->object && strcmp(l->object, path) == 0) tfmi_fail(l, TFM_E_IO, "it %s", wrong);
   tfmi_fail(l, TFM_E_IO, "%s %s", path, wrong);
 }
 
@@ -5596,8 +5598,8 @@ static void tfmi_safetensors_read(tfmi_load *l, const tfmi_file *file, int32_t i
       stbds_arrput(*all, t);
     }
   tfmi_json_finish(&j);
-  tfmi_safetensors_tile(l, *all + before, (uint64_t)stbds_arrlen(*all) - before, data,
-                        file->data + file->bytes);
+  tfmi_safetensors_tile(l, *all ? *all + before : NULL, (uint64_t)stbds_arrlen(*all) - before,
+                        data, file->data + file->bytes);
 }
 
 static void tfmi_source_tensors(tfmi_source *s, tfmi_tensor *all) { /* an stb array */
@@ -8022,16 +8024,19 @@ static void tfmi_matmul_columns(void *context, int32_t begin, int32_t end, int32
     }
 }
 
-/* A share of W's rows that is worth its dispatch, in whole lanes: so an element of y is in the same
-   place of a vector, and of the loop over vectors, whatever the threads. */
-static int32_t tfmi_matmul_grain(const tfm_weight *w, int32_t rows) {
-  return (tfmi_grain((int64_t)w->cols * rows) + TFMI_LANES - 1) & ~(TFMI_LANES - 1);
+/* W's rows cut evenly into shares that are worth a dispatch, in whole lanes: so an element of y is in
+   the same place of a vector, and of the loop over vectors, whatever the threads. */
+static int32_t tfmi_matmul_grain(const tfm_dev *d, const tfm_weight *w, int32_t rows) {
+  int64_t shares = (int64_t)w->rows * w->cols * rows / 16384 + 1, each;
+  if (shares > d->threads) shares = d->threads;
+  each = (w->rows + shares - 1) / shares;
+  return (int32_t)((each + TFMI_LANES - 1) & ~(int64_t)(TFMI_LANES - 1));
 }
 
 static void tfmi_ref_matmul(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                             const tfm_epilogue *e) {
   tfmi_matmul_job job = {y, x, w, e, NULL, false};
-  tfm_parallel_for(d, w->rows, tfmi_matmul_grain(w, x.rows), tfmi_matmul_columns, &job);
+  tfm_parallel_for(d, w->rows, tfmi_matmul_grain(d, w, x.rows), tfmi_matmul_columns, &job);
 }
 
 /* ---- Copies: cast, gather, embed ---- */
@@ -8580,7 +8585,7 @@ static void tfmi_moe_columns(void *context, int32_t begin, int32_t end, int32_t 
 static void tfmi_ref_matmul_moe(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                                 const tfm_routing *r, bool spread) {
   tfmi_matmul_job job = {y, x, w, NULL, r, spread};
-  tfm_parallel_for(d, w->rows, tfmi_matmul_grain(w, y.rows), tfmi_moe_columns, &job);
+  tfm_parallel_for(d, w->rows, tfmi_matmul_grain(d, w, y.rows), tfmi_moe_columns, &job);
 }
 
 typedef struct tfmi_combine_job {
@@ -8833,10 +8838,12 @@ static int32_t tfmi_draw(const float *p, int32_t n, float least, float u) {
 /* work: 2 n floats. */
 static int32_t tfmi_choose(const float *logits, float *work, int32_t n, const tfm_sampling *s,
                            uint64_t position, const int32_t *history) {
-  float top, least;
+  bool penalised = s->repetition_penalty != 0 && s->repetition_penalty != 1;
+  float top = tfmi_max(logits, n), least;
   int32_t i;
+  if (!(s->temperature > 0) && !penalised && top != -INFINITY) return tfmi_first_of(logits, n, top);
   tfmi_penalise(work, logits, n, s->repetition_penalty, history, (int32_t)position);
-  top = tfmi_max(work, n);
+  if (penalised) top = tfmi_max(work, n);
   if (top == -INFINITY) { /* nothing is possible: the first that at least is a number */
     for (i = 0; i < n - 1 && logits[i] != logits[i]; i++) continue;
     return logits[i] == logits[i] ? i : 0;

@@ -9,15 +9,15 @@
 #include <stdio.h>
 
 int main(int argc, char **argv) {
-  const char *path = argc == 3 ? argv[1] : "", *prompt = argc == 3 ? argv[2] : "";
-  tfm_model *m = tfm_model_load(path, NULL); /* a Hugging Face folder, .safetensors, .gguf, ... */
-  tfm_tokenizer *t = m ? tfm_tokenizer_load(path, NULL) : NULL;
-  tfm_session *s = t ? tfm_session_create(m, NULL) : NULL; /* NULL: every default */
+  if (argc != 3) return fputs("hello: usage: hello MODEL PROMPT\n", stderr), 2;
+  tfm_model *m = tfm_model_load(argv[1], NULL); /* a folder, .safetensors, .gguf, .bin */
+  tfm_tokenizer *t = m ? tfm_tokenizer_load(argv[1], NULL) : NULL;
+  tfm_session *s = tfm_session_create(m, NULL); /* NULL: every default */
   tfm_sampling how = {.temperature = 0.8f, .top_p = 0.95f, .seed = 1};
-  int32_t id = tfm_feed_text(s, t, prompt); /* of any length; NULL objects pass through */
+  int32_t id = tfm_feed_text(s, t, argv[2]); /* of any length; NULL objects pass through */
   while (id >= 0 && (id = tfm_next(s, &how)) >= 0) fputs(tfm_text(s), stdout);
-  if (id == TFM_END || id == TFM_E_FULL) puts("");
-  else fprintf(stderr, "hello: %s\n", argc == 3 ? tfm_error() : "usage: hello MODEL PROMPT");
+  if (id == TFM_END || id == TFM_E_FULL) puts(tfm_text(s));
+  else fprintf(stderr, "hello: %s\n", tfm_error());
   tfm_session_free(s), tfm_tokenizer_free(t), tfm_model_free(m);
   return id != TFM_END && id != TFM_E_FULL;
 }

@@ -50,7 +50,7 @@ done
 for tool in generate inspect; do
   check "$tool, no such model" fails_with 1 "^$tool: .*no/such" "build/$tool" no/such
 done
-check "hello, usage" fails_with 1 "usage" build/hello
+check "hello, usage" fails_with 2 "usage" build/hello
 check "hello, no such model" fails_with 1 "^hello: .*no/such" build/hello no/such prompt
 check "cpp, no such model" fails_with 1 "^cpp: .*no/such" build/cpp no/such prompt
 check "a number that is none" fails_with 2 "expected a whole number" build/generate $tiny -n many

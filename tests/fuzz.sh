@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# fuzz.sh replay NAME...: every committed input of tests/data/fuzz/NAME once more.
+# fuzz.sh replay NAME...: every committed input once more: tests/data/fuzz/gguf/ for fuzz_gguf.
 # fuzz.sh run SECONDS NAME...: looks for new ones; a finding is left in build/fuzz/.
 # NAME is a tests/NAME.c with LLVMFuzzerTestOneInput; needs clang with libFuzzer, else skipped.
 passed=0 failed=0 skipped=0
@@ -7,18 +7,26 @@ mode=$1
 shift
 [ "$mode" = run ] && seconds=$1 && shift
 
+search() { # NAME: from the committed inputs and those found before
+  local name=$1 corpus=tests/data/fuzz/${1#fuzz_} found=build/fuzz/corpus/$1
+  mkdir -p "$found"
+  [ -d "$corpus" ] || corpus=
+  # shellcheck disable=SC2086
+  "build/fuzz/$name" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 \
+    -print_final_stats=1 -artifact_prefix="build/fuzz/$name-" "$found" $corpus 2>&1 | tail -n 25
+  return "${PIPESTATUS[0]}"
+}
+
+replay() { # NAME
+  find "tests/data/fuzz/${1#fuzz_}" -type f -print0 |
+    xargs -0 -r "build/fuzz/$1" -timeout=10 -rss_limit_mb=2048 > "build/fuzz/$1.log" 2>&1 && return
+  tail -n 40 "build/fuzz/$1.log"
+  return 1
+}
+
 fuzz() { # NAME
-  local name=$1 corpus=tests/data/fuzz/${1#fuzz_} work=build/fuzz/corpus/$1
-  if ! make --no-print-directory -s "build/fuzz/$name"; then return 1; fi
-  if [ "$mode" = run ]; then
-    mkdir -p "$work" "$corpus"
-    "build/fuzz/$name" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 \
-      -print_final_stats=1 -artifact_prefix="build/fuzz/$name-" "$work" "$corpus" 2>&1 | tail -n 25
-    return "${PIPESTATUS[0]}"
-  fi
-  find "$corpus" -type f -print0 2> /dev/null |
-    xargs -0 -r "build/fuzz/$name" -timeout=10 -rss_limit_mb=2048 > "build/fuzz/$name.log" 2>&1 ||
-    { tail -n 40 "build/fuzz/$name.log"; return 1; }
+  make --no-print-directory -s "build/fuzz/$1" || return 1
+  if [ "$mode" = run ]; then search "$1"; else replay "$1"; fi
 }
 
 have_fuzzer() {
@@ -33,6 +41,11 @@ if ! have_fuzzer; then
   set --
 fi
 for name in "$@"; do
+  if [ "$mode" = replay ] && [ ! -d "tests/data/fuzz/${name#fuzz_}" ]; then
+    skipped=$((skipped + 1))
+    echo "skip $name: tests/data/fuzz/${name#fuzz_} holds no inputs yet"
+    continue
+  fi
   if fuzz "$name"; then passed=$((passed + 1)); else failed=$((failed + 1)); echo "FAIL $name"; fi
 done
 echo "$passed passed, $failed failed, $skipped skipped"

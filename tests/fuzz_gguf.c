@@ -1,5 +1,5 @@
 /* Any bytes as a model file (GGUF, llama2.c): no crash, no leak, no endless work.
-     clang -g -O1 -fsanitize=fuzzer,address,undefined -I.. fuzz_gguf.c -lm -lpthread */
+     clang -g -O1 -fsanitize=fuzzer,address,undefined fuzz_gguf.c -lm -lpthread */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 

@@ -1,5 +1,5 @@
 /* Any bytes as a .safetensors file, with a fixed config.json: no crash, no leak, no endless work.
-     clang -g -O1 -fsanitize=fuzzer,address,undefined -I.. fuzz_safetensors.c -lm -lpthread */
+     clang -g -O1 -fsanitize=fuzzer,address,undefined fuzz_safetensors.c -lm -lpthread */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 

@@ -71,22 +71,29 @@ static void cpu_zero(tfm_dev *d, void *dst, size_t bytes) {
   if (bytes) memset(dst, 0, bytes);
 }
 
+static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
+                             int32_t context) {
+  (void)d, (void)net, (void)rows, (void)sequences, (void)context;
+  return 0;
+}
+
 static bool cpu_replay(tfm_dev *d, uint64_t key) {
   (void)d, (void)key;
   return false;
 }
 
-static void cpu_record(tfm_dev *d, uint64_t key, bool begin) { (void)d, (void)key, (void)begin; }
-
-static void cpu_forget(tfm_dev *d) { (void)d; }
+static bool cpu_record(tfm_dev *d, uint64_t key, bool begin) {
+  (void)d, (void)key, (void)begin;
+  return false;
+}
 
 static const tfm_backend cpu_table = {
-  TFM_BACKEND_ABI, "cpu", TFM_F32,
+  TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1,
   cpu_open, cpu_close, cpu_sync, cpu_alloc, cpu_release,
   cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */
-  cpu_replay, cpu_record, cpu_forget,
+  cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,
   NULL, NULL, NULL,                                     /* pack_size, pack, unpack */
-  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, /* cast embed gather norm norm2 matmul rope
+  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* cast embed gather norm matmul rope
                                                            kv_put attn */
   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* glu route matmul_moe combine sample top
                                                            layer decode */

@@ -153,7 +153,7 @@ static weight weight_new(device *t, int rows, int cols, int experts, tfm_type fr
   int all = rows * (experts ? experts : 1), count = parts * (experts ? experts : 1), i, j;
   tfm_part *part = (tfm_part *)calloc((size_t)count, sizeof *part);
   tfm_weight_source s = {part, count, rows, cols, experts, transposed, true,
-                         TFM_ROLE_MATMUL | TFM_ROLE_GATHER, to};
+                         false, TFM_ROLE_MATMUL | TFM_ROLE_GATHER, to};
   weight x;
   float *plain = (float *)malloc((size_t)all * (size_t)cols * sizeof *plain);
   uint8_t *end;
@@ -232,7 +232,7 @@ TEST(pack_unpacks) { on_tables(test_pack); }
 
 static void refuse(device *t, tfm_type from, tfm_type to, int cols, bool transposed) {
   tfm_part part = {NULL, from, 4};
-  tfm_weight_source s = {&part, 1, 4, cols, 0, transposed, true, TFM_ROLE_MATMUL, to};
+  tfm_weight_source s = {&part, 1, 4, cols, 0, transposed, true, false, TFM_ROLE_MATMUL, to};
   t->b->pack_size(&t->d, &s);
   CHECK(t->d.message[0] != 0);
   CHECK_EQ_INT(t->b->sync(&t->d), TFM_E_UNSUPPORTED);
@@ -356,7 +356,6 @@ static void epilogue(device *t, tfm_act act, bool alias) {
   int i, j;
   for (i = 0; i < M; i++) pos[i] = 3 * i, seq[i] = i % 4;
   memset(&e, 0, sizeof e);
-  e.scale = 1.5f;
   e.bias = (const float *)bias.m.data;
   e.act = act;
   e.softcap = 2.5f;
@@ -373,7 +372,7 @@ static void epilogue(device *t, tfm_act act, bool alias) {
   matrix_get(t, &aux);
   for (i = 0; i < M; i++)
     for (j = 0; j < N; j++) {
-      double v = 1.5 * dot(x.v + i * K, w.v + j * K, K) + (double)bias.v[j];
+      double v = dot(x.v + i * K, w.v + j * K, K) + (double)bias.v[j];
       double k = keep(&e.dropout, pos, seq, i, j);
       expect(&aux, i, j, v, 8);
       expect(&y, i, j, 2.5 * tanh(activate(v, act) / 2.5) * k + (double)r.v[i * N + j], 8);

@@ -489,9 +489,9 @@ TEST(an_empty_prompt_starts_from_bos) {
   tfm_model *m = model_open(TINY);
   tfm_tokenizer *t = tfm_tokenizer_load(TINY, NULL);
   tfm_session *s = tfm_session_create(m, NULL);
-  tfm_tokenizer_info info;
+  tfm_tokenizer_info info = {0, 0, 0, 0, 0, 0, false, false};
   size_t n;
-  tfm_tokenizer_describe(t, &info);
+  CHECK_EQ_INT(tfm_tokenizer_describe(t, &info), TFM_OK);
   CHECK_EQ_INT(tfm_feed_text(s, t, ""), TFM_OK);
   CHECK_EQ_INT(tfm_session_tokens(s, &n)[0], info.bos);
   CHECK_EQ_INT(n, 1);

@@ -3352,6 +3352,7 @@ static void tfmi_encode_added(tfmi_encoder *e, const tfmi_added_set *set, const 
     }
     stop = at += a->n;
     if (a->special && !(e->flags & TFM_ENCODE_PARSE_SPECIAL)) continue;
+    if (a->left_blanks && stop <= done) continue; /* swallowed whole by the one before */
     if (a->left_blanks)
       start = done + tfmi_before_blanks(p + done, start > done ? start - done : 0);
     if (a->right_blanks) stop += tfmi_run_of(p + stop, n - stop, TFMI_SPACE);
@@ -4621,6 +4622,14 @@ static void tfmi_json_added_ids(tfmi_make *m) {
   }
 }
 
+/* What shapes batches in the reference; here the application does that. */
+static void tfmi_json_ignored(tfmi_make *m, tfmi_json *j, tfmi_text key) {
+  if (tfmi_json_null(j)) return;
+  tfmi_json_skip(j);
+  tfmi_log(&m->heap.host, TFM_LOG_WARNING, "%s: its %s is not applied", m->load.object,
+           tfmi_plain(key).text);
+}
+
 static void tfmi_read_json(tfmi_make *m, tfmi_text file) {
   tfmi_json_parts parts = {NULL, NULL, NULL, NULL, NULL};
   tfmi_json j;
@@ -4635,6 +4644,8 @@ static void tfmi_read_json(tfmi_make *m, tfmi_text file) {
     else if (tfmi_text_is(key, "pre_tokenizer")) tfmi_parts_read(m, &j, &parts.split);
     else if (tfmi_text_is(key, "post_processor")) tfmi_parts_read(m, &j, &parts.after);
     else if (tfmi_text_is(key, "decoder")) tfmi_parts_read(m, &j, &parts.decode);
+    else if (tfmi_text_is(key, "truncation") || tfmi_text_is(key, "padding"))
+      tfmi_json_ignored(m, &j, key);
     else tfmi_json_skip(&j);
   tfmi_json_finish(&j);
   tfmi_json_normalise(m, &parts);
@@ -4690,10 +4701,12 @@ static const struct tfmi_gguf_pre_row { /* tokenizer.ggml.pre, where its pattern
   const char *name;
   tfmi_splitter split;
   bool whole_first;
+  bool adds_bos; /* unless the file says otherwise */
 } tfmi_gguf_pres[] = {
-  {"gpt-2", tfmi_split_gpt2, false},
-  {"llama-bpe", tfmi_split_llama3, true},
-  {"llama3", tfmi_split_llama3, true},
+  {"gpt-2", tfmi_split_gpt2, false, false},
+  {"llama-bpe", tfmi_split_llama3, true, true},
+  {"llama3", tfmi_split_llama3, true, true},
+  {"llama-v3", tfmi_split_llama3, true, true},
 };
 
 static const tfmi_gguf_value *tfmi_gguf_list(tfmi_make *m, const tfmi_gguf *g, const char *key,
@@ -4748,7 +4761,8 @@ static void tfmi_gguf_merges(tfmi_make *m, const tfmi_gguf *g) {
   }
 }
 
-static void tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
+/* How text is split; true when such a vocabulary begins texts with BOS. */
+static bool tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
   tfmi_text pre = tfmi_text_of("gpt-2");
   int i;
   if (!tfmi_gguf_get_text(g, "tokenizer.ggml.pre", &pre))
@@ -4758,7 +4772,7 @@ static void tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
     if (tfmi_text_is(pre, tfmi_gguf_pres[i].name)) {
       m->t->split = tfmi_gguf_pres[i].split;
       m->whole_first = tfmi_gguf_pres[i].whole_first;
-      return;
+      return tfmi_gguf_pres[i].adds_bos;
     }
   tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.pre is \"%s\", whose splitting is not "
             "known here; use the model's tokenizer.json", tfmi_plain(pre).text);
@@ -4799,7 +4813,7 @@ static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
 static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   tfmi_gguf g;
   tfmi_text model;
-  bool prefix = true, spm;
+  bool prefix = true, spm, bos = true;
   tfmi_gguf_open(&g, &m->load, file.at, file.n);
   if (!tfmi_gguf_get_text(&g, "tokenizer.ggml.model", &model)) return false;
   spm = tfmi_text_is(model, "llama");
@@ -4816,13 +4830,13 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   } else {
     m->t->kind = "byte-level BPE";
     m->t->from_bytes = true;
-    tfmi_gguf_pre(m, &g);
+    bos = tfmi_gguf_pre(m, &g);
     tfmi_gguf_merges(m, &g);
   }
   m->t->unk = tfmi_gguf_id(&g, "tokenizer.ggml.unknown_token_id");
   tfmi_make_tables(m);
   m->t->unk = tfmi_known_id(m->t, m->t->unk);
-  tfmi_gguf_adds(m, &g, spm);
+  tfmi_gguf_adds(m, &g, bos);
   return true;
 }
 
@@ -5106,22 +5120,54 @@ static bool tfmi_is_vocabulary(tfmi_make *m, tfmi_text file) {
   return tfmi_json_member(&j, &key) && tfmi_json_peek(&j) == TFMI_JSON_NUMBER;
 }
 
-/* The two files do not tell how text is split; tokenizer_config.json beside them may. */
-static void tfmi_check_class(tfmi_make *m, const char *folder) {
-  char *path = tfmi_join(&m->load, folder, "tokenizer_config.json");
-  tfmi_text file, key, name = {"", 0};
+/* {"50256": {"content": "<|endoftext|>", "special": true}}: any other token would be cut out too. */
+static void tfmi_check_gpt2_added(tfmi_make *m, tfmi_json *j) {
+  tfmi_text id, key, content = {"", 0};
+  tfmi_json_object(j);
+  while (tfmi_json_member(j, &id)) {
+    tfmi_json_object(j);
+    while (tfmi_json_member(j, &key))
+      if (tfmi_text_is(key, "content")) content = tfmi_json_string(j);
+      else tfmi_json_skip(j);
+    if (!stbds_arrlen(m->added) || tfmi_text_order(content, m->added[0].text) != 0)
+      tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the added token \"%s\" is not in vocab.json and "
+                     "merges.txt; use the model's tokenizer.json", tfmi_plain(content).text);
+  }
+}
+
+static bool tfmi_is_gpt2_option(tfmi_text key) {
+  return tfmi_text_is(key, "add_prefix_space") || tfmi_text_is(key, "add_bos_token") ||
+         tfmi_text_is(key, "add_eos_token");
+}
+
+static void tfmi_check_gpt2_config(tfmi_make *m, tfmi_text file) {
+  tfmi_text key, name = tfmi_text_of("GPT2Tokenizer");
   tfmi_json j;
-  if (!tfmi_file_exists(&m->load, path)) return;
-  file = tfmi_make_file(m, path);
   tfmi_json_init(&j, &m->load, "tokenizer_config.json", file.at, file.n);
   tfmi_json_object(&j);
-  while (tfmi_json_member(&j, &key))
-    if (tfmi_text_is(key, "tokenizer_class") && tfmi_json_peek(&j) == TFMI_JSON_STRING)
+  while (tfmi_json_member(&j, &key)) {
+    tfmi_json_kind kind = tfmi_json_peek(&j);
+    if (kind == TFMI_JSON_TRUE && tfmi_is_gpt2_option(key))
+      tfmi_json_fail(&j, TFM_E_UNSUPPORTED, "%s is true; use the model's tokenizer.json",
+                     tfmi_plain(key).text);
+    if (kind == TFMI_JSON_OBJECT && tfmi_text_is(key, "added_tokens_decoder"))
+      tfmi_check_gpt2_added(m, &j);
+    else if (kind == TFMI_JSON_STRING && tfmi_text_is(key, "tokenizer_class"))
       name = tfmi_json_string(&j);
     else tfmi_json_skip(&j);
-  if (name.n && !tfmi_text_is(name, "GPT2Tokenizer") && !tfmi_text_is(name, "GPT2TokenizerFast"))
+  }
+  if (!tfmi_text_is(name, "GPT2Tokenizer") && !tfmi_text_is(name, "GPT2TokenizerFast"))
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer_config.json names %s, not GPT2Tokenizer; "
               "use the model's tokenizer.json", tfmi_plain(name).text);
+}
+
+/* The two files do not tell all; those that may lie beside them must not contradict. */
+static void tfmi_check_gpt2(tfmi_make *m, const char *folder) {
+  char *config = tfmi_join(&m->load, folder, "tokenizer_config.json");
+  if (tfmi_file_exists(&m->load, tfmi_join(&m->load, folder, "added_tokens.json")))
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "added_tokens.json lies beside vocab.json, which cannot "
+              "be reproduced; use the model's tokenizer.json");
+  if (tfmi_file_exists(&m->load, config)) tfmi_check_gpt2_config(m, tfmi_make_file(m, config));
 }
 
 static void tfmi_read_beside(tfmi_make *m, tfmi_text vocabulary, const char *path) {
@@ -5131,8 +5177,8 @@ static void tfmi_read_beside(tfmi_make *m, tfmi_text vocabulary, const char *pat
   for (i = 0; folder && i < TFMI_COUNT(names); i++) {
     char *merges = tfmi_join(&m->load, folder, names[i]);
     if (!tfmi_file_exists(&m->load, merges)) continue;
-    tfmi_check_class(m, folder);
     tfmi_read_gpt2(m, vocabulary, tfmi_make_file(m, merges));
+    tfmi_check_gpt2(m, folder);
     return;
   }
   tfmi_fail(&m->load, path ? TFM_E_IO : TFM_E_UNSUPPORTED, "a vocab.json needs its merges.txt "
@@ -6064,6 +6110,12 @@ static const tfmi_family tfmi_families[] = {
    TFM_NORM_RMS, 0, true, true, false, false},
 };
 
+static const tfmi_key tfmi_gguf_neutral[] = { /* as `neutral`, for every family */
+  {NULL, "attention.scale", 0, 0, 0},
+  {NULL, "rope.scaling.factor", 1, 1, 1},
+  {NULL, "rope.scale_linear", 1, 1, 1},
+};
+
 static const char *const tfmi_gguf_slots[TFMI_SLOTS] = { /* the same for every family */
   "token_embd", "position_embd", "output", "output_norm", "blk.%d.attn_norm", "blk.%d.ffn_norm",
   "blk.%d.attn_qkv", "blk.%d.attn_q", "blk.%d.attn_k", "blk.%d.attn_v", "blk.%d.attn_output", NULL,
@@ -6233,6 +6285,8 @@ static void tfmi_family_check(const tfmi_source *s, const tfmi_family *f) {
     tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: quantization_config is not supported: %s",
               tfmi_plain(quantised->value).text);
   for (i = 0; i < 2; i++) tfmi_number(s, f, &f->neutral[i], s->gguf != NULL);
+  for (i = 0; s->gguf && i < TFMI_COUNT(tfmi_gguf_neutral); i++)
+    tfmi_number(s, f, &tfmi_gguf_neutral[i], false);
   for (i = 0; i < 2; i++)
     if (f->refused[i] && tfmi_setting_flag(s, f->refused[i], false))
       tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: %s is true, which is not supported",
@@ -6327,8 +6381,11 @@ static double tfmi_rotation_number(const tfmi_source *s, const char *group, cons
 }
 
 static void tfmi_rotation_scaling(const tfmi_source *s, const char *group, tfmi_rotation *r) {
+  const tfmi_setting *v = tfmi_setting_find(&s->config, group);
   char path[64];
   tfmi_text type = tfmi_text_make("default");
+  if (!v) return;
+  tfmi_setting_json(s, v, TFMI_JSON_OBJECT); /* it is one */
   snprintf(path, sizeof path, "%s.type", group); /* before transformers 4.43 */
   tfmi_setting_text(s, path, &type);
   snprintf(path, sizeof path, "%s.rope_type", group);
@@ -6371,6 +6428,10 @@ static tfmi_rotation tfmi_rotation_of(const tfmi_source *s, const tfmi_family *f
   if (s->gguf) {
     tfmi_rotation_gguf(s, f, net);
   } else {
+    if (tfmi_setting_find(&s->config, "rope_scaling") &&
+        tfmi_setting_find(&s->config, "rope_parameters"))
+      tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: rope_scaling and rope_parameters are "
+                "both there, expected one; remove the other");
     tfmi_rotation_scaling(s, "rope_scaling", &r);
     tfmi_rotation_scaling(s, "rope_parameters", &r);
   }
@@ -6768,6 +6829,16 @@ static void tfmi_network(tfmi_builder *b, bool measure) {
 
 /* ---- A model ---- */
 
+/* A head in the file is used whatever the config says, as in transformers 5; one that repeats the
+   embedding byte by byte costs no memory of its own. */
+static bool tfmi_builder_tied(tfmi_builder *b, const tfmi_tensor *embed) {
+  const tfmi_tensor *head = tfmi_ask(b, TFMI_HEAD, 0, ".weight");
+  if (!head) return b->s->gguf || tfmi_setting_flag(b->s, b->f->tied.key, b->f->tied.fallback);
+  return head->type == embed->type && head->rank == embed->rank &&
+         memcmp(head->dims, embed->dims, sizeof head->dims) == 0 && head->bytes == embed->bytes &&
+         memcmp(head->data, embed->data, head->bytes) == 0;
+}
+
 static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_config *config) {
   tfm_model *m = s->model;
   const tfmi_family *f = tfmi_family_find(s);
@@ -6790,8 +6861,7 @@ static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_
     m->net.vocabulary = (int32_t)embed->dims[0];
   }
   if (f->rotary) b->rotation = tfmi_rotation_of(s, f, &m->net);
-  m->tied = s->gguf ? !tfmi_ask(b, TFMI_HEAD, 0, ".weight")
-                    : tfmi_setting_flag(s, f->tied.key, f->tied.fallback);
+  m->tied = tfmi_builder_tied(b, embed);
   m->family = f->name;
   m->format = s->format;
   tfmi_ends(s);
@@ -6799,8 +6869,7 @@ static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_
 
 /* What nobody asked for is a sign of another architecture, or a mask that old files carry along. */
 static void tfmi_builder_report(const tfmi_builder *b) {
-  static const char *const harmless[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq",
-                                         "lm_head.weight"};
+  static const char *const harmless[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"};
   const tfmi_tensor *first = NULL;
   uint64_t i, count = 0;
   int k;

@@ -328,6 +328,30 @@ TEST(safetensors_deep_and_wide) {
   drop(&b);
 }
 
+static bool loads_tied(uint8_t last) { /* with a head that equals the embedding but for a byte */
+  char *header = edit(HEADER, "[592,608]}}", "[592,608]},\"lm_head.weight\":{\"dtype\":\"F32\","
+                      "\"shape\":[5,4],\"data_offsets\":[608,688]}}");
+  bytes b = safetensors(header, DATA + 80);
+  tfm_model_config c = test_config();
+  tfm_model_info info;
+  tfm_model *m;
+  b.at[b.n - 1] = last;
+  add_file("m/model.safetensors", b);
+  add_text_file("m/config.json", CONFIG);
+  m = tfm_model_load("m/", &c);
+  memset(&info, 0, sizeof info);
+  CHECK_EQ_INT(tfm_model_describe(m, &info), TFM_OK);
+  expect_model(m, TFM_OK, "");
+  forget_files();
+  free(header);
+  return info.tied;
+}
+
+TEST(safetensors_head_of_its_own) { /* CONFIG says tied; a repeated embedding is shared */
+  CHECK(loads_tied(0));
+  CHECK(!loads_tied(1));
+}
+
 TEST(safetensors_from_memory) {
   bytes b = safetensors(HEADER, DATA);
   tfm_model_config c = test_config();
@@ -383,7 +407,7 @@ TEST(shards) {
     {"a.safetensors", "/a.safetensors", TFM_E_FORMAT, "is not a plain file name"},
     {"a.safetensors", "..", TFM_E_FORMAT, "is not a plain file name"},
     {"a.safetensors", "", TFM_E_FORMAT, "is not a plain file name"},
-    {"a.safetensors", "c.safetensors", TFM_E_IO, "m/c.safetensors cannot be opened"},
+    {"a.safetensors", "c.safetensors", TFM_E_IO, "m/c.safetensors: it cannot be opened"},
     {"a.safetensors", "model.safetensors.index.json", TFM_E_FORMAT, "header"},
     {"a.safetensors", "b.safetensors", TFM_E_FORMAT, "is not in b.safetensors"},
     {"\"model.embed_tokens.weight\":\"a.safetensors\",", "", TFM_E_FORMAT, "is not in weight_map"},
@@ -501,6 +525,11 @@ TEST(config_refusals) {
     {"\"silu\"", "\"silu\", \"rope_parameters\": {\"rope_type\": \"default\", \"rope_theta\": 5e5}",
      TFM_OK, ""},
     {"\"silu\"", "\"silu\", \"rope_scaling\": null", TFM_OK, ""},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": \"linear\"", TFM_E_FORMAT,
+     "rope_scaling is text, expected an object"},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": null, \"rope_parameters\": {}", TFM_OK, ""},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": {}, \"rope_parameters\": {}", TFM_E_UNSUPPORTED,
+     "both there"},
     {"\"silu\"", "\"silu\", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 0}",
      TFM_E_FORMAT, "rope_scaling.factor is 0"},
     {"\"silu\"", "\"silu\", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8}",
@@ -567,6 +596,7 @@ typedef struct gguf_change { /* what a model differs in from a good one */
   uint64_t shift;          /* of its offset */
   const char *architecture, *scaling;
   size_t cut;              /* bytes missing at the end */
+  const char *real;        /* a key behind "llama." more, of value 2 */
 } gguf_change;
 
 static const struct gguf_row {
@@ -584,7 +614,8 @@ static const struct gguf_row {
 static bytes gguf_model(const gguf_change *c) {
   int n = TFMI_COUNT(gguf_rows), i;
   uint64_t offset = 0;
-  bytes b = gguf_begin((uint64_t)(n - (c->drop != NULL)), c->scaling ? 9 : 8);
+  bytes b = gguf_begin((uint64_t)(n - (c->drop != NULL)),
+                       8u + (c->scaling != NULL) + (c->real != NULL));
   gguf_string(&b, "general.architecture", c->architecture ? c->architecture : "llama");
   gguf_u32(&b, "llama.block_count", 1);
   gguf_u32(&b, "llama.embedding_length", 32);
@@ -594,6 +625,7 @@ static bytes gguf_model(const gguf_change *c) {
   gguf_u32(&b, "llama.context_length", 16);
   gguf_f32(&b, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
   if (c->scaling) gguf_string(&b, "llama.rope.scaling.type", c->scaling);
+  if (c->real) gguf_f32(&b, c->real, 2);
   for (i = 0; i < n; i++) {
     uint64_t rows = i == 0 && c->rows ? c->rows : gguf_rows[i].rows;
     const char *name = i == 0 && c->name ? c->name : gguf_rows[i].name;
@@ -614,40 +646,44 @@ TEST(gguf_models) {
     int status;
     const char *part;
   } cases[] = {
-      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
-      {{NULL, NULL, 1, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
-      {{NULL, NULL, 2, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
-      {{NULL, NULL, 8, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
-      {{NULL, NULL, 30, 0, 0, NULL, "none", 0}, TFM_OK, ""},
-      {{NULL, NULL, 14, 0, 0, NULL, NULL, 0}, TFM_E_FORMAT, "do not fill blocks of Q6_K (256)"},
-      {{NULL, NULL, 3, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "token_embd.weight has type Q4_1"},
-      {{NULL, NULL, 20, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "has type IQ4_NL"},
-      {{NULL, NULL, 4, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "type 4, which is not known"},
-      {{NULL, NULL, 31, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "type 31, which is not known"},
-      {{NULL, NULL, 999, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "type 999, which is not known"},
-      {{NULL, NULL, UINT32_MAX, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "which is not known"},
-      {{NULL, NULL, 0, 6, 0, NULL, NULL, 0}, TFM_E_FORMAT, "overlap"},
-      {{NULL, NULL, 0, UINT64_MAX, 0, NULL, NULL, 0}, TFM_E_FORMAT, "a dimension of 1844674407370"},
-      {{NULL, NULL, 0, INT64_MAX, 0, NULL, NULL, 0}, TFM_E_FORMAT, "more than 2^64 elements"},
-      {{NULL, NULL, 0, UINT64_C(1) << 58, 0, NULL, NULL, 0},
+      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 1, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 2, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 8, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 30, 0, 0, NULL, "none", 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, "llama.rope.scaling.factor"}, TFM_E_FORMAT,
+       "llama.rope.scaling.factor is 2, expected 1"},
+      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, "llama.rope.scale_linear"}, TFM_E_FORMAT, "is 2"},
+      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, "llama.attention.scale"}, TFM_E_FORMAT, "is 2"},
+      {{NULL, NULL, 14, 0, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "do not fill blocks of Q6_K (256)"},
+      {{NULL, NULL, 3, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "token_embd.weight has type Q4_1"},
+      {{NULL, NULL, 20, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "has type IQ4_NL"},
+      {{NULL, NULL, 4, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "type 4, which is not known"},
+      {{NULL, NULL, 31, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "type 31, which is not known"},
+      {{NULL, NULL, 999, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "type 999, which is not known"},
+      {{NULL, NULL, UINT32_MAX, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "which is not known"},
+      {{NULL, NULL, 0, 6, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "overlap"},
+      {{NULL, NULL, 0, UINT64_MAX, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "a dimension of 1844674407370"},
+      {{NULL, NULL, 0, INT64_MAX, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "more than 2^64 elements"},
+      {{NULL, NULL, 0, UINT64_C(1) << 58, 0, NULL, NULL, 0, NULL},
        TFM_E_FORMAT,
        "larger than the address"},
-      {{NULL, NULL, 0, UINT64_C(1) << 50, 0, NULL, NULL, 0}, TFM_E_FORMAT, "data section has"},
-      {{NULL, NULL, 0, 0, 1, NULL, NULL, 0}, TFM_E_FORMAT, "offset 1, expected a multiple of 32"},
-      {{NULL, NULL, 0, 0, 32, NULL, NULL, 0}, TFM_E_FORMAT, "overlap"},
-      {{NULL, NULL, 0, 0, UINT64_MAX - 31, NULL, NULL, 0},
+      {{NULL, NULL, 0, UINT64_C(1) << 50, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "data section has"},
+      {{NULL, NULL, 0, 0, 1, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "offset 1, expected a multiple of 32"},
+      {{NULL, NULL, 0, 0, 32, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "overlap"},
+      {{NULL, NULL, 0, 0, UINT64_MAX - 31, NULL, NULL, 0, NULL},
        TFM_E_FORMAT,
        "but the data section has"},
-      {{NULL, NULL, 0, 0, 0, NULL, NULL, 1}, TFM_E_FORMAT, "may be cut off"},
-      {{NULL, NULL, 0, 0, 0, "bert", NULL, 0}, TFM_E_UNSUPPORTED, "architecture \"bert\""},
-      {{NULL, NULL, 0, 0, 0, NULL, "yarn", 0}, TFM_E_UNSUPPORTED, "scaling.type \"yarn\""},
-      {{"blk.0.attn_k.weight", NULL, 0, 0, 0, NULL, NULL, 0},
+      {{NULL, NULL, 0, 0, 0, NULL, NULL, 1, NULL}, TFM_E_FORMAT, "may be cut off"},
+      {{NULL, NULL, 0, 0, 0, "bert", NULL, 0, NULL}, TFM_E_UNSUPPORTED, "architecture \"bert\""},
+      {{NULL, NULL, 0, 0, 0, NULL, "yarn", 0, NULL}, TFM_E_UNSUPPORTED, "scaling.type \"yarn\""},
+      {{"blk.0.attn_k.weight", NULL, 0, 0, 0, NULL, NULL, 0, NULL},
        TFM_E_FORMAT,
        "attn_k.weight is missing"},
-      {{NULL, "output_norm.weight", 0, 0, 0, NULL, NULL, 0}, TFM_E_FORMAT, "is there twice"},
-      {{NULL, "", 0, 0, 0, NULL, NULL, 0}, TFM_E_FORMAT, "name has 0 bytes, expected 1 to 64"},
+      {{NULL, "output_norm.weight", 0, 0, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "is there twice"},
+      {{NULL, "", 0, 0, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "name has 0 bytes, expected 1 to 64"},
       {{NULL, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", 0, 0, 0, NULL,
-        NULL, 0},
+        NULL, 0, NULL},
        TFM_E_FORMAT,
        "name has 65 bytes, expected 1 to 64"},
   };
@@ -825,7 +861,7 @@ TEST(llama2_checkpoints) {
 /* ---- Failing allocators, files and patience ---- */
 
 static void fill_files(int kind) {
-  static const gguf_change none = {NULL, NULL, 0, 0, 0, NULL, NULL, 0};
+  static const gguf_change none = {NULL, NULL, 0, 0, 0, NULL, NULL, 0, NULL};
   if (kind == 0) add_file("m/model.safetensors", safetensors(HEADER, DATA));
   if (kind == 0) add_text_file("m/config.json", CONFIG);
   if (kind == 1) add_file("m.gguf", gguf_model(&none));

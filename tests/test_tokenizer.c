@@ -434,6 +434,10 @@ TEST(tokenizer_long_texts) {
   "{" BYTES "\"model\":{\"type\":\"BPE\",\"vocab\":" vocab ",\"merges\":" merges "}}"
 #define ADDED(list) \
   "{\"added_tokens\":[" list "]," BYTES "\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}"
+#define TEMPLATE(list) \
+  "{\"post_processor\":{\"type\":\"TemplateProcessing\",\"single\":[" list "]," \
+  "\"special_tokens\":{\"a\":{\"ids\":[0]}}}," BYTES \
+  "\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}"
 #define SPLIT(regex) \
   "{\"pre_tokenizer\":{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\"," \
   "\"pattern\":{\"Regex\":\"" regex "\"},\"behavior\":\"Isolated\",\"invert\":false}," \
@@ -453,7 +457,16 @@ static const struct bad_file {
   {ADDED("{\"id\":1,\"content\":\"<x>\",\"special\":true}"), TFM_OK, ""},
   {"", TFM_E_FORMAT, "no vocabulary"},
   {"{", TFM_E_FORMAT, "JSON"},
-  {"{}", TFM_E_UNSUPPORTED, "decoder"},
+  {"{}", TFM_E_FORMAT, "model.vocab is missing"},
+  {"\xef\xbb\xbf{}", TFM_E_FORMAT, "byte order mark"},
+  {"neither this nor that", TFM_E_FORMAT, "no vocabulary known here; expected tokenizer.json"},
+  {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}", TFM_E_UNSUPPORTED, "no decoder"},
+  {"{\"model\":{\"vocab\":{\"a\":0},\"vocab\":{\"b\":1}}}", TFM_E_FORMAT, "\"vocab\" is there"},
+  {"{\"model\":{},\"x\":1,\"x\":2}", TFM_E_FORMAT, "\"x\" is there twice"},
+  {TEMPLATE("{\"SpecialToken\":{\"id\":\"a\"}},{\"Sequence\":{\"id\":\"A\"}}"), TFM_OK, ""},
+  {TEMPLATE("{\"SpecialToken\":{\"id\":\"a\"}},{\"SpecialToken\":{}},{\"Sequence\":{\"id\":\"A\"}}"),
+   TFM_E_FORMAT, "has no id"},
+  {TEMPLATE("{}"), TFM_E_FORMAT, "has no id"},
   {"{\"a\":0}", TFM_E_UNSUPPORTED, "merges.txt"},
   {MODEL("{}", "[]"), TFM_E_FORMAT, "empty"},
   {MODEL("{\"a\":0,\"b\":0}", "[]"), TFM_E_FORMAT, "same id"},
@@ -473,10 +486,10 @@ static const struct bad_file {
   {ADDED("{\"id\":1,\"content\":\"<x>\",\"single_word\":true}"), TFM_E_UNSUPPORTED, "single_word"},
   {SPLIT("(a+)+$"), TFM_E_UNSUPPORTED, "(a+)+$"},
   {SPLIT("("), TFM_E_UNSUPPORTED, "pattern"},
-  {"{\"normalizer\":{\"type\":\"NFC\"},\"decoder\":{\"type\":\"Fuse\"},\"model\":{}}",
+  {"{\"normalizer\":{\"type\":\"NFC\"},\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}",
    TFM_E_UNSUPPORTED, "NFC"},
   {"{\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Sequence\","
-   "\"normalizers\":[]}]},\"decoder\":{\"type\":\"Fuse\"},\"model\":{}}",
+   "\"normalizers\":[]}]},\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}",
    TFM_E_UNSUPPORTED, "Sequence"},
 };
 

@@ -3782,29 +3782,36 @@ static bool tfmi_is_long(tfmi_text text) { /* more than one character */
   return text.n > 0 && tfmi_rune_at(text.at, text.n).bytes < text.n;
 }
 
+enum { TFMI_CODES = 0x110000 };
+
+static void tfmi_make_character(tfmi_make *m, uint32_t code, int64_t id, int32_t type) {
+  char *spelled = (char *)tfmi_scratch(&m->load, 4, 1);
+  tfmi_text c;
+  c.at = spelled;
+  c.n = (size_t)(tfmi_put_utf8(spelled, code) - spelled);
+  tfmi_make_piece(m, c, id, type, 0);
+}
+
 /* Characters of pieces to be merged that are no pieces themselves. */
 static void tfmi_make_phantoms(tfmi_make *m) {
-  tfmi_text *found = NULL, c;
+  uint8_t *wanted = (uint8_t *)tfmi_scratch(&m->load, TFMI_CODES, 1);
+  int32_t id = m->t->vocabulary;
+  uint32_t code;
   ptrdiff_t i;
   size_t at;
   for (i = 0; i < stbds_arrlen(m->piece); i++) {
     tfmi_text text = m->piece[i].text;
+    tfmi_rune r;
     if (m->piece[i].type != TFMI_PIECE_NORMAL || !tfmi_is_long(text)) continue;
-    for (at = 0; at < text.n; at += c.n) {
-      c.at = text.at + at;
-      c.n = tfmi_rune_at(c.at, text.n - at).bytes;
-      if (tfmi_text_find(&m->t->spelled, c.at, c.n) < 0) stbds_arrput(found, c);
+    for (at = 0; at < text.n; at += r.bytes) {
+      r = tfmi_rune_at(text.at + at, text.n - at);
+      if (tfmi_text_find(&m->t->spelled, text.at + at, r.bytes) < 0) wanted[r.code] = 1;
     }
   }
-  tfmi_sort(found, (size_t)stbds_arrlen(found), sizeof *found, tfmi_name_order);
-  for (i = 0; i < stbds_arrlen(found); i++)
-    if (i == 0 || tfmi_text_order(found[i - 1], found[i]) != 0) {
-      const tfmi_piece *last = &m->piece[stbds_arrlen(m->piece) - 1];
-      int32_t id = last->type == TFMI_PIECE_PHANTOM ? last->id + 1 : m->t->vocabulary;
-      tfmi_make_piece(m, found[i], id, TFMI_PIECE_PHANTOM, 0);
-    }
-  if (stbds_arrlen(found)) tfmi_place(m);
-  stbds_arrfree(found);
+  for (code = 0; code < TFMI_CODES; code++)
+    if (wanted[code]) tfmi_make_character(m, code, id++, TFMI_PIECE_PHANTOM);
+  tfmi_release(&m->load, wanted);
+  if (id > m->t->vocabulary) tfmi_place(m);
 }
 
 /* ---- Making: merges ---- */
@@ -5080,35 +5087,21 @@ static void tfmi_read_llama2c(tfmi_make *m, tfmi_text file) {
 
 /* ---- Characters of a text ---- */
 
-static int tfmi_code_order(const void *a, const void *b) {
-  uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
-  return x < y ? -1 : x > y;
-}
-
 static void tfmi_read_characters(tfmi_make *m) {
-  tfmi_text text;
-  uint8_t *seen = (uint8_t *)tfmi_scratch(&m->load, 0x110000, 1);
-  uint32_t *code = NULL;
+  const char *text = (const char *)m->data;
+  uint8_t *seen = (uint8_t *)tfmi_scratch(&m->load, TFMI_CODES, 1);
+  uint32_t code;
+  int32_t id = 0;
   tfmi_rune r;
   size_t at;
-  ptrdiff_t i;
-  text.at = (const char *)m->data;
-  text.n = m->bytes;
-  for (at = 0; at < text.n; at += r.bytes) {
-    r = tfmi_rune_at(text.at + at, text.n - at);
+  for (at = 0; at < m->bytes; at += r.bytes) {
+    r = tfmi_rune_at(text + at, m->bytes - at);
     if (r.state != TFMI_RUNE_WHOLE)
       tfmi_fail(&m->load, TFM_E_ARG, "byte %llu of the text is not UTF-8", (unsigned long long)at);
-    if (!seen[r.code]) stbds_arrput(code, r.code);
     seen[r.code] = 1;
   }
-  tfmi_sort(code, (size_t)stbds_arrlen(code), sizeof *code, tfmi_code_order);
-  for (i = 0; i < stbds_arrlen(code); i++) {
-    char *spelled = (char *)tfmi_scratch(&m->load, 4, 1);
-    tfmi_text c;
-    c.at = spelled;
-    c.n = (size_t)(tfmi_put_utf8(spelled, code[i]) - spelled);
-    tfmi_make_piece(m, c, i, TFMI_PIECE_NORMAL, 0);
-  }
+  for (code = 0; code < TFMI_CODES; code++)
+    if (seen[code]) tfmi_make_character(m, code, id++, TFMI_PIECE_NORMAL);
   m->t->kind = "characters";
   m->t->strict = true;
   tfmi_make_tables(m);

@@ -103,7 +103,7 @@ static void forget_files(void) {
 
 /* ---- An allocator that counts, and fails when told ---- */
 
-static int64_t held_bytes;
+static int64_t held_bytes, peak_bytes;
 static int allocs_left = -1;
 
 static void *count_alloc(void *user, void *old, size_t old_bytes, size_t n) {
@@ -117,6 +117,7 @@ static void *count_alloc(void *user, void *old, size_t old_bytes, size_t n) {
   if (allocs_left >= 0 && allocs_left-- == 0) return NULL;
   p = realloc(old, n);
   if (p) held_bytes += (int64_t)n - (int64_t)old_bytes;
+  if (held_bytes > peak_bytes) peak_bytes = held_bytes;
   return p;
 }
 
@@ -265,6 +266,7 @@ TEST(safetensors_header) {
     {"\"F32\",\"shape\":[5,4]", "\"F4\",\"shape\":[3]", TFM_E_FORMAT, "do not fill whole bytes"},
     {"[0,80]", "[80,0]", TFM_E_FORMAT, "do not span the 80 bytes"},
     {"[0,80]", "[-1,80]", TFM_E_FORMAT, "found -1"},
+    {"[0,80]", "[0,-9223372036854775808]", TFM_E_FORMAT, "expected a whole number"},
     {"[0,80]", "[0,8e1]", TFM_E_FORMAT, "expected a whole number"},
     {"[0,80]", "[0,80.0]", TFM_E_FORMAT, "expected a whole number"},
     {"[0,80]", "[80]", TFM_E_FORMAT, "has 1 numbers, expected 2"},
@@ -544,6 +546,43 @@ TEST(config_refusals) {
     expect_config(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
 }
 
+TEST(config_memory_follows_the_file) { /* inner keys do not repeat a name without end */
+  enum { NAME = 20000, INNER = 4000 };
+  char *group = (char *)calloc(1, NAME + 8 * INNER + 64), *config;
+  int i;
+  memset(group, 'x', NAME + 1);
+  group[0] = '"';
+  strcat(group, "\": {\"k\": 0");
+  for (i = 0; i < INNER; i++) strcat(group + NAME, ",\"\":0");
+  strcat(group, "}, \"hidden_size\"");
+  config = edit(CONFIG, "\"hidden_size\"", group);
+  peak_bytes = 0;
+  expect_safetensors(safetensors(HEADER, DATA), config, TFM_OK, "");
+  CHECK(peak_bytes < 4 * (int64_t)strlen(config));
+  free(group);
+  free(config);
+}
+
+/* ---- The tokenizer beside a model ---- */
+
+TEST(tokenizer_beside_a_padded_header) { /* the model's file is known as one, whatever pads it */
+  tfm_model_config c = test_config();
+  tfm_tokenizer_config config;
+  tfm_tokenizer *t;
+  char *header = edit(HEADER, "{\"model", " \n{\"model");
+  memset(&config, 0, sizeof config);
+  config.host = c.host;
+  add_file("m/model.weights", safetensors(header, DATA));
+  add_text_file("m/tokenizer.json", "{\"decoder\":{\"type\":\"Fuse\"},"
+                                    "\"model\":{\"vocab\":{\"a\":0}}}");
+  t = tfm_tokenizer_load("m/model.weights", &config);
+  if (!t) CHECK_STR(tfm_error(), "");
+  tfm_tokenizer_free(t);
+  CHECK_EQ_INT(held_bytes, 0);
+  forget_files();
+  free(header);
+}
+
 /* ---- GGUF ---- */
 
 static void gguf_text(bytes *b, const char *text) {
@@ -690,6 +729,44 @@ TEST(gguf_models) {
   int i;
   for (i = 0; i < TFMI_COUNT(cases); i++)
     expect_gguf(gguf_model(&cases[i].change), cases[i].status, cases[i].part);
+}
+
+static bool gguf_adds_bos(const char *pre, int add) { /* add -1: the file does not say */
+  bytes b = gguf_begin(0, add < 0 ? 6u : 7u);
+  tfm_tokenizer_info info;
+  tfm_tokenizer *t;
+  gguf_string(&b, "tokenizer.ggml.model", "gpt2");
+  gguf_string(&b, "tokenizer.ggml.pre", pre);
+  gguf_u32(&b, "tokenizer.ggml.bos_token_id", 1);
+  gguf_text(&b, "tokenizer.ggml.tokens");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_STRING, 4), put_int(&b, 2, 8);
+  gguf_text(&b, "a");
+  gguf_text(&b, "<s>");
+  gguf_text(&b, "tokenizer.ggml.token_type");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_I32, 4), put_int(&b, 2, 8);
+  put_int(&b, 1, 4), put_int(&b, 3, 4);
+  gguf_text(&b, "tokenizer.ggml.merges");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_STRING, 4), put_int(&b, 0, 8);
+  if (add >= 0) {
+    gguf_text(&b, "tokenizer.ggml.add_bos_token");
+    put_int(&b, TFMI_GGUF_BOOL, 4), put_int(&b, (uint64_t)add, 1);
+  }
+  t = tfm_tokenizer_load_memory(b.at, b.n, NULL);
+  memset(&info, 0, sizeof info);
+  if (!t) CHECK_STR(tfm_error(), "");
+  CHECK_EQ_INT(tfm_tokenizer_describe(t, &info), TFM_OK);
+  tfm_tokenizer_free(t);
+  drop(&b);
+  return info.adds_bos;
+}
+
+TEST(gguf_bos) {
+  CHECK(gguf_adds_bos("llama-bpe", -1));
+  CHECK(gguf_adds_bos("llama3", -1));
+  CHECK(gguf_adds_bos("llama-v3", -1));
+  CHECK(!gguf_adds_bos("llama-bpe", 0));
+  CHECK(!gguf_adds_bos("gpt-2", -1));
+  CHECK(gguf_adds_bos("gpt-2", 1));
 }
 
 TEST(gguf_header) {

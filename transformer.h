@@ -2818,6 +2818,7 @@ typedef struct tfmi_token {
   uint32_t at, n;           /* the vocabulary's spelling, in the arena */
   uint32_t said_at, said_n; /* what it decodes to */
   tfmi_speech speech;
+  bool added;               /* not one of the model's own: never a symbol */
 } tfmi_token;
 
 typedef struct tfmi_added {
@@ -2862,6 +2863,12 @@ struct tfm_tokenizer {
   int32_t *before, *after;  /* what TFM_ENCODE_SPECIAL adds */
   int32_t before_count, after_count;
 };
+
+/* The id of a text that the model itself knows, or -1. */
+static int32_t tfmi_own_id(const tfm_tokenizer *t, const char *p, size_t n) {
+  int32_t id = tfmi_text_find(&t->spelled, p, n);
+  return id >= 0 && !t->token[id].added ? id : -1;
+}
 
 /* ---- Splitting patterns ----
    Written by hand after the regular expressions, which are compared as strings while loading. Every
@@ -3271,7 +3278,7 @@ static void tfmi_encode_characters(tfmi_encoder *e, const char *p, size_t n) {
     size_t bytes = c == replacement ? 3 : r.bytes;
     int32_t id = broken && t->byte_fallback ? -1
                  : r.code < 128             ? t->ascii_id[r.code]
-                                            : tfmi_text_find(&t->spelled, c, bytes);
+                                            : tfmi_own_id(t, c, bytes);
     if (id >= 0) tfmi_symbol_add(e, id, n);
     else tfmi_add_unknown(e, c, bytes, n);
     at += r.bytes;
@@ -3603,7 +3610,7 @@ static int32_t tfmi_tokenizer_start_id(const tfm_tokenizer *t) {
 
 enum { /* types of pieces, numbered as by SentencePiece and GGUF */
   TFMI_PIECE_NORMAL = 1, TFMI_PIECE_UNKNOWN, TFMI_PIECE_CONTROL, TFMI_PIECE_USER,
-  TFMI_PIECE_UNUSED, TFMI_PIECE_BYTE, TFMI_PIECE_PHANTOM
+  TFMI_PIECE_UNUSED, TFMI_PIECE_BYTE, TFMI_PIECE_PHANTOM, TFMI_PIECE_ADDED
 };
 enum {
   TFMI_VOCABULARY_MAX = 1 << 22, TFMI_PIECE_BYTES_MAX = 512, TFMI_PROBES_MAX = 2000,
@@ -3748,6 +3755,7 @@ static void tfmi_place_piece(tfmi_make *m, const tfmi_piece *p) {
               m->t->arena + token->at, (int)p->id);
   tfmi_check_utf8(m, p);
   token->speech = TFMI_SPEECH_TEXT;
+  token->added = p->type == TFMI_PIECE_ADDED;
   token->n = (uint32_t)p->text.n;
   token->at = tfmi_arena_put(m, p->text.at, p->text.n);
   other = tfmi_text_table_put(m, &m->t->spelled, token->at, token->n, p->id);
@@ -3839,7 +3847,7 @@ static void tfmi_merge_put(tfmi_make *m, int32_t left, int32_t right, int32_t in
 }
 
 static int32_t tfmi_merge_part(tfmi_make *m, ptrdiff_t i, tfmi_text part, const char *which) {
-  int32_t id = tfmi_text_find(&m->t->spelled, part.at, part.n);
+  int32_t id = tfmi_own_id(m->t, part.at, part.n);
   if (id < 0)
     tfmi_fail(&m->load, TFM_E_FORMAT, "merge %lld: its %s, \"%s\", is not in the vocabulary",
               (long long)i, which, tfmi_plain(part).text);
@@ -3963,7 +3971,7 @@ static int tfmi_edge_symbols(const tfm_tokenizer *t, int32_t id, bool end, int32
   edge[0] = id;
   if (n == 0) return 1;
   while (end && at && ((uint8_t)p[at] & 0xc0) == 0x80) at--;
-  edge[1] = tfmi_text_find(&t->spelled, p + at, tfmi_rune_at(p + at, n - at).bytes);
+  edge[1] = tfmi_own_id(t, p + at, tfmi_rune_at(p + at, n - at).bytes);
   return edge[1] < 0 || edge[1] == id ? 1 : 2;
 }
 
@@ -4030,7 +4038,7 @@ static void tfmi_make_symbols(tfmi_make *m) {
   char spelled[8];
   for (i = 0; i < 256; i++) {
     size_t n = tfmi_spell_byte(t, (uint32_t)i, spelled);
-    t->byte_id[i] = tfmi_text_find(&t->spelled, spelled, n);
+    t->byte_id[i] = tfmi_own_id(t, spelled, n);
     found += t->byte_id[i] >= 0;
   }
   if (t->byte_fallback && found > 0 && found < 256)
@@ -4039,7 +4047,7 @@ static void tfmi_make_symbols(tfmi_make *m) {
   t->byte_fallback = t->byte_fallback && found;
   for (i = 0; i < 128; i++) {
     char c = (char)i;
-    t->ascii_id[i] = tfmi_text_find(&t->spelled, &c, 1);
+    t->ascii_id[i] = tfmi_own_id(t, &c, 1);
   }
 }
 
@@ -4223,7 +4231,7 @@ static void tfmi_guess_ids(tfmi_make *m) {
 
 static void tfmi_make_unk(tfmi_make *m) {
   if (!m->unk.n) return;
-  m->t->unk = tfmi_text_find(&m->t->spelled, m->unk.at, m->unk.n);
+  m->t->unk = tfmi_own_id(m->t, m->unk.at, m->unk.n);
   if (m->t->unk < 0)
     tfmi_fail(&m->load, TFM_E_FORMAT, "the unknown token, \"%s\", is not in the vocabulary",
               tfmi_plain(m->unk).text);
@@ -4646,7 +4654,7 @@ static void tfmi_json_added_ids(tfmi_make *m) {
     int64_t id = tfmi_text_find(&m->t->spelled, a->text.at, a->text.n);
     if (id < 0) {
       id = largest >= size ? largest + 1 : size;
-      tfmi_make_piece(m, a->text, id, TFMI_PIECE_USER, 0);
+      tfmi_make_piece(m, a->text, id, TFMI_PIECE_ADDED, 0);
     }
     if (id != a->id)
       tfmi_fail(&m->load, TFM_E_FORMAT, "added token \"%s\" has id %d, expected %lld by its place "
@@ -5128,7 +5136,7 @@ static bool tfmi_is_vocabulary(tfmi_make *m, tfmi_text file) {
   return tfmi_json_member(&j, &key) && tfmi_json_peek(&j) == TFMI_JSON_NUMBER;
 }
 
-/* {"50256": {"content": "<|endoftext|>", "special": true}}: any other token would be cut out too. */
+/* {"50256": {"content": "<|endoftext|>"}}: any other token would be cut out of the text too. */
 static void tfmi_check_gpt2_added(tfmi_make *m, tfmi_json *j) {
   tfmi_text id, key;
   tfmi_json_object(j);

@@ -442,6 +442,19 @@ TEST(tokenizer_swallowed_blanks) {
   tfm_tokenizer_free(t);
 }
 
+/* An added token of one character is not one of the model's symbols. */
+TEST(tokenizer_added_is_no_symbol) {
+  static const char json[] =
+      "{\"added_tokens\":[{\"id\":1,\"content\":\"\\t\",\"special\":true}],\"decoder\":{\"type\":"
+      "\"Fuse\"},\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}";
+  tfm_tokenizer *t = tfm_tokenizer_load_memory(json, sizeof json - 1, NULL);
+  int32_t ids[4] = {0};
+  CHECK_EQ_INT(tfm_encode(t, "a\ta", 3, 0, ids, 4), 2);
+  CHECK_EQ_INT(tfm_encode(t, "a\ta", 3, TFM_ENCODE_PARSE_SPECIAL, ids, 4), 3);
+  CHECK_EQ_INT(ids[1], 1);
+  tfm_tokenizer_free(t);
+}
+
 static void count_warnings(void *user, tfm_log_level level, const char *line) {
   if (level == TFM_LOG_WARNING && strstr(line, "is not applied")) ++*(int *)user;
 }
@@ -494,10 +507,12 @@ static const struct bad_file {
   {"\xef\xbb\xbf{}", TFM_E_FORMAT, "byte order mark"},
   {"neither this nor that", TFM_E_FORMAT, "no vocabulary known here; expected tokenizer.json"},
   {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}", TFM_E_UNSUPPORTED, "no decoder"},
-  {"{\"model\":{\"vocab\":{\"a\":0},\"vocab\":{\"b\":1}}}", TFM_E_FORMAT, "\"vocab\" is there"},
+  {"{\"model\":{\"vocab\":{\"a\":0},\"vocab\":{\"b\":1}}}", TFM_E_FORMAT, "\"vocab\" is"},
   {"{\"model\":{},\"x\":1,\"x\":2}", TFM_E_FORMAT, "\"x\" is there twice"},
-  {TEMPLATE("{\"SpecialToken\":{\"id\":\"a\"}},{\"Sequence\":{\"id\":\"A\"}}"), TFM_OK, ""},
-  {TEMPLATE("{\"SpecialToken\":{\"id\":\"a\"}},{\"SpecialToken\":{}},{\"Sequence\":{\"id\":\"A\"}}"),
+  {TEMPLATE("{\"SpecialToken\":{\"id\":\"a\"}},{\"Sequence\":{\"id\":\"A\"}}"),
+   TFM_OK, ""},
+  {TEMPLATE("{\"SpecialToken\":{\"id\":\"a\"}},{\"SpecialToken\":{}},"
+            "{\"Sequence\":{\"id\":\"A\"}}"),
    TFM_E_FORMAT, "has no id"},
   {TEMPLATE("{}"), TFM_E_FORMAT, "has no id"},
   {"{\"a\":0}", TFM_E_UNSUPPORTED, "merges.txt"},
@@ -519,7 +534,8 @@ static const struct bad_file {
   {ADDED("{\"id\":1,\"content\":\"<x>\",\"single_word\":true}"), TFM_E_UNSUPPORTED, "single_word"},
   {SPLIT("(a+)+$"), TFM_E_UNSUPPORTED, "(a+)+$"},
   {SPLIT("("), TFM_E_UNSUPPORTED, "pattern"},
-  {"{\"normalizer\":{\"type\":\"NFC\"},\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}",
+  {"{\"normalizer\":{\"type\":\"NFC\"},"
+   "\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}",
    TFM_E_UNSUPPORTED, "NFC"},
   {"{\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Sequence\","
    "\"normalizers\":[]}]},\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}",

@@ -5223,10 +5223,10 @@ static bool tfmi_read_file(tfmi_make *m, tfmi_text file, const char *path) {
   } else if (longest > 0 && longest <= TFMI_PIECE_BYTES_MAX) {
     tfmi_read_llama2c(m, file);
   } else {
-    tfmi_fail(&m->load, TFM_E_FORMAT, "the file %s; expected tokenizer.json, tokenizer.model, "
-              "tokenizer.bin, vocab.json or GGUF",
-              tfmi_begins_with(file, "\xef\xbb\xbf") ? "begins with a byte order mark; remove it"
-                                                     : "is no vocabulary known here");
+    tfmi_fail(&m->load, TFM_E_FORMAT, "%s", tfmi_begins_with(file, "\xef\xbb\xbf")
+                  ? "the file begins with a byte order mark, which JSON has not; remove it"
+                  : "the file is no vocabulary known here; expected tokenizer.json, "
+                    "tokenizer.model, tokenizer.bin, vocab.json or GGUF");
   }
   return true;
 }

@@ -35,11 +35,11 @@
      >>api        types, contracts, declarations    >>families   models as rows of data, loading
      >>backend    the table of kernels              >>device     opening a table; the thread pool
      >>base       errors, memory, files             >>kernels    the reference, in portable C
-     >>objects    what the sections share           >>forward    one pass through the network
-     >>json       a strict pull parser              >>engine     memory, pages, many sequences
-     >>unicode    letters, numbers, white space     >>session    feeding, choosing, text
-     >>gguf       the GGUF container                >>generate   prompt in, text out
-     >>tokenizer  text to ids and back
+     >>objects    what the sections share           >>gradients  the reference of training's entries
+     >>json       a strict pull parser              >>forward    one pass through the network
+     >>unicode    letters, numbers, white space     >>engine     memory, pages, many sequences
+     >>gguf       the GGUF container                >>session    feeding, choosing, text
+     >>tokenizer  text to ids and back              >>generate   prompt in, text out
      >>formats    safetensors, shards, llama2.c
 
    Options, defined before the include:
@@ -468,7 +468,8 @@ TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *mod
    2. What varies from step to step (ids, positions, pages, sampling parameters) is read from device
       arrays, so that a recorded graph can be replayed. Scalars and pointers may be frozen into it.
    3. Padding: a row whose `seq` is -1 is ignored by embed, rope, kv_put, attn and sample; what an
-      entry writes for it is undefined. So row counts can be rounded up to a few sizes.
+      entry writes for it is undefined. So row counts can be rounded up to a few sizes. Passes that
+      have a backward have no padding.
    4. Entries return nothing. A failure is kept in the device (tfm_dev_fail), everything enqueued
       after it may be skipped, and `sync` returns it, once. Arguments come from the library and are
       trusted.
@@ -522,11 +523,13 @@ TFM_API void tfm_parallel_for(tfm_dev *d, int32_t n, int32_t grain, tfm_job job,
 enum { /* what a weight is used for: pack may lay it out differently */
   TFM_ROLE_MATMUL = 1,   /* y = x W^T */
   TFM_ROLE_GATHER = 2,   /* rows by id: an embedding table (a tied head is both) */
-  TFM_ROLE_GRADIENT = 4  /* also dx = dy W: training; packed again after each update */
+  /* Training: also dx = dy W. The one part lies in the device's memory, stable, in the arena that
+     adamw writes; the weight is packed again, from there to the same place, after each update. */
+  TFM_ROLE_GRADIENT = 4
 };
 
 typedef struct tfm_part { /* rows of a weight that lie together in a file */
-  const void *data;       /* host memory, any alignment */
+  const void *data;       /* host memory, any alignment; for TFM_ROLE_GRADIENT device memory */
   tfm_type type;
   int32_t rows;
 } tfm_part;
@@ -662,6 +665,7 @@ typedef struct tfm_sampler { /* one row of logits each; device arrays */
 
 typedef struct tfm_adamw { /* Loshchilov and Hutter 2019 */
   float lr, beta1, beta2, eps, decay; /* decay 0 for vectors */
+  float clip;                         /* longest gradient, as a root of sumsq; 0: any */
   int32_t step;                       /* from 1, for the bias correction */
 } tfm_adamw;
 
@@ -788,18 +792,22 @@ struct tfm_backend {
   bool (*decode)(tfm_dev *d, const tfm_run_ahead *s, int32_t steps);
 
   /* Backward. dy is the gradient of the loss by y. */
-  /* Cross entropy. losses[r] = weight[r] * -log softmax(logits[r])[target[r]], 0 where target is
-     -100; count[0] = the sum of weights counted. logits [R, V] become their gradient, times scale.
-     weight NULL: ones. */
-  void (*loss)(tfm_dev *d, float *losses, float *count, tfm_mat logits, const int32_t *target,
+  /* Cross entropy. losses[r] = weight[r] * -log softmax(logits[r])[target[r]]; hits[r] = weight[r]
+     where the target is the most probable (the lowest id among equals), else 0; both 0 where target
+     is -100. logits [R, V] become their gradient, times scale. weight NULL: ones. */
+  void (*loss)(tfm_dev *d, float *losses, float *hits, tfm_mat logits, const int32_t *target,
                const float *weight, float scale);
-  /* dx = beta * dx + dy W: beta 0 or 1. w needs TFM_ROLE_GRADIENT. */
-  void (*matmul_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, float beta);
+  /* dx = beta * dx + dy W: beta 0 or 1; then, where x came out of an epilogue itself, through that
+     as epilogue_bwd does, in place. w needs TFM_ROLE_GRADIENT; before NULL: none. */
+  void (*matmul_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, float beta,
+                    const tfm_epilogue *before);
   /* dw += dy^T x [N, K]; db += column sums of dy [N], when not NULL. dw.type: the gradients'
-     type. */
+     type, F32 in the reference. */
   void (*matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x);
-  /* Backward of the epilogue up to x W^T: dy becomes scale * act'(aux) * dropout(dy), in place. */
-  void (*epilogue_bwd)(tfm_dev *d, tfm_mat dy, const tfm_epilogue *e);
+  /* Backward of the epilogue up to x W^T: dx = scale * dropout(dy) * cap'(act'(aux)), which may
+     alias dy; without aux neither act nor cap is passed. dx is also what db sums up, so an epilogue
+     with a bias needs scale 1. The residual's gradient is dy as it was. */
+  void (*epilogue_bwd)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_epilogue *e);
   /* dx = residual + gradient through norm; dw, db += [cols / groups]. dx may alias dy or
      residual. */
   void (*norm_bwd)(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy, tfm_mat x,
@@ -813,22 +821,27 @@ struct tfm_backend {
   void (*embed_bwd)(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_mat dy,
                     const tfm_rows *rows, float scale);
   /* dlogits [T, E] from dweight [T, top_k], plus the load-balancing loss's gradient times balance;
-     balance_loss += that loss (Fedus et al. 2021). */
+     balance_loss[0] += that loss: E * sum over e of (slots of e / T) * (mean of probs[, e]), as Fedus
+     et al. 2021 have it for top_k 1. */
   void (*route_bwd)(tfm_dev *d, tfm_mat dlogits, const float *dweight, const tfm_routing *r,
                     const tfm_moe *p, float balance, float *balance_loss);
+  /* dx[s] = weight[s] * dy[s / top_k]; dweight[s] = dy[s / top_k] . x[s]: slots s [T * top_k]. */
   void (*combine_bwd)(tfm_dev *d, tfm_mat dx, float *dweight, tfm_mat dy, tfm_mat x,
                       const tfm_routing *r);
+  /* dx[from(s)] = dy[s] W_e, from() as in matmul_moe; spread: dx [T, K] sums its slots in order of
+     j. dw [E * N, K] += dy[s]^T x[from(s)]. */
   void (*moe_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, const tfm_routing *r,
-                 bool spread); /* spread: dx [T, K] sums its slots in order of j */
+                 bool spread);
   void (*moe_dw)(tfm_dev *d, tfm_mat dw, tfm_mat dy, tfm_mat x, const tfm_routing *r, bool spread);
 
   /* Optimiser, over contiguous arenas: one launch for a whole model. */
   /* out[0] += sum of squares, non-finite when any element is. Fixed order. */
   void (*sumsq)(tfm_dev *d, float *out, const void *x, tfm_type type, int64_t n);
-  /* gscale is a device scalar times g (clipping); 0 or non-finite skips the step. w is stored in
-     its type from the float32 master (w == master when it is F32). */
+  /* sumsq[0] is of all gradients of the step, on the device: it tells the factor of clipping, and
+     skips the step when it is not finite. w is stored in its type from the float32 master (w ==
+     master when it is F32). */
   void (*adamw)(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
-                const void *g, tfm_type gtype, int64_t n, const float *gscale, const tfm_adamw *p);
+                const void *g, tfm_type gtype, int64_t n, const float *sumsq, const tfm_adamw *p);
 };
 
 /* The reference; and the companions, when they are linked (TFM_USE_CPU, TFM_USE_CUDA). A companion
@@ -8323,19 +8336,20 @@ static void tfmi_attn_mix(float *TFMI_RESTRICT y, const float *p, const float *c
     for (j = 0; j < n; j++) y[j] += p[i] * v[i][j];
 }
 
-/* y[g] += sum over i of p[g][i] v[i], four values' rows at a time. */
-static void tfmi_attn_values(float *const *y, const float *p, int32_t heads, const tfmi_keys *keys,
+/* y[g] += sum over i of p[g][i] rows[i], four rows at a time. */
+static void tfmi_attn_values(float *const *y, const float *p, int32_t heads,
+                             const uint8_t *const *rows, int32_t count, tfm_type type,
                              int32_t width) {
   float decoded[4][TFMI_PIECE];
   const float *v[4];
   int32_t i, j, g, first;
-  for (i = 0; i < keys->n; i += 4)
+  for (i = 0; i < count; i += 4)
     for (first = 0; first < width; first += TFMI_PIECE) {
-      int32_t n = tfmi_min32(TFMI_PIECE, width - first), some = tfmi_min32(4, keys->n - i);
+      int32_t n = tfmi_min32(TFMI_PIECE, width - first), some = tfmi_min32(4, count - i);
       for (j = 0; j < some; j++) {
-        const uint8_t *from = keys->v[i + j] + tfmi_span(keys->type, first);
-        v[j] = keys->type == TFM_F32 ? (const float *)(const void *)from : decoded[j];
-        if (keys->type != TFM_F32) tfmi_codecs[keys->type].decode(decoded[j], from, n);
+        const uint8_t *from = rows[i + j] + tfmi_span(type, first);
+        v[j] = type == TFM_F32 ? (const float *)(const void *)from : decoded[j];
+        if (type != TFM_F32) tfmi_codecs[type].decode(decoded[j], from, n);
       }
       for (g = 0; g < heads; g++) tfmi_attn_mix(y[g] + first, p + g * TFMI_PANEL + i, v, some, n);
     }
@@ -8415,7 +8429,7 @@ static void tfmi_attn_heads(const tfmi_attn_job *t, int32_t row, int32_t first, 
       tfmi_attn_exp(&state[g], s, y[g], width);
       if (t->p->dropout.rate > 0) tfmi_attn_dropout(t, &keys, first + g, s);
     }
-    tfmi_attn_values(y, score, heads, &keys, width);
+    tfmi_attn_values(y, score, heads, keys.v, keys.n, keys.type, width);
   }
   for (g = 0; g < heads; g++) tfmi_attn_finish(t, row, first + g, y[g], state[g]);
 }
@@ -8902,6 +8916,884 @@ static void tfmi_ref_record(tfm_dev *d, uint64_t key, bool begin) {
 
 static void tfmi_ref_forget(tfm_dev *d) { (void)d; }
 
+/* ==================================================================================================
+   >>gradients   the reference of what training adds: backward entries and the optimiser
+   ==================================================================================================
+
+   The gradient of a product is two products, dx = dy W and dW += dy^T x, and both are one kernel:
+   rows of y grow by multiples of rows of b, y[i] += sum over j of a[j][i] b[j]. For dx the b are
+   rows of W, so that the weight needs no second form (TFM_ROLE_GRADIENT costs nothing here); for dW
+   they are the tokens' x. tfmi_mix_rows does that for 16 rows of y, the experts' lists of tokens
+   included.
+
+   Order of sums: over j as they come, one after the other; over tokens in the order of tokens. Work
+   is split over what is written, never over what is summed, so no bit depends on the threads.
+   Attention goes over its scores twice, once by rows for dq and once by keys for dk and dv, for the
+   same reason. */
+
+/* ---- Derivatives ---- */
+
+/* d[i] = act'(v[i]) */
+static void tfmi_act_slope(float *TFMI_RESTRICT d, const float *TFMI_RESTRICT v, int32_t n,
+                           tfm_act act) {
+  int32_t i;
+  switch (act) {
+    case TFM_ACT_NONE:
+      for (i = 0; i < n; i++) d[i] = 1.0f;
+      break;
+    case TFM_ACT_GELU: /* the normal distribution's integral, and x times its density */
+      for (i = 0; i < n; i++)
+        d[i] = 0.5f * (1.0f + erff(v[i] * 0.70710678f)) +
+               v[i] * 0.39894228f * tfmi_exp(-0.5f * v[i] * v[i]);
+      break;
+    case TFM_ACT_GELU_TANH: /* x s(2u), s the logistic function: s + x s (1 - s) 2u' */
+      for (i = 0; i < n; i++) {
+        float square = v[i] * v[i], u = 0.79788456f * (v[i] + 0.044715f * v[i] * square);
+        float s = 1.0f / (1.0f + tfmi_exp(-2.0f * u));
+        d[i] = s + v[i] * s * (1.0f - s) * 1.59576912f * (1.0f + 0.134145f * square);
+      }
+      break;
+    case TFM_ACT_SILU:
+      for (i = 0; i < n; i++) {
+        float s = 1.0f / (1.0f + tfmi_exp(-v[i]));
+        d[i] = s + v[i] * s * (1.0f - s);
+      }
+      break;
+    case TFM_ACT_RELU:
+      for (i = 0; i < n; i++) d[i] = v[i] > 0 ? 1.0f : 0.0f;
+      break;
+  }
+}
+
+/* ---- The kernel ---- */
+
+enum {
+  TFMI_DEPTH = 64,       /* rows of b at a time */
+  TFMI_DEPTH_CODED = 16, /* ... when they must be decoded, on the stack */
+  TFMI_TILE = 64,        /* columns whose sums are in registers: 4 vectors of 16 */
+  TFMI_WIDTH = 256       /* columns of one item of work */
+};
+
+TFMI_INLINE void tfmi_lanes_axpy(tfmi_lanes *sum, float a, const tfmi_lanes *b) {
+#if defined(__GNUC__)
+  *sum += a * *b;
+#else
+  int l;
+  for (l = 0; l < 16; l++) sum->lane[l] += a * b->lane[l];
+#endif
+}
+
+/* y[i] += sum over j of a[j][i] b[j], 16 * vectors columns from col on. rows and vectors are
+   constants where this is inlined, so that the sums stay in registers. */
+TFMI_INLINE void tfmi_mix_tile(float *const *y, const float (*a)[TFMI_ROWS], const float *const *b,
+                               int32_t n, int32_t col, const int rows, const int vectors) {
+  tfmi_lanes s[4][4], t[4];
+  int32_t j;
+  int i, v;
+  for (i = 0; i < rows; i++)
+    for (v = 0; v < vectors; v++) memcpy(&s[i][v], y[i] + col + v * TFMI_LANES, sizeof s[i][v]);
+  for (j = 0; j < n; j++) {
+    for (v = 0; v < vectors; v++) memcpy(&t[v], b[j] + col + v * TFMI_LANES, sizeof t[v]);
+    for (i = 0; i < rows; i++)
+      for (v = 0; v < vectors; v++) tfmi_lanes_axpy(&s[i][v], a[j][i], &t[v]);
+  }
+  for (i = 0; i < rows; i++)
+    for (v = 0; v < vectors; v++) memcpy(y[i] + col + v * TFMI_LANES, &s[i][v], sizeof s[i][v]);
+}
+
+/* Up to 4 rows over all columns: wide tiles, narrow ones, single columns. */
+TFMI_INLINE void tfmi_mix_block(float *const *y, const float (*a)[TFMI_ROWS], const float *const *b,
+                                int32_t n, int32_t cols, const int rows) {
+  int32_t col = 0, j;
+  int i;
+  for (; col + TFMI_TILE <= cols; col += TFMI_TILE) tfmi_mix_tile(y, a, b, n, col, rows, 4);
+  for (; col + TFMI_LANES <= cols; col += TFMI_LANES) tfmi_mix_tile(y, a, b, n, col, rows, 1);
+  for (; col < cols; col++)
+    for (i = 0; i < rows; i++) {
+      float sum = y[i][col];
+      for (j = 0; j < n; j++) sum += a[j][i] * b[j][col];
+      y[i][col] = sum;
+    }
+}
+
+/* y[i] += sum over j of a[j][i] b[j], up to 16 rows of y and n of b. */
+static void tfmi_mix_rows(float *const *y, int32_t m, const float (*a)[TFMI_ROWS],
+                          const float *const *b, int32_t n, int32_t cols) {
+  int32_t i;
+  for (i = 0; i + 4 <= m; i += 4)
+    tfmi_mix_block(y + i, (const float (*)[TFMI_ROWS])&a[0][i], b, n, cols, 4);
+  a = (const float (*)[TFMI_ROWS])&a[0][i];
+  if (m - i == 1) tfmi_mix_block(y + i, a, b, n, cols, 1);
+  if (m - i == 2) tfmi_mix_block(y + i, a, b, n, cols, 2);
+  if (m - i == 3) tfmi_mix_block(y + i, a, b, n, cols, 3);
+}
+
+/* Rows of a stripe by way of the stack, where they are not F32. */
+static void tfmi_mix_coded(float *const *y, int32_t m, const float (*a)[TFMI_ROWS],
+                           const tfmi_stripe *s, int64_t first, int32_t n, int32_t col,
+                           int32_t cols) {
+  float decoded[TFMI_DEPTH_CODED][TFMI_TILE], *to[TFMI_ROWS];
+  const float *b[TFMI_DEPTH_CODED];
+  int32_t at, i, j;
+  for (at = 0; at < cols; at += TFMI_TILE) {
+    int32_t some = tfmi_min32(TFMI_TILE, cols - at);
+    for (j = 0; j < n; j++) {
+      const uint8_t *from = tfmi_stripe_row(s, first + j) + tfmi_span(s->type, col + at);
+      tfmi_codecs[s->type].decode(decoded[j], from, some);
+      b[j] = decoded[j];
+    }
+    for (i = 0; i < m; i++) to[i] = y[i] + at;
+    tfmi_mix_rows(to, m, a, b, n, some);
+  }
+}
+
+/* y[i] += dy[i] W, columns col and on, where W are w->rows rows from `first`; y points to col. */
+static void tfmi_mix_weight(float *const *y, const float *const *dy, int32_t m, const tfm_weight *w,
+                            int64_t first, int32_t col, int32_t cols) {
+  float a[TFMI_DEPTH][TFMI_ROWS];
+  const float *b[TFMI_DEPTH];
+  int32_t i, j, n, row;
+  for (row = 0; row < w->rows; row += n) {
+    const tfmi_stripe *s = tfmi_stripe_at(w, first + row);
+    int64_t left = s->first + s->rows - (first + row);
+    n = tfmi_min32(w->rows - row, s->type == TFM_F32 ? TFMI_DEPTH : TFMI_DEPTH_CODED);
+    n = left < n ? (int32_t)left : n;
+    for (j = 0; j < n; j++)
+      for (i = 0; i < m; i++) a[j][i] = dy[i][row + j];
+    if (s->type != TFM_F32) {
+      tfmi_mix_coded(y, m, (const float (*)[TFMI_ROWS])a, s, first + row, n, col, cols);
+      continue;
+    }
+    for (j = 0; j < n; j++)
+      b[j] = (const float *)(const void *)tfmi_stripe_row(s, first + row + j) + col;
+    tfmi_mix_rows(y, m, (const float (*)[TFMI_ROWS])a, b, n, cols);
+  }
+}
+
+/* ---- matmul_dx, matmul_dw and their experts' forms ---- */
+
+typedef struct tfmi_mix_job {
+  tfm_mat y, dy, x; /* y: dx or dw */
+  const tfm_weight *w;
+  float *sums;      /* db */
+  float beta;
+  const tfm_routing *routing;
+  bool spread;
+  int32_t pass;     /* of moe_dx: only the slots of this rank j; -1: all */
+  int32_t blocks, panels; /* of 16 rows of y, of TFMI_WIDTH columns */
+} tfmi_mix_job;
+
+/* Items are (panel, block), blocks running fastest: they share the panel of b. */
+static void tfmi_mix_run(tfm_dev *d, tfmi_mix_job *t, int32_t rows, int64_t depth, tfm_job job) {
+  int64_t work = depth * TFMI_ROWS * tfmi_min32(t->y.cols, TFMI_WIDTH);
+  t->blocks = (rows + TFMI_ROWS - 1) / TFMI_ROWS;
+  t->panels = (t->y.cols + TFMI_WIDTH - 1) / TFMI_WIDTH;
+  tfm_parallel_for(d, t->blocks * t->panels, tfmi_grain(work), job, t);
+}
+
+static void tfmi_dx_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_mix_job *t = (const tfmi_mix_job *)context;
+  const float *dy[TFMI_ROWS];
+  float *y[TFMI_ROWS];
+  int32_t item, i;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item % t->blocks * TFMI_ROWS, col = item / t->blocks * TFMI_WIDTH;
+    int32_t m = tfmi_min32(TFMI_ROWS, t->y.rows - row);
+    int32_t cols = tfmi_min32(TFMI_WIDTH, t->y.cols - col);
+    for (i = 0; i < m; i++) {
+      dy[i] = tfmi_row(t->dy, row + i);
+      y[i] = tfmi_row(t->y, row + i) + col;
+      if (t->beta == 0) memset(y[i], 0, (size_t)cols * sizeof *y[i]);
+    }
+    tfmi_mix_weight(y, dy, m, t->w, 0, col, cols);
+  }
+}
+
+static void tfmi_ref_epilogue_bwd(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_epilogue *e);
+
+static void tfmi_ref_matmul_dx(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, float beta,
+                               const tfm_epilogue *before) {
+  tfmi_mix_job job = {dx, dy, {NULL, TFM_F32, 0, 0, 0}, w, NULL, beta, NULL, false, -1, 0, 0};
+  tfmi_mix_run(d, &job, dx.rows, w->rows, tfmi_dx_items);
+  if (before) tfmi_ref_epilogue_bwd(d, dx, dx, before);
+}
+
+/* y[i] += sum over the n tokens (of slot, or all) of dy[token][row + i] x[token]. */
+static void tfmi_mix_tokens(const tfmi_mix_job *t, float *const *y, int32_t m, int32_t row,
+                            const int32_t *slot, int32_t n, int32_t col, int32_t cols) {
+  float a[TFMI_DEPTH][TFMI_ROWS];
+  const float *b[TFMI_DEPTH];
+  int32_t first, i, j;
+  for (first = 0; first < n; first += TFMI_DEPTH) {
+    int32_t some = tfmi_min32(TFMI_DEPTH, n - first);
+    for (j = 0; j < some; j++) {
+      int32_t from = slot ? slot[first + j] : first + j;
+      const float *dy = tfmi_row(t->dy, from) + row;
+      for (i = 0; i < m; i++) a[j][i] = dy[i];
+      b[j] = tfmi_row(t->x, slot && t->spread ? from / t->routing->top_k : from) + col;
+    }
+    tfmi_mix_rows(y, m, (const float (*)[TFMI_ROWS])a, b, some, cols);
+  }
+}
+
+static void tfmi_column_sums(float *sums, tfm_mat x, int32_t first, int32_t n) {
+  int32_t row, i;
+  for (row = 0; row < x.rows; row++) {
+    const float *from = tfmi_row(x, row) + first;
+    for (i = 0; i < n; i++) sums[first + i] += from[i];
+  }
+}
+
+/* With a routing, y is [E * N, K], and each expert's blocks begin anew. */
+static void tfmi_dw_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_mix_job *t = (const tfmi_mix_job *)context;
+  const tfm_routing *r = t->routing;
+  int32_t rows = t->dy.cols, per_expert = (rows + TFMI_ROWS - 1) / TFMI_ROWS, item, i;
+  float *y[TFMI_ROWS];
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t block = item % t->blocks, col = item / t->blocks * TFMI_WIDTH;
+    int32_t e = block / per_expert, row = block % per_expert * TFMI_ROWS;
+    int32_t m = tfmi_min32(TFMI_ROWS, rows - row), cols = tfmi_min32(TFMI_WIDTH, t->y.cols - col);
+    for (i = 0; i < m; i++) y[i] = tfmi_row(t->y, (int64_t)e * rows + row + i) + col;
+    if (r) tfmi_mix_tokens(t, y, m, row, r->order + r->begin[e], r->begin[e + 1] - r->begin[e],
+                           col, cols);
+    else tfmi_mix_tokens(t, y, m, row, NULL, t->dy.rows, col, cols);
+    if (t->sums && col == 0) tfmi_column_sums(t->sums, t->dy, row, m);
+  }
+}
+
+/* The gradients of weights are F32 here. */
+static bool tfmi_dw_check(tfm_dev *d, tfm_mat dw) {
+  if (dw.type != TFM_F32)
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "gradients of type %s: the reference has F32",
+                 tfm_type_name(dw.type));
+  return dw.type == TFM_F32;
+}
+
+static void tfmi_ref_matmul_dw(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x) {
+  tfmi_mix_job job = {dw, dy, x, NULL, db, 1, NULL, false, -1, 0, 0};
+  if (tfmi_dw_check(d, dw)) tfmi_mix_run(d, &job, dy.cols, dy.rows, tfmi_dw_items);
+}
+
+static void tfmi_ref_moe_dw(tfm_dev *d, tfm_mat dw, tfm_mat dy, tfm_mat x, const tfm_routing *r,
+                            bool spread) {
+  tfmi_mix_job job = {dw, dy, x, NULL, NULL, 1, r, spread, -1, 0, 0};
+  int32_t blocks = r->experts * ((dy.cols + TFMI_ROWS - 1) / TFMI_ROWS);
+  if (tfmi_dw_check(d, dw))
+    tfmi_mix_run(d, &job, blocks * TFMI_ROWS, dy.rows / r->experts + 1, tfmi_dw_items);
+}
+
+/* The slots of expert e that belong to this pass, 16 at a time: dx += dy W_e. */
+static void tfmi_moe_dx_expert(const tfmi_mix_job *t, int32_t e, int32_t col, int32_t cols) {
+  const tfm_routing *r = t->routing;
+  const float *dy[TFMI_ROWS];
+  float *y[TFMI_ROWS];
+  int32_t at, m = 0;
+  for (at = r->begin[e]; at < r->begin[e + 1]; at++) {
+    int32_t slot = r->order[at];
+    if (t->pass < 0 || slot % r->top_k == t->pass) {
+      dy[m] = tfmi_row(t->dy, slot);
+      y[m++] = tfmi_row(t->y, t->spread ? slot / r->top_k : slot) + col;
+    }
+    if (m == TFMI_ROWS || (m && at + 1 == r->begin[e + 1])) {
+      tfmi_mix_weight(y, dy, m, t->w, (int64_t)e * t->w->rows, col, cols);
+      m = 0;
+    }
+  }
+}
+
+/* Items are lanes of columns: a token's slots may lie with any expert. */
+static void tfmi_moe_dx_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_mix_job *t = (const tfmi_mix_job *)context;
+  int32_t e, col = begin * TFMI_LANES, cols = tfmi_min32(end * TFMI_LANES, t->y.cols) - col, row;
+  (void)worker;
+  for (row = 0; t->beta == 0 && row < t->y.rows; row++)
+    memset(tfmi_row(t->y, row) + col, 0, (size_t)cols * sizeof(float));
+  for (e = 0; e < t->routing->experts; e++) tfmi_moe_dx_expert(t, e, col, cols);
+}
+
+static void tfmi_ref_moe_dx(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w,
+                            const tfm_routing *r, bool spread) {
+  tfmi_mix_job job = {dx, dy, {NULL, TFM_F32, 0, 0, 0}, w, NULL, 0, r, spread, -1, 0, 0};
+  int32_t strips = (dx.cols + TFMI_LANES - 1) / TFMI_LANES, passes = spread ? r->top_k : 1, j;
+  for (j = 0; j < passes; j++) { /* one rank after the other keeps the order of the sum */
+    job.pass = spread ? j : -1;
+    job.beta = j > 0;
+    tfm_parallel_for(d, strips, tfmi_grain((int64_t)TFMI_LANES * w->rows * dy.rows),
+                     tfmi_moe_dx_items, &job);
+  }
+}
+
+/* ---- epilogue_bwd, glu_bwd ---- */
+
+typedef struct tfmi_slope_job {
+  tfm_mat dx, dy, gate_up;
+  const tfm_epilogue *e;
+  tfm_act act;
+  int32_t pieces; /* of TFMI_PIECE columns, per row */
+} tfmi_slope_job;
+
+/* d[0 .. n-1] = the derivative of cap(act(v)) at aux. */
+static void tfmi_epilogue_slope(float *d, const float *v, int32_t n, const tfm_epilogue *e) {
+  float value[TFMI_PIECE];
+  int32_t j;
+  tfmi_act_slope(d, v, n, e->act);
+  if (e->softcap == 0) return;
+  memcpy(value, v, (size_t)n * sizeof *v);
+  tfmi_act_row(value, n, e->act);
+  for (j = 0; j < n; j++) {
+    float t = tanhf(value[j] / e->softcap);
+    d[j] *= 1.0f - t * t;
+  }
+}
+
+static void tfmi_epilogue_bwd_pieces(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slope_job *t = (const tfmi_slope_job *)context;
+  const tfm_epilogue *e = t->e;
+  float scale = e->scale != 0 ? e->scale : 1.0f, slope[TFMI_PIECE];
+  int32_t item, j;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item / t->pieces, col = item % t->pieces * TFMI_PIECE;
+    int32_t n = tfmi_min32(TFMI_PIECE, t->dx.cols - col);
+    const float *dy = tfmi_row(t->dy, row) + col;
+    float *dx = tfmi_row(t->dx, row) + col;
+    for (j = 0; j < n; j++) slope[j] = 1.0f;
+    if (e->aux.data) tfmi_epilogue_slope(slope, tfmi_row(e->aux, row) + col, n, e);
+    if (e->dropout.rate > 0)
+      for (j = 0; j < n; j++) slope[j] *= tfmi_dropout(&e->dropout, row, col + j);
+    for (j = 0; j < n; j++) dx[j] = scale * slope[j] * dy[j];
+  }
+}
+
+static void tfmi_ref_epilogue_bwd(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_epilogue *e) {
+  tfmi_slope_job job = {dx, dy, {NULL, TFM_F32, 0, 0, 0}, e, TFM_ACT_NONE, 0};
+  job.pieces = (dx.cols + TFMI_PIECE - 1) / TFMI_PIECE;
+  tfm_parallel_for(d, dx.rows * job.pieces, 32, tfmi_epilogue_bwd_pieces, &job);
+}
+
+static void tfmi_glu_bwd_pieces(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slope_job *t = (const tfmi_slope_job *)context;
+  float slope[TFMI_PIECE], value[TFMI_PIECE];
+  int32_t item, j;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item / t->pieces, col = item % t->pieces * TFMI_PIECE;
+    int32_t n = tfmi_min32(TFMI_PIECE, t->dy.cols - col);
+    const float *dy = tfmi_row(t->dy, row) + col, *gate = tfmi_row(t->gate_up, row) + col;
+    const float *up = gate + t->dy.cols;
+    float *dgate = tfmi_row(t->dx, row) + col, *dup = dgate + t->dy.cols;
+    memcpy(value, gate, (size_t)n * sizeof *value);
+    tfmi_act_row(value, n, t->act);
+    tfmi_act_slope(slope, gate, n, t->act);
+    for (j = 0; j < n; j++) dgate[j] = dy[j] * up[j] * slope[j];
+    for (j = 0; j < n; j++) dup[j] = dy[j] * value[j];
+  }
+}
+
+static void tfmi_ref_glu_bwd(tfm_dev *d, tfm_mat dgate_up, tfm_mat dy, tfm_mat gate_up,
+                             tfm_act act) {
+  tfmi_slope_job job = {dgate_up, dy, gate_up, NULL, act, 0};
+  job.pieces = (dy.cols + TFMI_PIECE - 1) / TFMI_PIECE;
+  tfm_parallel_for(d, dy.rows * job.pieces, 32, tfmi_glu_bwd_pieces, &job);
+}
+
+/* ---- norm_bwd ---- */
+
+typedef struct tfmi_norm_bwd_job {
+  tfm_mat dx, dy, x, residual;
+  const float *w, *stats;
+  float *dw, *db;
+  const tfm_norm *p;
+  int32_t groups;
+} tfmi_norm_bwd_job;
+
+/* sum[0] = the sum of g, sum[1] = of g xhat, where g = dy (w + offset), over n values. */
+static void tfmi_norm_bwd_sums(const tfmi_norm_bwd_job *t, float *sum, const float *dy,
+                               const float *x, int32_t n, const float *stats) {
+  float lane[2][TFMI_LANES] = {{0}};
+  tfmi_lanes v;
+  int32_t i, l;
+  for (i = 0; i < n; i += TFMI_LANES) {
+    int32_t some = tfmi_min32(TFMI_LANES, n - i);
+    for (l = 0; l < some; l++) {
+      float g = dy[i + l] * (t->w[i + l] + t->p->offset);
+      lane[0][l] += g;
+      lane[1][l] += g * (x[i + l] - stats[0]) * stats[1];
+    }
+  }
+  for (i = 0; i < 2; i++) {
+    memcpy(&v, lane[i], sizeof v);
+    sum[i] = tfmi_lanes_sum(&v);
+  }
+}
+
+static void tfmi_norm_bwd_vector(const tfmi_norm_bwd_job *t, float *dx, const float *dy,
+                                 const float *x, const float *residual, int32_t n,
+                                 const float *stats) {
+  float sum[2];
+  int32_t i;
+  tfmi_norm_bwd_sums(t, sum, dy, x, n, stats);
+  sum[0] = t->p->kind == TFM_NORM_LAYER ? sum[0] / (float)n : 0.0f; /* the mean's part */
+  sum[1] /= (float)n;
+  for (i = 0; i < n; i++) {
+    float g = dy[i] * (t->w[i] + t->p->offset), xhat = (x[i] - stats[0]) * stats[1];
+    float v = stats[1] * (g - sum[0] - xhat * sum[1]);
+    dx[i] = residual ? residual[i] + v : v;
+  }
+}
+
+static void tfmi_norm_bwd_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_norm_bwd_job *t = (const tfmi_norm_bwd_job *)context;
+  int32_t n = t->x.cols / t->groups, i, g;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    for (g = 0; g < t->groups; g++)
+      tfmi_norm_bwd_vector(t, tfmi_row(t->dx, i) + g * n, tfmi_row(t->dy, i) + g * n,
+                           tfmi_row(t->x, i) + g * n,
+                           t->residual.data ? tfmi_row(t->residual, i) + g * n : NULL, n,
+                           t->stats + 2 * ((int64_t)i * t->groups + g));
+}
+
+/* Columns [begin, end) of dw and db, over all rows and groups. */
+static void tfmi_norm_bwd_columns(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_norm_bwd_job *t = (const tfmi_norm_bwd_job *)context;
+  int32_t n = t->x.cols / t->groups, row, i, g;
+  (void)worker;
+  for (row = 0; row < t->x.rows; row++)
+    for (g = 0; g < t->groups; g++) {
+      const float *dy = tfmi_row(t->dy, row) + g * n, *x = tfmi_row(t->x, row) + g * n;
+      const float *stats = t->stats + 2 * ((int64_t)row * t->groups + g);
+      for (i = begin; i < end; i++) t->dw[i] += dy[i] * (x[i] - stats[0]) * stats[1];
+      for (i = begin; t->db && i < end; i++) t->db[i] += dy[i];
+    }
+}
+
+static int32_t tfmi_lanes_grain(int64_t work_per_column) { /* whole lanes: see tfmi_matmul_grain */
+  return (tfmi_grain(work_per_column) + TFMI_LANES - 1) & ~(TFMI_LANES - 1);
+}
+
+static void tfmi_ref_norm_bwd(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy, tfm_mat x,
+                              const float *w, tfm_mat residual, const float *stats,
+                              const tfm_norm *p) {
+  tfmi_norm_bwd_job job = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1};
+  tfm_parallel_for(d, x.cols / job.groups, tfmi_lanes_grain((int64_t)x.rows * job.groups),
+                   tfmi_norm_bwd_columns, &job); /* first: dx may lie over dy */
+  tfm_parallel_for(d, x.rows, tfmi_grain(4 * (int64_t)x.cols), tfmi_norm_bwd_rows, &job);
+}
+
+/* ---- attn_bwd ----
+   With p the probability of a key, from its score s and the row's lse, and dp = dy . v:
+   dv = sum of p dy, ds = p (dp - dy . y), dq = sum of ds k, dk = sum of ds q. Dropout multiplies p
+   for dv, and dp; the cap of a score c tanh(s / c) multiplies ds by 1 - (s / c)^2. */
+
+typedef struct tfmi_attn_bwd_job {
+  tfmi_attn_job attn; /* y, q, kv, rows, lse, p as forward had them */
+  tfm_mat dq, dk, dv, dy;
+} tfmi_attn_bwd_job;
+
+/* Scores become p in place, and dp becomes ds, for one pair of row and key. */
+static void tfmi_attn_pair(const tfmi_attn_bwd_job *t, float *score, float *dp, int32_t row,
+                           int32_t head, int32_t key_pos, float delta) {
+  const tfm_attn *a = t->attn.p;
+  float s = *score, drop = 1.0f, p;
+  p = tfmi_exp(s - t->attn.lse[(int64_t)row * a->heads + head]);
+  if (a->dropout.rate > 0) drop = tfmi_dropout(&a->dropout, row, head * (1 << 20) + key_pos);
+  *dp = p * (*dp * drop - delta) * a->scale;
+  if (a->softcap != 0) *dp *= 1.0f - s / a->softcap * (s / a->softcap);
+  *score = p * drop;
+}
+
+static float tfmi_attn_delta(const tfmi_attn_bwd_job *t, int32_t row, int32_t head) {
+  int32_t width = t->attn.kv->width, i;
+  const float *dy = tfmi_row(t->dy, row) + head * width;
+  const float *y = tfmi_row(t->attn.y, row) + head * width;
+  float sum = 0;
+  for (i = 0; i < width; i++) sum += dy[i] * y[i];
+  return sum;
+}
+
+/* dq of one row, query heads first .. first + heads - 1, which share a kv head. */
+static void tfmi_attn_dq(const tfmi_attn_bwd_job *t, int32_t row, int32_t first, int32_t heads) {
+  const tfmi_attn_job *a = &t->attn;
+  float score[TFMI_HEADS * TFMI_PANEL], dp[TFMI_HEADS * TFMI_PANEL], delta[TFMI_HEADS];
+  const float *q[TFMI_HEADS], *dy[TFMI_HEADS];
+  float *dq[TFMI_HEADS];
+  tfmi_keys keys;
+  int32_t g, i, width = a->kv->width;
+  for (g = 0; g < heads; g++) {
+    q[g] = tfmi_row(a->q, row) + (first + g) * width;
+    dy[g] = tfmi_row(t->dy, row) + (first + g) * width;
+    dq[g] = tfmi_row(t->dq, row) + (first + g) * width;
+    delta[g] = tfmi_attn_delta(t, row, first + g);
+    memset(dq[g], 0, (size_t)width * sizeof *dq[g]);
+  }
+  tfmi_keys_first(&keys, a, row, first / a->group);
+  while (tfmi_keys_next(&keys, a)) {
+    tfmi_attn_scores(score, a, q, heads, &keys);
+    for (i = 0; i < keys.n; i += 4)
+      tfmi_dots(dp + i, dy, heads, keys.v + i, tfmi_min32(4, keys.n - i), keys.type, width);
+    for (g = 0; g < heads; g++)
+      for (i = 0; i < keys.n; i++)
+        tfmi_attn_pair(t, score + g * TFMI_PANEL + i, dp + g * TFMI_PANEL + i, row, first + g,
+                       keys.pos[i], delta[g]);
+    tfmi_attn_values(dq, dp, heads, keys.k, keys.n, keys.type, width);
+  }
+}
+
+static void tfmi_attn_dq_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_attn_bwd_job *t = (const tfmi_attn_bwd_job *)context;
+  const tfmi_attn_job *a = &t->attn;
+  int32_t item;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item % a->rows->n, block = item / a->rows->n;
+    int32_t in_group = block % a->blocks * TFMI_HEADS;
+    tfmi_attn_dq(t, row, block / a->blocks * a->group + in_group,
+                 tfmi_min32(TFMI_HEADS, a->group - in_group));
+  }
+}
+
+typedef struct tfmi_queries { /* rows that see one of up to 4 keys: a tile of them */
+  int32_t next, n;
+  int32_t row[TFMI_PANEL];
+} tfmi_queries;
+
+static bool tfmi_sees(const tfmi_attn_job *a, int32_t row, int32_t key) {
+  const int32_t *pos = a->rows->pos, *seq = a->rows->seq;
+  return key <= row && seq[key] == seq[row] && pos[key] <= pos[row] &&
+         (a->p->window <= 0 || pos[key] > pos[row] - a->p->window);
+}
+
+static bool tfmi_queries_next(tfmi_queries *tile, const tfmi_attn_job *a, int32_t key,
+                              int32_t keys) {
+  int32_t i;
+  for (tile->n = 0; tile->n < TFMI_PANEL && tile->next < a->rows->n; tile->next++) {
+    for (i = 0; i < keys && !tfmi_sees(a, tile->next, key + i); i++) continue;
+    if (i < keys) tile->row[tile->n++] = tile->next;
+  }
+  return tile->n > 0;
+}
+
+/* dk and dv of keys key .. key + n - 1 grow by what one query head of a tile of rows has. */
+static void tfmi_attn_dkv_tile(const tfmi_attn_bwd_job *t, const tfmi_queries *tile, int32_t key,
+                               int32_t n, int32_t head) {
+  const tfmi_attn_job *a = &t->attn;
+  int32_t width = a->kv->width, at = head / a->group * width, i, j;
+  float score[TFMI_HEADS * TFMI_PANEL], dp[TFMI_HEADS * TFMI_PANEL], *dk[TFMI_HEADS],
+      *dv[TFMI_HEADS];
+  const float *k[TFMI_HEADS], *v[TFMI_HEADS];
+  const uint8_t *q[TFMI_PANEL], *dy[TFMI_PANEL];
+  for (j = 0; j < n; j++) {
+    k[j] = tfmi_row(a->kv->key_rows, key + j) + at;
+    v[j] = tfmi_row(a->kv->value_rows, key + j) + at;
+    dk[j] = tfmi_row(t->dk, key + j) + at;
+    dv[j] = tfmi_row(t->dv, key + j) + at;
+  }
+  for (i = 0; i < tile->n; i++) {
+    q[i] = (const uint8_t *)(tfmi_row(a->q, tile->row[i]) + head * width);
+    dy[i] = (const uint8_t *)(tfmi_row(t->dy, tile->row[i]) + head * width);
+  }
+  for (i = 0; i < tile->n; i += 4) {
+    tfmi_dots(score + i, k, n, q + i, tfmi_min32(4, tile->n - i), TFM_F32, width);
+    tfmi_dots(dp + i, v, n, dy + i, tfmi_min32(4, tile->n - i), TFM_F32, width);
+  }
+  for (j = 0; j < n; j++)
+    for (i = 0; i < tile->n; i++) score[j * TFMI_PANEL + i] *= a->p->scale;
+  for (j = 0; a->p->softcap != 0 && j < n; j++)
+    tfmi_softcap_row(score + j * TFMI_PANEL, tile->n, a->p->softcap);
+  for (i = 0; i < tile->n; i++) {
+    float delta = tfmi_attn_delta(t, tile->row[i], head);
+    for (j = 0; j < n; j++) {
+      float *s = score + j * TFMI_PANEL + i, *d = dp + j * TFMI_PANEL + i;
+      if (!tfmi_sees(a, tile->row[i], key + j)) *s = *d = 0.0f;
+      else tfmi_attn_pair(t, s, d, tile->row[i], head, a->rows->pos[key + j], delta);
+    }
+  }
+  tfmi_attn_values(dk, dp, n, q, tile->n, TFM_F32, width);
+  tfmi_attn_values(dv, score, n, dy, tile->n, TFM_F32, width);
+}
+
+/* Items are (kv head, block of 4 keys). */
+static void tfmi_attn_dkv_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_attn_bwd_job *t = (const tfmi_attn_bwd_job *)context;
+  const tfmi_attn_job *a = &t->attn;
+  int32_t blocks = (a->rows->n + TFMI_HEADS - 1) / TFMI_HEADS, width = a->kv->width, item, i, g;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t key = item % blocks * TFMI_HEADS, head = item / blocks;
+    int32_t n = tfmi_min32(TFMI_HEADS, a->rows->n - key);
+    tfmi_queries tile;
+    for (i = 0; i < n; i++) {
+      memset(tfmi_row(t->dk, key + i) + head * width, 0, (size_t)width * sizeof(float));
+      memset(tfmi_row(t->dv, key + i) + head * width, 0, (size_t)width * sizeof(float));
+    }
+    tile.next = key;
+    while (tfmi_queries_next(&tile, a, key, n))
+      for (g = 0; g < a->group; g++) tfmi_attn_dkv_tile(t, &tile, key, n, head * a->group + g);
+  }
+}
+
+static void tfmi_ref_attn_bwd(tfm_dev *d, tfm_mat dq, tfm_mat dk, tfm_mat dv, tfm_mat dy, tfm_mat y,
+                              tfm_mat q, const tfm_kv *kv, const tfm_rows *rows, const float *lse,
+                              const tfm_attn *p) {
+  tfmi_attn_bwd_job job;
+  int32_t blocks = (rows->n + TFMI_HEADS - 1) / TFMI_HEADS;
+  memset(&job, 0, sizeof job);
+  job.attn.y = y;
+  job.attn.q = q;
+  job.attn.kv = kv;
+  job.attn.rows = rows;
+  job.attn.lse = (float *)(uintptr_t)lse; /* only read here */
+  job.attn.p = p;
+  job.attn.group = p->heads / kv->heads;
+  job.attn.blocks = (job.attn.group + TFMI_HEADS - 1) / TFMI_HEADS;
+  job.dq = dq;
+  job.dk = dk;
+  job.dv = dv;
+  job.dy = dy;
+  tfm_parallel_for(d, rows->n * kv->heads * job.attn.blocks, 1, tfmi_attn_dq_items, &job);
+  tfm_parallel_for(d, blocks * kv->heads, 1, tfmi_attn_dkv_items, &job);
+}
+
+/* ---- embed_bwd ---- */
+
+typedef struct tfmi_embed_bwd_job {
+  tfm_mat dtable, dpositions, dy;
+  const tfm_rows *rows;
+  float scale;
+} tfmi_embed_bwd_job;
+
+/* Items are columns: rows of the table may meet, columns do not. */
+static void tfmi_embed_bwd_columns(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_embed_bwd_job *t = (const tfmi_embed_bwd_job *)context;
+  int32_t row, i;
+  (void)worker;
+  for (row = 0; row < t->rows->n; row++) {
+    const float *dy = tfmi_row(t->dy, row);
+    if (t->rows->seq[row] < 0) continue;
+    if (t->dtable.data) {
+      float *to = tfmi_row(t->dtable, t->rows->id[row]);
+      for (i = begin; i < end; i++) to[i] += t->scale * dy[i];
+    }
+    if (t->dpositions.data) {
+      float *to = tfmi_row(t->dpositions, t->rows->pos[row]);
+      for (i = begin; i < end; i++) to[i] += dy[i];
+    }
+  }
+}
+
+static void tfmi_ref_embed_bwd(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_mat dy,
+                               const tfm_rows *rows, float scale) {
+  tfmi_embed_bwd_job job = {dtable, dpositions, dy, rows, scale != 0 ? scale : 1.0f};
+  if ((dtable.data && !tfmi_dw_check(d, dtable)) ||
+      (dpositions.data && !tfmi_dw_check(d, dpositions)))
+    return;
+  tfm_parallel_for(d, dy.cols, tfmi_lanes_grain(rows->n), tfmi_embed_bwd_columns, &job);
+}
+
+/* ---- loss ---- */
+
+typedef struct tfmi_loss_job {
+  float *losses, *hits;
+  tfm_mat logits;
+  const int32_t *target;
+  const float *weight;
+  float scale;
+} tfmi_loss_job;
+
+static void tfmi_loss_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_loss_job *t = (const tfmi_loss_job *)context;
+  int32_t row, i, n = t->logits.cols;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    float *x = tfmi_row(t->logits, row), weight = t->weight ? t->weight[row] : 1.0f, all, top;
+    int32_t target = t->target[row];
+    t->losses[row] = t->hits[row] = 0;
+    if (target < 0) {
+      memset(x, 0, (size_t)n * sizeof *x);
+      continue;
+    }
+    all = tfmi_log_sum_exp(x, n);
+    top = tfmi_max(x, n);
+    t->losses[row] = weight * (all - x[target]);
+    t->hits[row] = tfmi_first_of(x, n, top) == target ? weight : 0.0f;
+    for (i = 0; i < n; i++) x[i] = weight * t->scale * tfmi_exp(x[i] - all);
+    x[target] -= weight * t->scale;
+  }
+}
+
+static void tfmi_ref_loss(tfm_dev *d, float *losses, float *hits, tfm_mat logits,
+                          const int32_t *target, const float *weight, float scale) {
+  tfmi_loss_job job = {losses, hits, logits, target, weight, scale};
+  tfm_parallel_for(d, logits.rows, tfmi_grain(16 * (int64_t)logits.cols), tfmi_loss_rows, &job);
+}
+
+/* ---- Mixture of experts ---- */
+
+/* dlogits of one token from dweight: the chosen weights are either a softmax of their own logits
+   (normalised, or softmax after the choice: the same thing), or entries of the softmax over all. */
+static void tfmi_route_bwd_row(float *dlogits, const float *dweight, const int32_t *expert,
+                               const float *weight, const float *probs, const tfm_moe *p) {
+  float factor = p->scale != 0 ? p->scale : 1.0f, mean = 0;
+  bool own = p->normalise || p->softmax_after;
+  int32_t i, j;
+  memset(dlogits, 0, (size_t)p->experts * sizeof *dlogits);
+  for (j = 0; j < p->top_k; j++) mean += weight[j] * dweight[j];
+  for (i = 0; !own && i < p->experts; i++) dlogits[i] = -probs[i] * mean;
+  for (j = 0; j < p->top_k; j++)
+    dlogits[expert[j]] += weight[j] * (own ? dweight[j] - mean / factor : dweight[j]);
+}
+
+/* The share of tokens that went to each expert times its mean probability, summed, times E. */
+static float tfmi_balance(const tfm_routing *r) {
+  double sum = 0, tokens = r->tokens;
+  int32_t t, e;
+  for (e = 0; e < r->experts; e++) {
+    double mean = 0;
+    for (t = 0; t < r->tokens; t++) mean += (double)r->probs[(int64_t)t * r->experts + e];
+    sum += (r->begin[e + 1] - r->begin[e]) / tokens * (mean / tokens);
+  }
+  return (float)(sum * r->experts);
+}
+
+static void tfmi_ref_route_bwd(tfm_dev *d, tfm_mat dlogits, const float *dweight,
+                               const tfm_routing *r, const tfm_moe *p, float balance,
+                               float *balance_loss) {
+  float tokens = (float)r->tokens, each = balance * (float)r->experts / tokens;
+  int32_t t, e;
+  (void)d;
+  for (t = 0; t < r->tokens; t++) {
+    const float *probs = r->probs + (int64_t)t * r->experts;
+    int64_t slot = (int64_t)t * r->top_k;
+    float *to = tfmi_row(dlogits, t), mean = 0;
+    tfmi_route_bwd_row(to, dweight + slot, r->expert + slot, r->weight + slot, probs, p);
+    for (e = 0; e < r->experts; e++)
+      mean += probs[e] * (float)(r->begin[e + 1] - r->begin[e]) / tokens;
+    for (e = 0; e < r->experts; e++)
+      to[e] += each * probs[e] * ((float)(r->begin[e + 1] - r->begin[e]) / tokens - mean);
+  }
+  *balance_loss += tfmi_balance(r);
+}
+
+typedef struct tfmi_combine_bwd_job {
+  tfm_mat dx, dy, x;
+  float *dweight;
+  const tfm_routing *routing;
+} tfmi_combine_bwd_job;
+
+static void tfmi_combine_bwd_slots(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_combine_bwd_job *t = (const tfmi_combine_bwd_job *)context;
+  int32_t slot, i;
+  (void)worker;
+  for (slot = begin; slot < end; slot++) {
+    const float *dy = tfmi_row(t->dy, slot / t->routing->top_k), *x = tfmi_row(t->x, slot);
+    float *dx = tfmi_row(t->dx, slot), sum = 0;
+    for (i = 0; i < t->dx.cols; i++) sum += dy[i] * x[i];
+    for (i = 0; i < t->dx.cols; i++) dx[i] = t->routing->weight[slot] * dy[i];
+    t->dweight[slot] = sum;
+  }
+}
+
+static void tfmi_ref_combine_bwd(tfm_dev *d, tfm_mat dx, float *dweight, tfm_mat dy, tfm_mat x,
+                                 const tfm_routing *r) {
+  tfmi_combine_bwd_job job = {dx, dy, x, dweight, r};
+  tfm_parallel_for(d, x.rows, tfmi_grain(2 * (int64_t)x.cols), tfmi_combine_bwd_slots, &job);
+}
+
+/* ---- The optimiser ---- */
+
+enum { TFMI_SHARES = 256 }; /* of a sum over an arena: their ends depend on its length only */
+
+typedef struct tfmi_arena_job {
+  void *w;
+  tfm_type type, gtype;
+  float *master, *m, *v;
+  float factor, fix1, fix2; /* of the gradient: clipping; of m and v: bias correction */
+  const uint8_t *g;
+  int64_t n, share; /* elements; of these in one item */
+  double *sums;     /* [TFMI_SHARES] */
+  const tfm_adamw *p;
+} tfmi_arena_job;
+
+/* A piece of the gradients as floats: where they lie, or decoded into `piece`. */
+static const float *tfmi_floats_at(const tfmi_arena_job *t, int64_t at, int32_t n, float *piece) {
+  if (t->gtype == TFM_F32) return (const float *)(const void *)t->g + at;
+  tfmi_codecs[t->gtype].decode(piece, t->g + tfmi_span(t->gtype, at), n);
+  return piece;
+}
+
+static void tfmi_sumsq_shares(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_arena_job *t = (const tfmi_arena_job *)context;
+  float piece[TFMI_PIECE];
+  int32_t item;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int64_t at = item * t->share, last = at + t->share < t->n ? at + t->share : t->n;
+    double sum = 0;
+    for (; at < last; at += TFMI_PIECE) {
+      int32_t some = last - at < TFMI_PIECE ? (int32_t)(last - at) : TFMI_PIECE;
+      sum += (double)tfmi_moment(tfmi_floats_at(t, at, some, piece), some, 0, 2);
+    }
+    t->sums[item] = sum;
+  }
+}
+
+static void tfmi_ref_sumsq(tfm_dev *d, float *out, const void *x, tfm_type type, int64_t n) {
+  double sums[TFMI_SHARES], sum = 0;
+  tfmi_arena_job job;
+  int32_t items, i;
+  memset(&job, 0, sizeof job);
+  job.g = (const uint8_t *)x;
+  job.gtype = type;
+  job.n = n;
+  job.share = (n / TFMI_SHARES / TFMI_STRETCH + 1) * TFMI_STRETCH;
+  job.sums = sums;
+  items = (int32_t)((n + job.share - 1) / job.share);
+  tfm_parallel_for(d, items, tfmi_grain(job.share), tfmi_sumsq_shares, &job);
+  for (i = 0; i < items; i++) sum += sums[i];
+  out[0] = (float)((double)out[0] + sum);
+}
+
+static void tfmi_adamw_piece(const tfmi_arena_job *t, int64_t at, int32_t n) {
+  const tfm_adamw *p = t->p;
+  float *TFMI_RESTRICT w = t->master + at, *TFMI_RESTRICT m = t->m + at;
+  float *TFMI_RESTRICT v = t->v + at, piece[TFMI_PIECE];
+  const float *g = tfmi_floats_at(t, at, n, piece);
+  int32_t i;
+  for (i = 0; i < n; i++) {
+    float slope = g[i] * t->factor;
+    m[i] = p->beta1 * m[i] + (1 - p->beta1) * slope;
+    v[i] = p->beta2 * v[i] + (1 - p->beta2) * slope * slope;
+    w[i] -= p->lr * (m[i] * t->fix1 / (sqrtf(v[i] * t->fix2) + p->eps) + p->decay * w[i]);
+  }
+  if (t->w == (void *)t->master) return;
+  tfmi_codecs[t->type].encode((uint8_t *)t->w + tfmi_span(t->type, at), w, n);
+}
+
+static void tfmi_adamw_shares(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_arena_job *t = (const tfmi_arena_job *)context;
+  int64_t at = begin * t->share, last = end * t->share < t->n ? end * t->share : t->n;
+  (void)worker;
+  for (; at < last; at += TFMI_PIECE)
+    tfmi_adamw_piece(t, at, last - at < TFMI_PIECE ? (int32_t)(last - at) : TFMI_PIECE);
+}
+
+static void tfmi_ref_adamw(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
+                           const void *g, tfm_type gtype, int64_t n, const float *sumsq,
+                           const tfm_adamw *p) {
+  tfmi_arena_job job = {w, type, gtype, master, m, v, 1, 1, 1, (const uint8_t *)g, n, TFMI_STRETCH,
+                        NULL, p};
+  float norm = sqrtf(sumsq[0]);
+  if (!(norm <= FLT_MAX)) return; /* infinite, or not a number */
+  if (p->clip > 0 && norm > p->clip) job.factor = p->clip / norm;
+  job.fix1 = (float)(1 / (1 - pow((double)p->beta1, p->step)));
+  job.fix2 = (float)(1 / (1 - pow((double)p->beta2, p->step)));
+  tfm_parallel_for(d, (int32_t)((n + job.share - 1) / job.share), 16, tfmi_adamw_shares, &job);
+}
+
 /* ---- The table ---- */
 
 static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the types check */
@@ -8940,20 +9832,20 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   tfmi_ref_top,
   NULL, /* layer */
   NULL, /* decode */
-  NULL, /* loss */
-  NULL, /* matmul_dx */
-  NULL, /* matmul_dw */
-  NULL, /* epilogue_bwd */
-  NULL, /* norm_bwd */
-  NULL, /* attn_bwd */
-  NULL, /* glu_bwd */
-  NULL, /* embed_bwd */
-  NULL, /* route_bwd */
-  NULL, /* combine_bwd */
-  NULL, /* moe_dx */
-  NULL, /* moe_dw */
-  NULL, /* sumsq */
-  NULL  /* adamw */
+  tfmi_ref_loss,
+  tfmi_ref_matmul_dx,
+  tfmi_ref_matmul_dw,
+  tfmi_ref_epilogue_bwd,
+  tfmi_ref_norm_bwd,
+  tfmi_ref_attn_bwd,
+  tfmi_ref_glu_bwd,
+  tfmi_ref_embed_bwd,
+  tfmi_ref_route_bwd,
+  tfmi_ref_combine_bwd,
+  tfmi_ref_moe_dx,
+  tfmi_ref_moe_dw,
+  tfmi_ref_sumsq,
+  tfmi_ref_adamw
 };
 
 TFM_API const tfm_backend *tfm_backend_ref(void) { return &tfmi_ref_table; }

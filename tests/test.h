@@ -49,6 +49,7 @@ static void test_equal(const char *file, int line, const char *what, long long a
 }
 #define CHECK_EQ_INT(a, b) test_equal(__FILE__, __LINE__, #a, (long long)(a), (long long)(b))
 
+__attribute__((unused))
 static void test_text(const char *file, int line, const char *text, const char *part, int whole) {
   char message[900];
   if (whole ? !strcmp(text, part) : strstr(text, part) != NULL) return;

@@ -40,7 +40,8 @@
      >>unicode    letters, numbers, white space     >>engine     memory, pages, many sequences
      >>gguf       the GGUF container                >>session    feeding, choosing, text
      >>tokenizer  text to ids and back              >>generate   prompt in, text out
-     >>formats    safetensors, shards, llama2.c
+     >>formats    safetensors, shards, llama2.c     >>train      backward pass, optimiser, trainer
+                                                    >>export     a Hugging Face folder
 
    Options, defined before the include:
      TRANSFORMER_IMPLEMENTATION         this file gets the code
@@ -452,6 +453,88 @@ typedef struct tfm_plan {      /* exact: the instances' high-water marks equal t
 TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *model,
                                    const tfm_engine_config *engine, tfm_plan *out);
 
+/* ---- Training -------------------------------------------------------------------------------- */
+
+/* A trainer owns a copy of a model's weights in float32, their gradients, the optimiser's moments
+   and the activations of one pass: all memory is taken when it is created, none in a step. */
+typedef struct tfm_trainer tfm_trainer;
+
+typedef enum tfm_schedule { /* of the learning rate after the warm-up */
+  TFM_CONSTANT = 0,
+  TFM_LINEAR = 1,  /* down to min_lr at the last step */
+  TFM_COSINE = 2,  /* the same along half a cosine */
+  TFM_WSD = 3      /* warm-up, stable, decay: linear over the last decay_steps */
+} tfm_schedule;
+
+typedef struct tfm_trainer_config {
+  tfm_host host;
+  tfm_device device;     /* of tfm_trainer_init; tfm_trainer_create takes the model's. 0: the first
+                            that can train */
+  int32_t threads;       /* workers; 0: one per core */
+  int32_t batch;         /* B rows of tokens in one pass; 0: 1 */
+  int32_t context;       /* T tokens of each; 0: the model's, at most 1024 */
+  int32_t accumulate;    /* passes of one step, whose gradients are averaged; 0: 1 */
+  float lr, min_lr;      /* highest and last learning rate; 0: 3e-4, 0 */
+  float beta1, beta2;    /* 0: 0.9, 0.95 */
+  float eps;             /* 0: 1e-8 */
+  float decay;           /* of matrices, not of vectors; 0: 0.1; below 0: none */
+  float clip;            /* longest gradient over all parameters; 0: 1; below 0: any */
+  tfm_schedule schedule;
+  int32_t warmup;        /* steps of a linear start */
+  int32_t steps;         /* in all, for the schedules that end */
+  int32_t decay_steps;   /* of TFM_WSD; 0: a fifth of steps */
+} tfm_trainer_config;
+
+typedef struct tfm_shape { /* a model to be made; what is 0 is as the family has it */
+  const char *family;    /* "gpt2", "llama"; NULL: "gpt2" */
+  int32_t layers, width, heads, vocabulary, context; /* required */
+  int32_t kv_heads;      /* 0: heads */
+  int32_t head_width;    /* 0: width / heads */
+  int32_t ffn_width;     /* 0: 4 width; llama: 8/3 width, up to a multiple of 32 */
+  bool untied;           /* a head of its own instead of the embedding table */
+  uint64_t seed;
+} tfm_shape;
+
+typedef struct tfm_step {
+  double loss;           /* mean cross entropy, natural logarithm, before the step */
+  double accuracy;       /* share of targets that were the most probable */
+  int64_t targets;       /* that were counted */
+  float gradient_norm;   /* of all parameters together, before clipping */
+  float lr;
+  int64_t step;          /* steps taken, this one included */
+  bool skipped;          /* loss or gradient was not finite: nothing was changed */
+} tfm_step;
+
+typedef struct tfm_trainer_info {
+  uint64_t parameters;
+  uint64_t memory_bytes;   /* held, which is also the most that it ever held */
+  uint64_t state_bytes;    /* of these, weights, gradients and moments */
+  int32_t batch, context, accumulate;
+  int64_t step;
+} tfm_trainer_info;
+
+/* Trains what the model's files hold, matrices of any type made float32. The model may be freed. */
+TFM_API tfm_trainer *tfm_trainer_create(const tfm_model *model, const tfm_trainer_config *config);
+/* Trains a new model, its weights drawn as the family's reference does: normal with deviation 0.02,
+   GPT-2's projections into the residual stream 0.02 / sqrt(2 L). */
+TFM_API tfm_trainer *tfm_trainer_init(const tfm_shape *shape, const tfm_trainer_config *config);
+TFM_API void tfm_trainer_free(tfm_trainer *trainer);
+/* What tfm_trainer_init would take, exactly, without taking it. */
+TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_config *config,
+                                    tfm_trainer_info *out);
+TFM_API tfm_status tfm_trainer_describe(const tfm_trainer *trainer, tfm_trainer_info *out);
+
+/* One step of AdamW. tokens and targets [accumulate, batch, context]: each row is a sequence of its
+   own, and a target is the token after its place, or -100 where none counts. out may be NULL. */
+TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
+                                    const int32_t *targets, tfm_step *out);
+/* The same loss and accuracy of one pass, [batch, context], without learning from it. */
+TFM_API tfm_status tfm_trainer_eval(tfm_trainer *trainer, const int32_t *tokens,
+                                    const int32_t *targets, tfm_step *out);
+/* Writes config.json and model.safetensors (float32) into an existing folder, each under a
+   temporary name first; tfm_model_load and transformers read them. */
+TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder);
+
 /* =================================================================================================
    >>backend   the table of kernels that a device fills in
    =================================================================================================
@@ -821,8 +904,8 @@ struct tfm_backend {
   void (*embed_bwd)(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_mat dy,
                     const tfm_rows *rows, float scale);
   /* dlogits [T, E] from dweight [T, top_k], plus the load-balancing loss's gradient times balance;
-     balance_loss[0] += that loss: E * sum over e of (slots of e / T) * (mean of probs[, e]), as Fedus
-     et al. 2021 have it for top_k 1. */
+     balance_loss[0] += that loss: E * sum over e of (slots of e / T) * (mean of probs[, e]), as
+     Fedus et al. 2021 have it for top_k 1. */
   void (*route_bwd)(tfm_dev *d, tfm_mat dlogits, const float *dweight, const tfm_routing *r,
                     const tfm_moe *p, float balance, float *balance_loss);
   /* dx[s] = weight[s] * dy[s / top_k]; dweight[s] = dy[s / top_k] . x[s]: slots s [T * top_k]. */
@@ -1542,6 +1625,13 @@ static float tfmi_uniform(uint64_t seed, uint64_t sequence, uint64_t position) {
    >>objects   what the sections below share
    ============================================================================================== */
 
+typedef struct tfmi_rotation { /* what the frequencies are computed from */
+  double theta;
+  bool llama3;
+  double factor, low, high, original; /* of llama3's scaling */
+  bool factors; /* GGUF's, beside these */
+} tfmi_rotation;
+
 struct tfm_model {
   tfmi_heap heap;
   tfmi_block kept;    /* ring of everything the load kept */
@@ -1550,6 +1640,7 @@ struct tfm_model {
   const char *family, *format;
   tfm_type weights;   /* type of most weight bytes */
   bool tied;
+  tfmi_rotation rotation;
   int32_t bos;        /* -1: none */
   int32_t end[16], end_count;
   uint64_t parameters, token_bytes, mapped_bytes;
@@ -6293,12 +6384,6 @@ static void tfmi_net_shape(const tfmi_source *s, const tfmi_family *f, tfm_net *
 
 /* ---- Rotation ---- */
 
-typedef struct tfmi_rotation { /* what the frequencies are computed from */
-  double theta;
-  bool llama3;
-  double factor, low, high, original; /* of llama3's scaling */
-} tfmi_rotation;
-
 static const tfmi_key tfmi_rotation_theta[] = {
   {"rope_theta", "rope.freq_base", 1e-3, 1e12, 10000},
   {"rope_parameters.rope_theta", NULL, 1e-3, 1e12, 0}, /* as transformers 5 writes it */
@@ -6445,7 +6530,6 @@ typedef struct tfmi_builder {
   const tfmi_family *f;
   const char *const *slot;
   const char *prefix;
-  tfmi_rotation rotation;
   tfm_type convert;
   bool measure;
   uint8_t *host, *device;              /* the blocks, and what is used of them */
@@ -6709,14 +6793,14 @@ static void tfmi_frequencies(tfmi_builder *b) {
   tfmi_tensor *factors = tfmi_tensor_find(b->s, tfmi_text_make("rope_freqs.weight"));
   const float *frequencies;
   if (factors && b->s->gguf) {
-    factors->used = true;
+    factors->used = b->m->rotation.factors = true;
     tfmi_expect(b, factors, half, 0);
     tfmi_expect_type(b, factors, true);
     if (!b->measure) tfmi_floats(b->stage, factors, half);
   }
   for (i = 0; !b->measure && i < half; i++) {
     float divisor = factors && b->s->gguf ? b->stage[i] : 1.0f;
-    b->stage[i] = tfmi_rotation_frequency(&b->rotation, i, net->head_width) / divisor;
+    b->stage[i] = tfmi_rotation_frequency(&b->m->rotation, i, net->head_width) / divisor;
   }
   frequencies = tfmi_vector_end(b, (uint64_t)half);
   for (i = 0; i < net->layers; i++) {
@@ -6777,7 +6861,7 @@ static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_
                 tfmi_plain(embed->name).text);
     m->net.vocabulary = (int32_t)embed->dims[0];
   }
-  if (f->rotary) b->rotation = tfmi_rotation_of(s, f, &m->net);
+  if (f->rotary) m->rotation = tfmi_rotation_of(s, f, &m->net);
   m->tied = s->gguf ? !tfmi_ask(b, TFMI_HEAD, 0, ".weight")
                     : tfmi_setting_flag(s, f->tied.key, f->tied.fallback);
   m->family = f->name;
@@ -8916,9 +9000,9 @@ static void tfmi_ref_record(tfm_dev *d, uint64_t key, bool begin) {
 
 static void tfmi_ref_forget(tfm_dev *d) { (void)d; }
 
-/* ==================================================================================================
+/* =================================================================================================
    >>gradients   the reference of what training adds: backward entries and the optimiser
-   ==================================================================================================
+   =================================================================================================
 
    The gradient of a product is two products, dx = dy W and dW += dy^T x, and both are one kernel:
    rows of y grow by multiples of rows of b, y[i] += sum over j of a[j][i] b[j]. For dx the b are
@@ -9867,6 +9951,7 @@ TFM_API const tfm_backend *tfm_backend_ref(void) { return &tfmi_ref_table; }
 
 typedef struct tfmi_buffers { /* of one layer */
   tfm_mat in, norm1, qkv, attn, mid, norm2, up, act, out;
+  float *stats1, *stats2, *lse; /* of the norms [T, 2], of attention [T, H]: training, or NULL */
 } tfmi_buffers;
 
 typedef struct tfmi_pass { /* what one forward pass needs beside the network */
@@ -9875,6 +9960,7 @@ typedef struct tfmi_pass { /* what one forward pass needs beside the network */
   const tfm_kv *kv;            /* [L] */
   tfm_rows rows;
   tfmi_buffers buffers;        /* [T, ...] views */
+  const tfmi_buffers *kept;    /* [L] of each layer, for training; NULL: layers share buffers */
   float *probs;                /* [T * H, context] when tapped, else NULL */
   int32_t context;
   const volatile int32_t *cancel, *host_cancel; /* looked at before every layer; may be NULL */
@@ -9940,8 +10026,9 @@ static void tfmi_project(tfmi_pass *p, tfm_mat y, tfm_mat x, const tfm_weight *w
   TFMI_OP(p->dev, matmul)(p->dev, y, x, w, &e);
 }
 
-static void tfmi_apply_norm(tfmi_pass *p, tfm_mat y, tfm_mat x, const float *w, const float *b) {
-  TFMI_OP(p->dev, norm)(p->dev, y, x, w, b, tfmi_absent(), NULL, &p->net->norm);
+static void tfmi_apply_norm(tfmi_pass *p, tfm_mat y, tfm_mat x, const float *w, const float *b,
+                            float *stats) {
+  TFMI_OP(p->dev, norm)(p->dev, y, x, w, b, tfmi_absent(), stats, &p->net->norm);
 }
 
 /* mid = in + attention(norm(in)). */
@@ -9958,15 +10045,15 @@ static void tfmi_attention(tfmi_pass *p, int32_t index) {
   attn.probs = p->probs;
   attn.probs_stride = p->context;
 
-  tfmi_apply_norm(p, b->norm1, b->in, layer->norm1, layer->norm1_bias);
+  tfmi_apply_norm(p, b->norm1, b->in, layer->norm1, layer->norm1_bias, b->stats1);
   tfmi_tell(p, "norm1", index, b->norm1);
   tfmi_project(p, b->qkv, b->norm1, &layer->qkv, layer->qkv_bias, tfmi_absent());
   tfmi_tell(p, "qkv", index, b->qkv);
   if (layer->rope.rot) TFMI_OP(p->dev, rope)(p->dev, q_and_k, p->rows.pos, &layer->rope);
   tfmi_tell(p, "q", index, q);
   tfmi_tell(p, "k", index, k);
-  TFMI_OP(p->dev, kv_put)(p->dev, &p->kv[index], k, v, &p->rows);
-  TFMI_OP(p->dev, attn)(p->dev, b->attn, q, &p->kv[index], &p->rows, NULL, &attn);
+  if (p->kv[index].table) TFMI_OP(p->dev, kv_put)(p->dev, &p->kv[index], k, v, &p->rows);
+  TFMI_OP(p->dev, attn)(p->dev, b->attn, q, &p->kv[index], &p->rows, b->lse, &attn);
   tfmi_tell_probs(p, index);
   tfmi_tell(p, "attn", index, b->attn);
   tfmi_project(p, b->mid, b->attn, &layer->out, layer->out_bias, b->in);
@@ -9982,7 +10069,7 @@ static void tfmi_feed_forward(tfmi_pass *p, int32_t index) {
   memset(&up, 0, sizeof up);
   up.bias = layer->up_bias;
 
-  tfmi_apply_norm(p, b->norm2, b->mid, layer->norm2, layer->norm2_bias);
+  tfmi_apply_norm(p, b->norm2, b->mid, layer->norm2, layer->norm2_bias, b->stats2);
   tfmi_tell(p, "norm2", index, b->norm2);
   if (net->gated) {
     TFMI_OP(p->dev, matmul)(p->dev, b->up, b->norm2, &layer->up, &up);
@@ -10012,7 +10099,8 @@ static bool tfmi_forward(tfmi_pass *p) {
   tfmi_tell(p, "embed", -1, p->buffers.in);
   for (layer = 0; layer < net->layers; layer++) {
     if (tfmi_cancelled(p)) return false;
-    if (!p->tap && d->table->layer &&
+    if (p->kept) p->buffers = p->kept[layer];
+    if (!p->tap && !p->kept && d->table->layer &&
         d->table->layer(d, p->buffers.out, net, layer, &p->kv[layer], &p->rows)) continue;
     tfmi_attention(p, layer);
     tfmi_feed_forward(p, layer);
@@ -10026,7 +10114,7 @@ static void tfmi_head(tfmi_pass *p, tfm_mat logits, tfm_mat h, tfm_mat x) {
   memset(&e, 0, sizeof e);
   e.bias = p->net->head_bias;
   e.softcap = p->net->logit_softcap;
-  tfmi_apply_norm(p, h, x, p->net->final_norm, p->net->final_norm_bias);
+  tfmi_apply_norm(p, h, x, p->net->final_norm, p->net->final_norm_bias, NULL);
   tfmi_tell(p, "norm", -1, h);
   TFMI_OP(p->dev, matmul)(p->dev, logits, h, &p->net->head, &e);
   tfmi_tell(p, "logits", -1, logits);
@@ -10140,6 +10228,7 @@ static tfmi_buffers tfmi_take_buffers(tfmi_arena *a, const tfm_net *net, tfm_typ
   b.qkv = tfmi_take_mat(a, type, rows, qkv);
   b.attn = tfmi_take_mat(a, type, rows, net->heads * net->head_width);
   b.act = tfmi_take_mat(a, type, rows, net->ffn_width);
+  b.stats1 = b.stats2 = b.lse = NULL;
   b.up = tfmi_absent();
   if (net->gated) b.up = tfmi_take_mat(a, type, rows, 2 * net->ffn_width);
   else if (keep_up) b.up = tfmi_take_mat(a, type, rows, net->ffn_width);
@@ -11088,6 +11177,1201 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
   }
   if (!o.ended) tfmi_output_emit(&o, o.n); /* what was held back never became a stop string */
   return id >= 0 || id == TFM_END || id == TFM_E_FULL ? tokens : id;
+}
+
+/* =================================================================================================
+   >>train   the backward pass, the optimiser's steps, the trainer
+   =================================================================================================
+
+   All weights lie in one arena of floats, matrices first, then vectors, as only matrices decay;
+   gradients and the two moments are arenas of the same layout. So the optimiser is two launches,
+   and the gradient of anything is found by its distance from the start. tfmi_parameters lists what
+   there is; a parameter is one matrix or vector of the tfm_net.
+
+   A pass is >>forward with buffers of its own for every layer, then the same in reverse. `d`
+   carries the gradient of the residual stream down through the layers: each branch adds to it
+   through its norm. The head runs over TFMI_HEAD_ROWS rows at a time, so that logits are never held
+   for all. */
+
+enum { TFMI_HEAD_ROWS = 256 };
+
+typedef struct tfmi_parameter {
+  tfmi_slot slot;
+  int32_t layer;        /* -1: of the whole network */
+  bool bias;
+  int32_t rows, cols;   /* cols 0: a vector of rows */
+  tfm_weight *weight;   /* of a matrix */
+  const float **vector; /* of a vector */
+  int64_t at;           /* in the arenas */
+} tfmi_parameter;
+
+typedef struct tfmi_layer_at { int64_t qkv, out, up, down; } tfmi_layer_at; /* in the arenas */
+
+struct tfm_trainer {
+  tfmi_heap heap;
+  tfm_dev dev;
+  tfm_trainer_config config; /* with the defaults filled in */
+  const tfmi_family *family;
+  tfmi_rotation rotation;
+  tfm_net net;               /* over the arenas */
+  bool tied;
+  int32_t bos;               /* -1: none */
+  int32_t end[16], end_count; /* as the model's */
+  int32_t rows;              /* N = batch * context */
+  int64_t step, total, matrices; /* floats of an arena; of its matrices */
+  size_t list_bytes, host_bytes, device_bytes;
+  void *lists, *host_block, *device_block;
+  /* host */
+  tfmi_parameter *parameter; /* [parameters] */
+  int32_t parameters;
+  tfmi_layer_at *at;         /* [L] */
+  tfmi_buffers *buffers;     /* [L] */
+  tfm_kv *kv;                /* [L] */
+  float *stage;              /* what comes and goes: at least [max(N, TFMI_STRETCH)] */
+  int32_t *ids;              /* [N] */
+  uint8_t *packed;           /* the weights' own structures */
+  /* device */
+  uint8_t *packed_device;
+  float *w, *g, *m, *v, *frequencies, *sumsq, *losses, *hits, *head_stats;
+  int32_t *id, *pos, *seq, *target;
+  tfm_mat normed, logits;                     /* [N, C], [TFMI_HEAD_ROWS, V] */
+  tfm_mat d, d_norm, d_qkv, d_attn, d_up, d_act; /* gradients of the layer at hand */
+};
+
+/* ---- Parameters ---- */
+
+static void tfmi_parameter_add(tfm_trainer *t, tfmi_parameter p) {
+  int64_t values = (int64_t)p.rows * (p.cols ? p.cols : 1);
+  p.at = t->total;
+  t->total += values;
+  t->parameter[t->parameters++] = p;
+}
+
+static int64_t tfmi_matrix_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, tfm_weight *w,
+                               int32_t rows, int32_t cols) {
+  tfmi_parameter p = {slot, layer, false, rows, cols, w, NULL, 0};
+  int64_t at = t->total;
+  tfmi_parameter_add(t, p);
+  return at;
+}
+
+/* A vector is there when the network had it: the pointer says so. */
+static void tfmi_vector_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, bool bias,
+                            const float **vector, int32_t rows) {
+  tfmi_parameter p = {slot, layer, bias, rows, 0, NULL, vector, 0};
+  if (*vector) tfmi_parameter_add(t, p);
+}
+
+static void tfmi_layer_matrices(tfm_trainer *t, int32_t i) {
+  tfm_net *net = &t->net;
+  tfm_layer *y = &net->layer[i];
+  tfmi_layer_at *at = &t->at[i];
+  int32_t all = net->heads * net->head_width, kv = net->kv_heads * net->head_width;
+  at->qkv = tfmi_matrix_add(t, TFMI_QKV, i, &y->qkv, all + 2 * kv, net->width);
+  at->out = tfmi_matrix_add(t, TFMI_OUT, i, &y->out, net->width, all);
+  at->up = tfmi_matrix_add(t, net->gated ? TFMI_GATE_UP : TFMI_UP, i, &y->up,
+                           net->ffn_width * (net->gated ? 2 : 1), net->width);
+  at->down = tfmi_matrix_add(t, TFMI_DOWN, i, &y->down, net->width, net->ffn_width);
+}
+
+static void tfmi_layer_vectors(tfm_trainer *t, int32_t i) {
+  tfm_net *net = &t->net;
+  tfm_layer *y = &net->layer[i];
+  int32_t all = (net->heads + 2 * net->kv_heads) * net->head_width;
+  tfmi_vector_add(t, TFMI_NORM1, i, false, &y->norm1, net->width);
+  tfmi_vector_add(t, TFMI_NORM1, i, true, &y->norm1_bias, net->width);
+  tfmi_vector_add(t, TFMI_QKV, i, true, &y->qkv_bias, all);
+  tfmi_vector_add(t, TFMI_OUT, i, true, &y->out_bias, net->width);
+  tfmi_vector_add(t, TFMI_NORM2, i, false, &y->norm2, net->width);
+  tfmi_vector_add(t, TFMI_NORM2, i, true, &y->norm2_bias, net->width);
+  tfmi_vector_add(t, net->gated ? TFMI_GATE_UP : TFMI_UP, i, true, &y->up_bias,
+                  net->ffn_width * (net->gated ? 2 : 1));
+  tfmi_vector_add(t, TFMI_DOWN, i, true, &y->down_bias, net->width);
+}
+
+/* Lists all parameters, in the order of the arenas. */
+static void tfmi_parameters(tfm_trainer *t) {
+  tfm_net *net = &t->net;
+  int32_t i;
+  t->parameters = 0;
+  t->total = 0;
+  tfmi_matrix_add(t, TFMI_EMBED, -1, &net->embed, net->vocabulary, net->width);
+  if (net->positions.rows)
+    tfmi_matrix_add(t, TFMI_POSITIONS, -1, &net->positions, net->context, net->width);
+  if (!t->tied) tfmi_matrix_add(t, TFMI_HEAD, -1, &net->head, net->vocabulary, net->width);
+  for (i = 0; i < net->layers; i++) tfmi_layer_matrices(t, i);
+  t->matrices = t->total;
+  for (i = 0; i < net->layers; i++) tfmi_layer_vectors(t, i);
+  tfmi_vector_add(t, TFMI_FINAL_NORM, -1, false, &net->final_norm, net->width);
+  tfmi_vector_add(t, TFMI_FINAL_NORM, -1, true, &net->final_norm_bias, net->width);
+}
+
+static tfm_mat tfmi_parameter_mat(float *arena, const tfmi_parameter *p) {
+  tfm_mat m = {arena + p->at, TFM_F32, p->rows, p->cols, p->cols};
+  return m;
+}
+
+/* The gradient of a matrix of the network, [rows, cols] at its place in the arena. */
+static tfm_mat tfmi_gradient(const tfm_trainer *t, int64_t at, const tfm_weight *w) {
+  tfm_mat m = {t->g + at, TFM_F32, w->rows, w->cols, w->cols};
+  return m;
+}
+
+/* ... and of a vector; NULL where there is none. */
+static float *tfmi_vector_gradient(const tfm_trainer *t, const float *vector) {
+  return vector ? t->g + (vector - t->w) : NULL;
+}
+
+/* ---- Packing: again after each update, as tables may keep weights in forms of their own ---- */
+
+static tfm_weight_source tfmi_parameter_source(const tfm_trainer *t, const tfmi_parameter *p,
+                                               tfm_part *part) {
+  tfm_weight_source s;
+  memset(&s, 0, sizeof s);
+  part->data = t->w + p->at;
+  part->type = TFM_F32;
+  part->rows = p->rows;
+  s.parts = part;
+  s.part_count = 1;
+  s.rows = p->rows;
+  s.cols = p->cols;
+  s.stable = true;
+  s.roles = p->slot == TFMI_POSITIONS ? TFM_ROLE_GATHER : TFM_ROLE_MATMUL | TFM_ROLE_GRADIENT;
+  if (p->slot == TFMI_EMBED) s.roles |= TFM_ROLE_GATHER;
+  return s;
+}
+
+/* Packs all matrices into the blocks; or, while these are not there, adds up what they take. */
+static void tfmi_pack_parameters(tfm_trainer *t, size_t *host, size_t *device) {
+  const tfm_backend *table = t->dev.table;
+  int32_t i;
+  *host = *device = 0;
+  for (i = 0; i < t->parameters && t->parameter[i].weight; i++) {
+    const tfmi_parameter *p = &t->parameter[i];
+    tfm_part part;
+    tfm_weight_source s = tfmi_parameter_source(t, p, &part);
+    tfm_pack_size size = table->pack_size(&t->dev, &s);
+    p->weight->rows = p->rows;
+    p->weight->cols = p->cols;
+    if (t->packed)
+      table->pack(&t->dev, p->weight, &s, t->packed + *host, t->packed_device + *device);
+    *host += size.host_bytes;
+    *device += size.device_bytes;
+  }
+  if (t->tied) t->net.head = t->net.embed;
+}
+
+/* ---- Memory ---- */
+
+static float *tfmi_take_floats(tfmi_arena *a, int64_t count) {
+  return TFMI_NEW(float, tfmi_take(a, (uint64_t)count, sizeof(float)));
+}
+
+/* What one layer keeps from forward for backward; `in` is the out of the layer below. */
+static tfmi_buffers tfmi_take_kept(tfm_trainer *t, tfmi_arena *a, tfm_mat in) {
+  const tfm_net *net = &t->net;
+  tfm_type type = t->dev.table->activation;
+  int32_t n = t->rows;
+  tfmi_buffers b;
+  b.in = in;
+  b.norm1 = tfmi_take_mat(a, type, n, net->width);
+  b.qkv = tfmi_take_mat(a, type, n, (net->heads + 2 * net->kv_heads) * net->head_width);
+  b.attn = tfmi_take_mat(a, type, n, net->heads * net->head_width);
+  b.mid = tfmi_take_mat(a, type, n, net->width);
+  b.norm2 = tfmi_take_mat(a, type, n, net->width);
+  b.up = tfmi_take_mat(a, type, n, net->ffn_width * (net->gated ? 2 : 1));
+  b.act = tfmi_take_mat(a, type, n, net->ffn_width);
+  b.out = tfmi_take_mat(a, type, n, net->width);
+  b.stats1 = tfmi_take_floats(a, 2 * (int64_t)n);
+  b.stats2 = tfmi_take_floats(a, 2 * (int64_t)n);
+  b.lse = tfmi_take_floats(a, (int64_t)n * net->heads);
+  return b;
+}
+
+/* Keys and values of a pass are its own rows. */
+static tfm_kv tfmi_kept_kv(const tfm_net *net, const tfmi_buffers *b) {
+  int32_t q = net->heads * net->head_width, k = net->kv_heads * net->head_width;
+  tfm_kv kv;
+  memset(&kv, 0, sizeof kv);
+  kv.type = b->qkv.type;
+  kv.heads = net->kv_heads;
+  kv.width = net->head_width;
+  kv.key_rows = tfmi_columns(b->qkv, q, k);
+  kv.value_rows = tfmi_columns(b->qkv, q + k, k);
+  return kv;
+}
+
+static void tfmi_take_gradients(tfm_trainer *t, tfmi_arena *a) {
+  const tfm_net *net = &t->net;
+  tfm_type type = t->dev.table->activation;
+  int32_t n = t->rows;
+  t->d = tfmi_take_mat(a, type, n, net->width);
+  t->d_norm = tfmi_take_mat(a, type, n, net->width);
+  t->d_qkv = tfmi_take_mat(a, type, n, (net->heads + 2 * net->kv_heads) * net->head_width);
+  t->d_attn = tfmi_take_mat(a, type, n, net->heads * net->head_width);
+  t->d_act = tfmi_take_mat(a, type, n, net->ffn_width);
+  t->d_up = net->gated ? tfmi_take_mat(a, type, n, 2 * net->ffn_width) : t->d_act;
+}
+
+static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
+  const tfm_net *net = &t->net;
+  tfm_type type = t->dev.table->activation;
+  tfm_mat in;
+  int32_t i;
+  t->w = tfmi_take_floats(a, t->total);
+  t->g = tfmi_take_floats(a, t->total);
+  t->m = tfmi_take_floats(a, t->total);
+  t->v = tfmi_take_floats(a, t->total);
+  t->packed_device = (uint8_t *)tfmi_take(a, packed, 1);
+  t->frequencies = tfmi_take_floats(a, net->head_width / 2);
+  t->sumsq = tfmi_take_floats(a, 1);
+  t->losses = tfmi_take_floats(a, t->rows);
+  t->hits = tfmi_take_floats(a, t->rows);
+  t->head_stats = tfmi_take_floats(a, 2 * (int64_t)t->rows);
+  t->id = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
+  t->pos = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
+  t->seq = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
+  t->target = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
+  t->normed = tfmi_take_mat(a, type, t->rows, net->width);
+  t->logits = tfmi_take_mat(a, TFM_F32, tfmi_min32(t->rows, TFMI_HEAD_ROWS), net->vocabulary);
+  tfmi_take_gradients(t, a);
+  in = tfmi_take_mat(a, type, t->rows, net->width);
+  for (i = 0; i < net->layers; i++) {
+    tfmi_buffers b = tfmi_take_kept(t, a, in);
+    in = b.out;
+    t->buffers[i] = b;
+    if (a->base) t->kv[i] = tfmi_kept_kv(net, &b);
+  }
+}
+
+/* Lists of L entries come first: what follows is measured with their help, in a plan too. */
+static void tfmi_take_lists(tfm_trainer *t, tfmi_arena *a) {
+  uint64_t layers = (uint64_t)t->net.layers;
+  t->net.layer = TFMI_NEW(tfm_layer, tfmi_take(a, layers, sizeof(tfm_layer)));
+  t->parameter = TFMI_NEW(tfmi_parameter, tfmi_take(a, 5 + 12 * layers, sizeof(tfmi_parameter)));
+  t->at = TFMI_NEW(tfmi_layer_at, tfmi_take(a, layers, sizeof(tfmi_layer_at)));
+  t->buffers = TFMI_NEW(tfmi_buffers, tfmi_take(a, layers, sizeof(tfmi_buffers)));
+  t->kv = TFMI_NEW(tfm_kv, tfmi_take(a, layers, sizeof(tfm_kv)));
+}
+
+static void tfmi_take_host(tfm_trainer *t, tfmi_arena *a, size_t packed) {
+  int32_t i, stage = tfmi_max32(t->rows, TFMI_STRETCH);
+  for (i = 0; i < t->parameters; i++) /* export turns matrices of layers 16 columns at a time */
+    if (t->parameter[i].layer >= 0) stage = tfmi_max32(stage, TFMI_LANES * t->parameter[i].rows);
+  t->stage = tfmi_take_floats(a, stage);
+  t->ids = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
+  t->packed = (uint8_t *)tfmi_take(a, packed, 1);
+}
+
+static char *tfmi_aligned(void *block) {
+  return block ? (char *)block + (64 - (uintptr_t)block % 64) % 64 : NULL;
+}
+
+static tfm_status tfmi_trainer_lists(tfm_trainer *t) {
+  tfmi_arena a = {NULL, 0, false};
+  tfmi_take_lists(t, &a);
+  t->list_bytes = a.used + 64;
+  t->lists = tfmi_heap_get(&t->heap, t->list_bytes);
+  if (!t->lists) return tfmi_error.status;
+  a.base = tfmi_aligned(t->lists);
+  a.used = 0;
+  tfmi_take_lists(t, &a);
+  return TFM_OK;
+}
+
+/* Measures, charges, and, unless the heap is dry, allocates. */
+static tfm_status tfmi_trainer_memory(tfm_trainer *t) {
+  tfmi_arena host = {NULL, 0, false}, device = {NULL, 0, false};
+  size_t packed, packed_device;
+  tfm_status status;
+  tfmi_pack_parameters(t, &packed, &packed_device);
+  tfmi_take_host(t, &host, packed);
+  tfmi_take_device(t, &device, packed_device);
+  if (host.overflow || device.overflow)
+    return tfmi_report(TFM_E_MEMORY, "trainer: the model and %d rows of activations are more than "
+                       "the address space holds", (int)t->rows);
+  status = tfmi_heap_charge(&t->heap, device.used + TFMI_SLACK);
+  if (status != TFM_OK) return status;
+  if (t->heap.dry) return tfmi_heap_charge(&t->heap, host.used + 64);
+  t->host_block = tfmi_heap_get(&t->heap, t->host_bytes = host.used + 64);
+  if (!t->host_block) return tfmi_error.status;
+  t->device_block = t->dev.table->alloc(&t->dev, t->device_bytes = device.used);
+  if (!t->device_block)
+    return tfmi_report(TFM_E_MEMORY, "out of memory: device %s refused %llu bytes for training",
+                       t->dev.table->name, (unsigned long long)device.used);
+  host.base = tfmi_aligned(t->host_block);
+  device.base = (char *)t->device_block;
+  host.used = device.used = 0;
+  tfmi_take_host(t, &host, packed);
+  tfmi_take_device(t, &device, packed_device);
+  return TFM_OK;
+}
+
+/* ---- One pass forward and back ---- */
+
+/* A batch goes to the device. */
+static void tfmi_batch_put(tfm_trainer *t, const int32_t *tokens, const int32_t *targets) {
+  size_t bytes = (size_t)t->rows * sizeof(int32_t);
+  t->dev.table->put(&t->dev, t->id, tokens, bytes);
+  t->dev.table->put(&t->dev, t->target, targets, bytes);
+}
+
+static tfm_rows tfmi_batch_rows(const tfm_trainer *t) {
+  tfm_rows rows;
+  rows.n = t->rows;
+  rows.id = t->id;
+  rows.pos = t->pos;
+  rows.seq = t->seq;
+  return rows;
+}
+
+/* The rows through all layers, everything kept. False: cancelled. */
+static bool tfmi_train_forward(tfm_trainer *t) {
+  tfmi_pass p;
+  memset(&p, 0, sizeof p);
+  p.dev = &t->dev;
+  p.net = &t->net;
+  p.kv = t->kv;
+  p.rows = tfmi_batch_rows(t);
+  p.kept = t->buffers;
+  p.buffers = t->buffers[0];
+  p.host_cancel = t->heap.host.cancel;
+  if (!tfmi_forward(&p)) return false;
+  tfmi_apply_norm(&p, t->normed, p.buffers.out, t->net.final_norm, t->net.final_norm_bias,
+                  t->head_stats);
+  return true;
+}
+
+/* Rows [first, first + n) through the head: losses and hits; and, when learning, the head's
+   gradient and what it leaves in d_norm. */
+static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, float scale, bool learn) {
+  tfm_dev *d = &t->dev;
+  int64_t at = t->parameter[t->tied ? 0 : t->net.positions.rows ? 2 : 1].at;
+  tfm_mat h = tfmi_rows_of(t->normed, first, n), logits = tfmi_rows_of(t->logits, 0, n);
+  tfm_epilogue e;
+  memset(&e, 0, sizeof e);
+  TFMI_OP(d, matmul)(d, logits, h, &t->net.head, &e);
+  TFMI_OP(d, loss)(d, t->losses + first, t->hits + first, logits, t->target + first, NULL, scale);
+  if (!learn) return;
+  TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h);
+  TFMI_OP(d, matmul_dx)(d, tfmi_rows_of(t->d_norm, first, n), logits, &t->net.head, 0, NULL);
+}
+
+static void tfmi_train_loss(tfm_trainer *t, float scale, bool learn) {
+  int32_t first;
+  for (first = 0; first < t->rows; first += TFMI_HEAD_ROWS)
+    tfmi_train_head(t, first, tfmi_min32(TFMI_HEAD_ROWS, t->rows - first), scale, learn);
+}
+
+/* d += the gradient of d_norm through a norm whose input was x. */
+static void tfmi_norm_back(tfm_trainer *t, tfm_mat residual, tfm_mat x, const float *w,
+                           const float *b, const float *stats) {
+  tfm_dev *d = &t->dev;
+  TFMI_OP(d, norm_bwd)(d, t->d, tfmi_vector_gradient(t, w), tfmi_vector_gradient(t, b), t->d_norm,
+                       x, w, residual, stats, &t->net.norm);
+}
+
+/* The gradients of y = x W^T + bias. */
+static void tfmi_project_back(tfm_trainer *t, tfm_mat dx, tfm_mat dy, tfm_mat x, int64_t at,
+                              const tfm_weight *w, const float *bias, const tfm_epilogue *before) {
+  tfm_dev *d = &t->dev;
+  TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, w), tfmi_vector_gradient(t, bias), dy, x);
+  TFMI_OP(d, matmul_dx)(d, dx, dy, w, 0, before);
+}
+
+/* out = mid + down(act(up(norm(mid)))), backwards: d is out's gradient and becomes mid's. */
+static void tfmi_feed_forward_back(tfm_trainer *t, int32_t i) {
+  tfm_dev *d = &t->dev;
+  const tfm_layer *layer = &t->net.layer[i];
+  const tfmi_buffers *b = &t->buffers[i];
+  tfm_epilogue act;
+  memset(&act, 0, sizeof act);
+  act.act = t->net.act;
+  act.aux = b->up;
+  tfmi_project_back(t, t->d_act, t->d, b->act, t->at[i].down, &layer->down, layer->down_bias,
+                    t->net.gated ? NULL : &act);
+  if (t->net.gated) TFMI_OP(d, glu_bwd)(d, t->d_up, t->d_act, b->up, t->net.act);
+  tfmi_project_back(t, t->d_norm, t->d_up, b->norm2, t->at[i].up, &layer->up, layer->up_bias, NULL);
+  tfmi_norm_back(t, t->d, b->mid, layer->norm2, layer->norm2_bias, b->stats2);
+}
+
+/* mid = in + out(attention(norm(in))), backwards: d is mid's gradient and becomes in's. */
+static void tfmi_attention_back(tfm_trainer *t, int32_t i) {
+  tfm_dev *d = &t->dev;
+  const tfm_net *net = &t->net;
+  const tfm_layer *layer = &net->layer[i];
+  const tfmi_buffers *b = &t->buffers[i];
+  int32_t q = net->heads * net->head_width, k = net->kv_heads * net->head_width;
+  tfm_rows rows = tfmi_batch_rows(t);
+  tfm_rope back = layer->rope;
+  back.inverse = true;
+  tfmi_project_back(t, t->d_attn, t->d, b->attn, t->at[i].out, &layer->out, layer->out_bias, NULL);
+  TFMI_OP(d, attn_bwd)(d, tfmi_columns(t->d_qkv, 0, q), tfmi_columns(t->d_qkv, q, k),
+                       tfmi_columns(t->d_qkv, q + k, k), t->d_attn, b->attn,
+                       tfmi_columns(b->qkv, 0, q), &t->kv[i], &rows, b->lse, &layer->attn);
+  if (back.rot) TFMI_OP(d, rope)(d, tfmi_columns(t->d_qkv, 0, q + k), t->pos, &back);
+  tfmi_project_back(t, t->d_norm, t->d_qkv, b->norm1, t->at[i].qkv, &layer->qkv, layer->qkv_bias,
+                    NULL);
+  tfmi_norm_back(t, t->d, b->in, layer->norm1, layer->norm1_bias, b->stats1);
+}
+
+/* All gradients of a batch whose losses are known; d_norm holds that of the final norm's result. */
+static void tfmi_train_back(tfm_trainer *t) {
+  tfm_dev *d = &t->dev;
+  const tfm_net *net = &t->net;
+  tfm_rows rows = tfmi_batch_rows(t);
+  tfm_mat positions = tfmi_absent();
+  int32_t i;
+  tfmi_norm_back(t, tfmi_absent(), t->buffers[net->layers - 1].out, net->final_norm,
+                 net->final_norm_bias, t->head_stats);
+  for (i = net->layers - 1; i >= 0; i--) {
+    tfmi_feed_forward_back(t, i);
+    tfmi_attention_back(t, i);
+  }
+  if (net->positions.rows) positions = tfmi_gradient(t, t->parameter[1].at, &net->positions);
+  TFMI_OP(d, embed_bwd)(d, tfmi_gradient(t, 0, &net->embed), positions, t->d, &rows,
+                        net->embed_scale);
+}
+
+/* ---- Steps ---- */
+
+/* The learning rate of step s, counted from 0. */
+static float tfmi_learning_rate(const tfm_trainer_config *c, int64_t s) {
+  double whole = c->steps - c->warmup, done = whole > 0 ? (double)(s - c->warmup) / whole : 1, left;
+  if (s < c->warmup) return c->lr * (float)((double)(s + 1) / c->warmup);
+  if (done > 1) done = 1;
+  left = 1; /* of the way from min_lr to lr */
+  if (c->schedule == TFM_LINEAR) left = 1 - done;
+  if (c->schedule == TFM_COSINE) left = 0.5 + 0.5 * cos(3.14159265358979323846 * done);
+  if (c->schedule == TFM_WSD && s > c->steps - c->decay_steps)
+    left = s < c->steps ? (double)(c->steps - s) / c->decay_steps : 0;
+  return c->min_lr + (c->lr - c->min_lr) * (float)left;
+}
+
+/* Checks n tokens and targets; counts the targets. */
+static tfm_status tfmi_batch_check(const tfm_trainer *t, const int32_t *tokens,
+                                   const int32_t *targets, int64_t n, int64_t *counted) {
+  int32_t vocabulary = t->net.vocabulary;
+  int64_t i;
+  *counted = 0;
+  if (!tokens || !targets)
+    return tfmi_report(TFM_E_ARG, "trainer: tokens or targets are NULL");
+  for (i = 0; i < n; i++) {
+    if (tokens[i] < 0 || tokens[i] >= vocabulary)
+      return tfmi_report(TFM_E_ARG, "trainer: token %lld is %d; expected 0 to %d", (long long)i,
+                         (int)tokens[i], (int)vocabulary - 1);
+    if (targets[i] != -100 && (targets[i] < 0 || targets[i] >= vocabulary))
+      return tfmi_report(TFM_E_ARG, "trainer: target %lld is %d; expected 0 to %d, or -100",
+                         (long long)i, (int)targets[i], (int)vocabulary - 1);
+    *counted += targets[i] != -100;
+  }
+  if (*counted == 0) return tfmi_report(TFM_E_ARG, "trainer: every target is -100");
+  return TFM_OK;
+}
+
+static double tfmi_sum_back(tfm_trainer *t, const float *device) {
+  double sum = 0;
+  int32_t i;
+  t->dev.table->get(&t->dev, t->stage, device, (size_t)t->rows * sizeof *t->stage);
+  for (i = 0; i < t->rows; i++) sum += (double)t->stage[i];
+  return sum;
+}
+
+static tfm_status tfmi_trainer_sync(tfm_trainer *t) {
+  tfm_dev *d = &t->dev;
+  tfm_status status = d->table->sync(d);
+  if (status == TFM_OK) return TFM_OK;
+  return tfmi_report(status, "device %s: %s", d->table->name, d->message);
+}
+
+/* Runs `passes` batches: sums in out, and, when learning, the mean's gradient in g. */
+static tfm_status tfmi_train_passes(tfm_trainer *t, const int32_t *tokens, const int32_t *targets,
+                                    int32_t passes, bool learn, tfm_step *out) {
+  tfm_dev *d = &t->dev;
+  tfm_status status;
+  int32_t i;
+  memset(out, 0, sizeof *out);
+  status = tfmi_batch_check(t, tokens, targets, (int64_t)passes * t->rows, &out->targets);
+  if (status != TFM_OK) return status;
+  if (learn) d->table->zero(d, t->g, (size_t)t->total * sizeof *t->g);
+  for (i = 0; i < passes; i++, tokens += t->rows, targets += t->rows) {
+    tfmi_batch_put(t, tokens, targets);
+    if (!tfmi_train_forward(t)) return tfmi_report(TFM_E_CANCELLED, "training was cancelled");
+    tfmi_train_loss(t, (float)(1.0 / (double)out->targets), learn);
+    if (learn) tfmi_train_back(t);
+    out->loss += tfmi_sum_back(t, t->losses);
+    out->accuracy += tfmi_sum_back(t, t->hits);
+  }
+  out->loss /= (double)out->targets;
+  out->accuracy /= (double)out->targets;
+  return tfmi_trainer_sync(t);
+}
+
+/* w moves along g, and is packed again. */
+static void tfmi_train_update(tfm_trainer *t, float lr) {
+  const tfm_trainer_config *c = &t->config;
+  tfm_dev *d = &t->dev;
+  tfm_adamw p = {lr, c->beta1, c->beta2, c->eps, c->decay, c->clip, 0};
+  int64_t n = t->matrices;
+  size_t host, device;
+  p.step = (int32_t)(t->step < INT32_MAX ? t->step + 1 : INT32_MAX);
+  TFMI_OP(d, adamw)(d, t->w, TFM_F32, t->w, t->m, t->v, t->g, TFM_F32, n, t->sumsq, &p);
+  p.decay = 0;
+  TFMI_OP(d, adamw)(d, t->w + n, TFM_F32, t->w + n, t->m + n, t->v + n, t->g + n, TFM_F32,
+                    t->total - n, t->sumsq, &p);
+  tfmi_pack_parameters(t, &host, &device);
+}
+
+TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
+                                    const int32_t *targets, tfm_step *out) {
+  tfm_trainer *t = trainer;
+  tfm_step s;
+  tfm_status status;
+  tfm_dev *d;
+  float square = 0;
+  if (!t) return tfmi_null_object("tfm_trainer_step");
+  d = &t->dev;
+  status = tfmi_train_passes(t, tokens, targets, t->config.accumulate, true, &s);
+  if (status != TFM_OK) return status;
+  d->table->zero(d, t->sumsq, sizeof *t->sumsq);
+  TFMI_OP(d, sumsq)(d, t->sumsq, t->g, TFM_F32, t->total);
+  d->table->get(d, &square, t->sumsq, sizeof square);
+  s.gradient_norm = sqrtf(square);
+  s.lr = tfmi_learning_rate(&t->config, t->step);
+  s.skipped = !isfinite(square) || !isfinite(s.loss);
+  if (s.skipped) {
+    tfmi_log(&t->heap.host, TFM_LOG_WARNING, "step %lld is skipped: loss %g, gradient norm %g",
+             (long long)t->step + 1, s.loss, (double)s.gradient_norm);
+  } else {
+    tfmi_train_update(t, s.lr);
+    t->step++;
+  }
+  s.step = t->step;
+  if (out) *out = s;
+  return tfmi_trainer_sync(t);
+}
+
+TFM_API tfm_status tfm_trainer_eval(tfm_trainer *trainer, const int32_t *tokens,
+                                    const int32_t *targets, tfm_step *out) {
+  tfm_step s;
+  tfm_status status;
+  if (!trainer) return tfmi_null_object("tfm_trainer_eval");
+  status = tfmi_train_passes(trainer, tokens, targets, 1, false, &s);
+  s.step = trainer->step;
+  if (status == TFM_OK && out) *out = s;
+  return status;
+}
+
+/* ---- Creation ---- */
+
+static tfm_status tfmi_bad_training(const char *field, double value, const char *expected) {
+  return tfmi_report(TFM_E_ARG, "tfm_trainer_config.%s is %g; expected %s", field, value, expected);
+}
+
+static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
+  if (c->batch < 1 || c->batch > 65536) return tfmi_bad_training("batch", c->batch, "1 to 65536");
+  if (c->accumulate < 1) return tfmi_bad_training("accumulate", c->accumulate, "1 or more");
+  if (!(c->lr > 0 && c->lr < FLT_MAX)) return tfmi_bad_training("lr", (double)c->lr, "above 0");
+  if (!(c->min_lr >= 0 && c->min_lr <= c->lr))
+    return tfmi_bad_training("min_lr", (double)c->min_lr, "0 to lr");
+  if (!(c->beta1 >= 0 && c->beta1 < 1))
+    return tfmi_bad_training("beta1", (double)c->beta1, "0 to below 1");
+  if (!(c->beta2 >= 0 && c->beta2 < 1))
+    return tfmi_bad_training("beta2", (double)c->beta2, "0 to below 1");
+  if (!(c->eps > 0)) return tfmi_bad_training("eps", (double)c->eps, "above 0");
+  if ((int)c->schedule < 0 || c->schedule > TFM_WSD)
+    return tfmi_bad_training("schedule", (double)c->schedule, "one of tfm_schedule");
+  if (c->warmup < 0) return tfmi_bad_training("warmup", c->warmup, "0 or more");
+  if (c->steps < 0 || (c->schedule != TFM_CONSTANT && c->steps <= c->warmup))
+    return tfmi_bad_training("steps", c->steps, "more than warmup, as the schedule ends");
+  if (c->decay_steps < 0 || c->decay_steps > c->steps)
+    return tfmi_bad_training("decay_steps", c->decay_steps, "0 to steps");
+  return TFM_OK;
+}
+
+/* Fills in the defaults: every 0 becomes what the comments of tfm_trainer_config say. */
+static tfm_status tfmi_trainer_configure(tfm_trainer *t) {
+  tfm_trainer_config *c = &t->config;
+  tfm_status status;
+  if (c->batch == 0) c->batch = 1;
+  if (c->accumulate == 0) c->accumulate = 1;
+  if (c->context == 0) c->context = tfmi_min32(t->net.context, 1024);
+  if (c->lr == 0) c->lr = 3e-4f;
+  if (c->beta1 == 0) c->beta1 = 0.9f;
+  if (c->beta2 == 0) c->beta2 = 0.95f;
+  if (c->eps == 0) c->eps = 1e-8f;
+  if (c->decay == 0) c->decay = 0.1f;
+  if (c->decay < 0) c->decay = 0;
+  if (c->clip == 0) c->clip = 1;
+  if (c->clip < 0) c->clip = 0;
+  if (c->decay_steps == 0) c->decay_steps = tfmi_max32(c->steps / 5, 1) * (c->steps > 0);
+  status = tfmi_trainer_check(c);
+  if (status != TFM_OK) return status;
+  if (c->context < 1 || c->context > t->net.context)
+    return tfmi_report(TFM_E_ARG, "tfm_trainer_config.context is %d; expected 1 to the model's %d",
+                       (int)c->context, (int)t->net.context);
+  if ((int64_t)c->batch * c->context > (1 << 24))
+    return tfmi_bad_training("batch", c->batch, "at most 2^24 tokens in a pass; use accumulate");
+  t->rows = c->batch * c->context;
+  return TFM_OK;
+}
+
+/* Where the parameters come from: a model, or a shape. */
+typedef struct tfmi_origin {
+  const tfm_model *model;
+  const tfm_shape *shape;
+} tfmi_origin;
+
+static const float tfmi_there = 0; /* what a vector points to before there is memory for it */
+
+/* The network of a shape, but for its layers. */
+static tfm_status tfmi_shape_net(tfm_trainer *t, const tfm_shape *s) {
+  tfm_net *net = &t->net;
+  const tfmi_family *f = tfmi_family_named(tfmi_text_make(s->family ? s->family : "gpt2"));
+  int i;
+  if (!f) return tfmi_report(TFM_E_UNSUPPORTED, "tfm_shape.family is %s; expected gpt2 or llama",
+                             s->family);
+  t->family = f;
+  t->tied = !s->untied;
+  t->rotation.theta = 10000;
+  net->layers = s->layers;
+  net->width = s->width;
+  net->heads = s->heads;
+  net->kv_heads = s->kv_heads ? s->kv_heads : s->heads;
+  net->head_width = s->head_width ? s->head_width : s->width / (s->heads > 0 ? s->heads : 1);
+  net->ffn_width = s->ffn_width ? s->ffn_width
+                   : f->gated   ? (s->width * 8 / 3 + 31) / 32 * 32 : 4 * s->width;
+  net->vocabulary = s->vocabulary;
+  net->context = s->context;
+  net->norm.kind = f->norm;
+  net->norm.eps = (float)f->eps.fallback;
+  net->norm.offset = f->norm_offset;
+  net->gated = f->gated;
+  for (i = 0; i < TFMI_COUNT(tfmi_acts); i++)
+    if (strcmp(tfmi_acts[i].name, f->act) == 0) net->act = tfmi_acts[i].act;
+  if (!f->rotary) net->positions.rows = net->context;
+  net->final_norm = &tfmi_there;
+  net->final_norm_bias = f->norm == TFM_NORM_LAYER ? &tfmi_there : NULL;
+  return TFM_OK;
+}
+
+static void tfmi_shape_layer(const tfm_trainer *t, tfm_layer *y) {
+  const tfmi_family *f = t->family;
+  const tfm_net *net = &t->net;
+  y->norm1 = y->norm2 = &tfmi_there;
+  if (f->norm == TFM_NORM_LAYER) y->norm1_bias = y->norm2_bias = &tfmi_there;
+  y->qkv_bias = f->qkv_bias.fallback ? &tfmi_there : NULL;
+  y->out_bias = f->out_bias.fallback ? &tfmi_there : NULL;
+  y->up_bias = f->up_bias.fallback ? &tfmi_there : NULL;
+  y->down_bias = f->down_bias.fallback ? &tfmi_there : NULL;
+  y->attn.heads = net->heads;
+  y->attn.scale = (float)(1.0 / sqrt((double)net->head_width));
+  y->rope.head_width = net->head_width;
+  y->rope.rot = f->rotary ? net->head_width : 0;
+  y->rope.scale = 1;
+}
+
+/* The numbers of a shape are in bounds: checked by the same rules as a file's. */
+static tfm_status tfmi_shape_check(const tfm_trainer *t) {
+  const tfm_net *net = &t->net;
+  const tfmi_family *f = t->family;
+  const struct { const char *name; const tfmi_key *key; int32_t value; } rows[] = {
+    {"layers", &f->layers, net->layers}, {"width", &f->width, net->width},
+    {"heads", &f->heads, net->heads}, {"kv_heads", &f->kv_heads, net->kv_heads},
+    {"head_width", &f->head_width, net->head_width}, {"ffn_width", &f->ffn, net->ffn_width},
+    {"vocabulary", &f->vocabulary, net->vocabulary}, {"context", &f->context, net->context}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(rows); i++)
+    if (!(rows[i].value >= rows[i].key->low && rows[i].value <= rows[i].key->high))
+      return tfmi_report(TFM_E_ARG, "tfm_shape.%s is %d; expected %g to %g", rows[i].name,
+                         (int)rows[i].value, rows[i].key->low, rows[i].key->high);
+  if (net->heads % net->kv_heads)
+    return tfmi_report(TFM_E_ARG, "tfm_shape: %d heads are not divisible by %d key/value heads",
+                       (int)net->heads, (int)net->kv_heads);
+  if (!f->head_width.hf &&
+      (net->kv_heads != net->heads || net->head_width * net->heads != net->width))
+    return tfmi_report(TFM_E_ARG, "tfm_shape: %s has width / heads as its head width, and as many "
+                       "key/value heads as heads", f->name);
+  if (f->rotary && net->head_width % 2)
+    return tfmi_report(TFM_E_ARG, "tfm_shape: the head width %d is odd", (int)net->head_width);
+  return TFM_OK;
+}
+
+static tfm_status tfmi_model_trainable(const tfm_model *m) {
+  const tfm_net *net = &m->net;
+  const tfm_layer *y = &net->layer[0];
+  const char *what = net->experts ? "experts" : net->logit_softcap != 0 ? "capped logits"
+                     : net->head_bias ? "a bias of the head" : y->post1 || y->q_norm
+                     ? "norms after or inside attention" : m->dev.override_mask
+                     ? "overridden entries" : NULL;
+  if (!what) return TFM_OK;
+  return tfmi_report(TFM_E_UNSUPPORTED, "trainer: a model with %s cannot be trained yet", what);
+}
+
+/* The table: the model's, or the first that has all that training needs. */
+static tfm_status tfmi_trainer_open(tfm_trainer *t, const tfmi_origin *from) {
+  const char *missing;
+  tfm_device which = t->config.device;
+  tfm_status status =
+      from->model ? tfmi_dev_open_like(&t->dev, &t->heap, &from->model->dev, t->config.threads)
+                  : tfmi_dev_open(&t->dev, &t->heap, which, 0, t->config.threads, NULL, which != 0);
+  if (status != TFM_OK) return status;
+  missing = tfmi_entry_missing(t->dev.table, TFMI_ENTRY_BACKWARD);
+  if (!missing) return TFM_OK;
+  if (!from->model && which == TFM_AUTO) {
+    tfmi_log(&t->heap.host, TFM_LOG_WARNING, "device %s cannot train: it lacks %s",
+             t->dev.table->name, missing);
+    tfmi_dev_close(&t->dev, &t->heap);
+    return tfmi_dev_open(&t->dev, &t->heap, TFM_REF, 0, t->config.threads, NULL, true);
+  }
+  return tfmi_report(TFM_E_UNSUPPORTED, "device %s cannot train: it lacks the entry %s; use "
+                     "TFM_REF", t->dev.table->name, missing);
+}
+
+static tfm_status tfmi_trainer_net(tfm_trainer *t, const tfmi_origin *from) {
+  const tfm_model *m = from->model;
+  tfm_status status;
+  int32_t i;
+  if (!m) {
+    status = tfmi_shape_net(t, from->shape);
+    if (status == TFM_OK) status = tfmi_shape_check(t);
+    if (status == TFM_OK) status = tfmi_trainer_lists(t);
+    for (i = 0; status == TFM_OK && i < t->net.layers; i++) tfmi_shape_layer(t, &t->net.layer[i]);
+    return status;
+  }
+  status = tfmi_model_trainable(m);
+  if (status != TFM_OK) return status;
+  t->net = m->net;
+  t->family = tfmi_family_named(tfmi_text_make(m->family));
+  t->tied = m->tied;
+  t->rotation = m->rotation;
+  t->bos = m->bos;
+  memcpy(t->end, m->end, sizeof t->end);
+  t->end_count = m->end_count;
+  status = tfmi_trainer_lists(t);
+  if (status == TFM_OK)
+    memcpy(t->net.layer, m->net.layer, (size_t)t->net.layers * sizeof *t->net.layer);
+  return status;
+}
+
+/* n values, normal with that deviation, from the counter `first`, a multiple of 4 (Box, Muller). */
+static void tfmi_normals(float *to, int32_t n, uint64_t seed, uint64_t which, int64_t first,
+                         double deviation) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 4) {
+    tfmi_random r = tfmi_philox(seed, (uint64_t)(first + i) / 4, which);
+    for (j = 0; j < 4 && i + j < n; j++) {
+      double radius = sqrt(-2 * log(((double)r.word[j & 2] + 1) / 4294967296.0));
+      double angle = 6.28318530717958647692 * ((double)r.word[j | 1] / 4294967296.0);
+      to[i + j] = (float)(deviation * radius * (j & 1 ? sin(angle) : cos(angle)));
+    }
+  }
+}
+
+/* Draws a parameter: the same numbers whatever the device. */
+static void tfmi_parameter_draw(tfm_trainer *t, int32_t index, uint64_t seed) {
+  const tfmi_parameter *p = &t->parameter[index];
+  bool residual = !t->family->gated && (p->slot == TFMI_OUT || p->slot == TFMI_DOWN);
+  double deviation = residual ? 0.02 / sqrt(2.0 * t->net.layers) : 0.02;
+  int64_t n = (int64_t)p->rows * (p->cols ? p->cols : 1), at;
+  int32_t i;
+  for (at = 0; at < n; at += TFMI_STRETCH) {
+    int32_t some = n - at < TFMI_STRETCH ? (int32_t)(n - at) : TFMI_STRETCH;
+    if (p->cols) tfmi_normals(t->stage, some, seed, (uint64_t)index, at, deviation);
+    else
+      for (i = 0; i < some; i++) t->stage[i] = p->bias ? 0.0f : 1.0f - t->net.norm.offset;
+    t->dev.table->put(&t->dev, t->w + p->at + at, t->stage, (size_t)some * sizeof *t->stage);
+  }
+}
+
+/* From the model's memory, where the network still points. */
+static void tfmi_parameter_copy(tfm_trainer *t, const tfmi_parameter *p) {
+  if (p->weight)
+    t->dev.table->unpack(&t->dev, tfmi_parameter_mat(t->w, p), p->weight, 0);
+  else
+    t->dev.table->copy(&t->dev, t->w + p->at, *p->vector, (size_t)p->rows * sizeof(float));
+}
+
+static void tfmi_trainer_frequencies(tfm_trainer *t, const tfm_model *m) {
+  int32_t half = t->net.head_width / 2, i;
+  if (!t->family->rotary) return;
+  if (m)
+    t->dev.table->copy(&t->dev, t->frequencies, m->net.layer[0].rope.inv_freq,
+                       (size_t)half * sizeof(float));
+  for (i = 0; !m && i < half; i++) {
+    float f = tfmi_rotation_frequency(&t->rotation, i, t->net.head_width);
+    t->dev.table->put(&t->dev, t->frequencies + i, &f, sizeof f);
+  }
+  for (i = 0; i < t->net.layers; i++) t->net.layer[i].rope.inv_freq = t->frequencies;
+}
+
+/* Weights, positions and sequences of rows, and zero moments. */
+static void tfmi_trainer_fill(tfm_trainer *t, const tfmi_origin *from) {
+  const tfm_backend *b = t->dev.table;
+  size_t bytes = (size_t)t->rows * sizeof(int32_t), host, device;
+  int32_t i;
+  for (i = 0; i < t->rows; i++) t->ids[i] = i % t->config.context;
+  b->put(&t->dev, t->pos, t->ids, bytes);
+  for (i = 0; i < t->rows; i++) t->ids[i] = i / t->config.context;
+  b->put(&t->dev, t->seq, t->ids, bytes);
+  b->zero(&t->dev, t->m, (size_t)t->total * sizeof(float));
+  b->zero(&t->dev, t->v, (size_t)t->total * sizeof(float));
+  for (i = 0; i < t->parameters; i++) {
+    tfmi_parameter *p = &t->parameter[i];
+    if (from->model) tfmi_parameter_copy(t, p);
+    else tfmi_parameter_draw(t, i, from->shape->seed);
+    if (p->vector) *p->vector = t->w + p->at;
+  }
+  tfmi_trainer_frequencies(t, from->model);
+  tfmi_pack_parameters(t, &host, &device);
+}
+
+static tfm_status tfmi_trainer_make(tfm_trainer *t, const tfmi_origin *from) {
+  tfm_status status = tfmi_trainer_net(t, from);
+  if (status == TFM_OK) status = tfmi_trainer_configure(t);
+  if (status == TFM_OK) status = tfmi_trainer_open(t, from);
+  if (status != TFM_OK) return status;
+  tfmi_parameters(t);
+  status = tfmi_trainer_memory(t);
+  if (status != TFM_OK || t->heap.dry) return status;
+  tfmi_trainer_fill(t, from);
+  return tfmi_trainer_sync(t);
+}
+
+static tfm_trainer *tfmi_trainer_new(const tfmi_origin *from, const tfm_trainer_config *config,
+                                     bool dry) {
+  tfmi_heap heap;
+  tfm_trainer *t;
+  memset(&heap, 0, sizeof heap);
+  if (config) heap.host = config->host;
+  heap.dry = dry;
+  t = TFMI_NEW(tfm_trainer, tfmi_heap_get(&heap, sizeof *t));
+  if (!t) return NULL;
+  if (config) t->config = *config;
+  t->heap = heap;
+  t->bos = -1;
+  if (tfmi_trainer_make(t, from) == TFM_OK) return t;
+  tfm_trainer_free(t);
+  return NULL;
+}
+
+TFM_API tfm_trainer *tfm_trainer_create(const tfm_model *model, const tfm_trainer_config *config) {
+  tfmi_origin from = {model, NULL};
+  if (model) return tfmi_trainer_new(&from, config, false);
+  tfmi_null_object("tfm_trainer_create");
+  return NULL;
+}
+
+TFM_API tfm_trainer *tfm_trainer_init(const tfm_shape *shape, const tfm_trainer_config *config) {
+  tfmi_origin from = {NULL, shape};
+  if (shape) return tfmi_trainer_new(&from, config, false);
+  tfmi_report(TFM_E_ARG, "tfm_trainer_init: shape is NULL");
+  return NULL;
+}
+
+TFM_API void tfm_trainer_free(tfm_trainer *trainer) {
+  tfm_trainer *t = trainer;
+  tfmi_heap heap;
+  if (!t) return;
+  if (t->device_block) t->dev.table->release(&t->dev, t->device_block, t->device_bytes);
+  tfmi_heap_put(&t->heap, t->host_block, t->host_bytes);
+  tfmi_heap_put(&t->heap, t->lists, t->list_bytes);
+  tfmi_dev_close(&t->dev, &t->heap);
+  heap = t->heap;
+  tfmi_heap_put(&heap, t, sizeof *t);
+}
+
+TFM_API tfm_status tfm_trainer_describe(const tfm_trainer *trainer, tfm_trainer_info *out) {
+  if (!trainer) return tfmi_null_object("tfm_trainer_describe");
+  if (!out) return tfmi_report(TFM_E_ARG, "tfm_trainer_describe: out is NULL");
+  out->parameters = (uint64_t)trainer->total;
+  out->memory_bytes = trainer->heap.used;
+  out->state_bytes = (uint64_t)trainer->total * 4 * sizeof(float);
+  out->batch = trainer->config.batch;
+  out->context = trainer->config.context;
+  out->accumulate = trainer->config.accumulate;
+  out->step = trainer->step;
+  return TFM_OK;
+}
+
+TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_config *config,
+                                    tfm_trainer_info *out) {
+  tfmi_origin from = {NULL, shape};
+  tfm_trainer *t;
+  tfm_status status;
+  if (!shape || !out) return tfmi_report(TFM_E_ARG, "tfm_trainer_plan: shape or out is NULL");
+  t = tfmi_trainer_new(&from, config, true);
+  if (!t) return tfmi_error.status;
+  status = tfm_trainer_describe(t, out);
+  tfm_trainer_free(t);
+  return status;
+}
+
+/* =================================================================================================
+   >>export   a Hugging Face folder of what was trained
+   =================================================================================================
+
+   The parameters of >>train become tensors under the names of the family's row, cut apart, turned
+   or put in order again where Hugging Face stores them otherwise, and the numbers of the network
+   become its config.json, by the same keys that >>families reads. The file is written in one go:
+   its header is made twice, first to be measured. */
+
+typedef struct tfmi_out { /* a file being written; fd -1 only counts */
+  int fd;
+  bool failed;
+  uint64_t bytes;
+  size_t used;
+  char buffer[4096];
+} tfmi_out;
+
+static void tfmi_out_flush(tfmi_out *o) {
+  const char *at = o->buffer;
+  while (o->fd >= 0 && o->used && !o->failed) {
+    ssize_t n = write(o->fd, at, o->used);
+    if (n < 0) o->failed = true;
+    else at += n, o->used -= (size_t)n;
+  }
+  o->used = 0;
+}
+
+static void tfmi_out_bytes(tfmi_out *o, const void *data, size_t n) {
+  const char *from = (const char *)data;
+  o->bytes += n;
+  while (n) {
+    size_t some = sizeof o->buffer - o->used < n ? sizeof o->buffer - o->used : n;
+    memcpy(o->buffer + o->used, from, some);
+    o->used += some;
+    from += some;
+    n -= some;
+    if (o->used == sizeof o->buffer) tfmi_out_flush(o);
+  }
+}
+
+static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...) {
+  char text[512];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  tfmi_out_bytes(o, text, strlen(text));
+}
+
+/* A number of JSON whatever the locale. */
+static void tfmi_out_number(tfmi_out *o, double value) {
+  char text[40], *comma;
+  snprintf(text, sizeof text, "%.17g", value);
+  comma = strchr(text, ',');
+  if (comma) *comma = '.';
+  tfmi_out_bytes(o, text, strlen(text));
+}
+
+typedef struct tfmi_cut { /* a tensor of the file: rows of a parameter */
+  const tfmi_parameter *p;
+  tfmi_slot slot;
+  int32_t first, rows;
+  bool turned;      /* stored [cols, rows] */
+  bool interleaved; /* rows of each head lie in pairs here, and in halves there */
+} tfmi_cut;
+
+/* Up to three tensors that a parameter becomes. */
+static int tfmi_cuts(const tfm_trainer *t, const tfmi_parameter *p, tfmi_cut *cut) {
+  const tfm_net *net = &t->net;
+  bool whole = t->family->slot[p->slot] != NULL;
+  int32_t kv = net->kv_heads * net->head_width, all = net->heads * net->head_width, first = 0;
+  int n = whole ? 1 : p->slot == TFMI_QKV ? 3 : 2, i;
+  for (i = 0; i < n; i++) {
+    cut[i].p = p;
+    cut[i].slot = whole ? p->slot : (tfmi_slot)((int)p->slot + 1 + i);
+    cut[i].first = first;
+    cut[i].rows = whole ? p->rows : n == 2 ? net->ffn_width : i == 0 ? all : kv;
+    cut[i].turned = t->family->conv1d && p->cols && p->layer >= 0;
+    cut[i].interleaved = net->layer[0].rope.rot && net->layer[0].rope.interleaved &&
+                           p->slot == TFMI_QKV && i < 2;
+    first += cut[i].rows;
+  }
+  return n;
+}
+
+static uint64_t tfmi_cut_entry(const tfm_trainer *t, tfmi_out *o, const tfmi_cut *cut,
+                                 uint64_t at) {
+  const tfmi_parameter *p = cut->p;
+  int32_t cols = p->cols ? p->cols : 1, rows = cut->rows;
+  uint64_t end = at + (uint64_t)rows * (uint64_t)cols * sizeof(float);
+  char name[128];
+  tfmi_layer_name(name, sizeof name, p->slot == TFMI_HEAD ? "" : t->family->prefix,
+                  t->family->slot[cut->slot], p->layer, p->bias ? ".bias" : ".weight");
+  tfmi_out_text(o, "%s\"%s\":{\"dtype\":\"F32\",\"shape\":[", at ? "," : "", name);
+  if (!p->cols) tfmi_out_text(o, "%d", (int)rows);
+  else tfmi_out_text(o, "%d,%d", (int)(cut->turned ? cols : rows),
+                     (int)(cut->turned ? rows : cols));
+  tfmi_out_text(o, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
+                (unsigned long long)end);
+  return end;
+}
+
+/* Row i of a cut, in the parameter. */
+static int64_t tfmi_cut_row(const tfm_trainer *t, const tfmi_cut *cut, int32_t i) {
+  int32_t width = t->net.head_width, in = i % width, half = width / 2;
+  if (cut->interleaved) i += (in < half ? 2 * in : 2 * (in - half) + 1) - in;
+  return cut->first + i;
+}
+
+static void tfmi_cut_plain(tfm_trainer *t, const float *arena, tfmi_out *o,
+                             const tfmi_cut *cut) {
+  int32_t cols = cut->p->cols ? cut->p->cols : 1, i, at;
+  for (i = 0; i < cut->rows; i++)
+    for (at = 0; at < cols; at += TFMI_STRETCH) {
+      int32_t n = tfmi_min32(TFMI_STRETCH, cols - at);
+      t->dev.table->get(&t->dev, t->stage,
+                        arena + cut->p->at + tfmi_cut_row(t, cut, i) * cols + at,
+                        (size_t)n * sizeof(float));
+      tfmi_out_bytes(o, t->stage, (size_t)n * sizeof(float));
+    }
+}
+
+/* 16 columns at a time become rows. */
+static void tfmi_cut_turned(tfm_trainer *t, const float *arena, tfmi_out *o,
+                              const tfmi_cut *cut) {
+  int32_t cols = cut->p->cols, col, i, j;
+  for (col = 0; col < cols; col += TFMI_LANES) {
+    int32_t n = tfmi_min32(TFMI_LANES, cols - col);
+    for (i = 0; i < cut->rows; i++)
+      t->dev.table->get(&t->dev, t->stage + (int64_t)i * TFMI_LANES,
+                        arena + cut->p->at + tfmi_cut_row(t, cut, i) * cols + col,
+                        (size_t)n * sizeof(float));
+    for (j = 0; j < n; j++)
+      for (i = 0; i < cut->rows; i++)
+        tfmi_out_bytes(o, t->stage + (int64_t)i * TFMI_LANES + j, sizeof(float));
+  }
+}
+
+/* The header of a safetensors file, or what it has between its braces. */
+static void tfmi_export_header(const tfm_trainer *t, tfmi_out *o) {
+  tfmi_cut cut[3];
+  uint64_t at = 0;
+  int32_t i;
+  int k, n;
+  tfmi_out_text(o, "{");
+  for (i = 0; i < t->parameters; i++)
+    for (n = tfmi_cuts(t, &t->parameter[i], cut), k = 0; k < n; k++)
+      at = tfmi_cut_entry(t, o, &cut[k], at);
+  tfmi_out_text(o, "}");
+  while (o->bytes % 8) tfmi_out_text(o, " "); /* behind the 8 bytes of its length */
+}
+
+/* A whole arena, weights or gradients, under the names of the family. */
+static void tfmi_export_tensors(tfm_trainer *t, const float *arena, tfmi_out *o) {
+  tfmi_out count;
+  tfmi_cut cut[3];
+  uint8_t length[8];
+  int32_t i;
+  int k, n;
+  memset(&count, 0, sizeof count);
+  count.fd = -1;
+  tfmi_export_header(t, &count);
+  for (k = 0; k < 8; k++) length[k] = (uint8_t)(count.bytes >> 8 * k);
+  tfmi_out_bytes(o, length, sizeof length);
+  tfmi_export_header(t, o);
+  for (i = 0; i < t->parameters; i++)
+    for (n = tfmi_cuts(t, &t->parameter[i], cut), k = 0; k < n; k++)
+      if (cut[k].turned) tfmi_cut_turned(t, arena, o, &cut[k]);
+      else tfmi_cut_plain(t, arena, o, &cut[k]);
+}
+
+static void tfmi_config_rope(const tfm_trainer *t, tfmi_out *o) {
+  const tfmi_rotation *r = &t->rotation;
+  const struct { const char *name; double value; } rows[] = {
+    {"factor", r->factor}, {"low_freq_factor", r->low}, {"high_freq_factor", r->high},
+    {"original_max_position_embeddings", r->original}};
+  int i;
+  tfmi_out_text(o, ",\n  \"rope_theta\": ");
+  tfmi_out_number(o, r->theta);
+  if (!r->llama3) return;
+  tfmi_out_text(o, ",\n  \"rope_scaling\": {\"rope_type\": \"llama3\"");
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    tfmi_out_text(o, ", \"%s\": ", rows[i].name);
+    tfmi_out_number(o, rows[i].value);
+  }
+  tfmi_out_text(o, "}");
+}
+
+static void tfmi_config_flags(const tfm_trainer *t, tfmi_out *o) {
+  const tfmi_family *f = t->family;
+  const tfm_layer *y = &t->net.layer[0];
+  bool scaled = y->attn.scale != 1.0f;
+  bool by_layer = t->net.layers > 1 && y[1].attn.scale != y->attn.scale;
+  const struct { const char *key; bool value; } rows[] = {
+    {f->qkv_bias.key, y->qkv_bias != NULL}, {f->up_bias.key, y->up_bias != NULL},
+    {f->tied.key, t->tied}, {f->inverse_layer_scale ? "scale_attn_weights" : NULL, scaled},
+    {f->inverse_layer_scale ? "scale_attn_by_inverse_layer_idx" : NULL, by_layer}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(rows); i++)
+    if (rows[i].key)
+      tfmi_out_text(o, ",\n  \"%s\": %s", rows[i].key, rows[i].value ? "true" : "false");
+  if (t->bos >= 0) tfmi_out_text(o, ",\n  \"bos_token_id\": %d", (int)t->bos);
+  for (i = 0; i < t->end_count; i++)
+    tfmi_out_text(o, "%s%d", i ? ", " : ",\n  \"eos_token_id\": [", (int)t->end[i]);
+  if (t->end_count) tfmi_out_text(o, "]");
+}
+
+static void tfmi_export_config(tfm_trainer *t, const float *arena, tfmi_out *o) {
+  const tfmi_family *f = t->family;
+  const tfm_net *net = &t->net;
+  const struct { const char *key; double value; } rows[] = {
+    {f->layers.hf, (double)net->layers}, {f->width.hf, (double)net->width},
+    {f->heads.hf, (double)net->heads}, {f->kv_heads.hf, (double)net->kv_heads},
+    {f->head_width.hf, (double)net->head_width}, {f->ffn.hf, (double)net->ffn_width},
+    {f->vocabulary.hf, (double)net->vocabulary}, {f->context.hf, (double)net->context},
+    {f->eps.hf, (double)net->norm.eps}};
+  int i;
+  (void)arena;
+  tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
+                f->classes[0]);
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    if (!rows[i].key) continue;
+    tfmi_out_text(o, ",\n  \"%s\": ", rows[i].key);
+    tfmi_out_number(o, rows[i].value);
+  }
+  for (i = 0; tfmi_acts[i].act != net->act; i++) continue;
+  tfmi_out_text(o, ",\n  \"%s\": \"%s\"", f->act_key, tfmi_acts[i].name);
+  tfmi_config_flags(t, o);
+  if (f->rotary) tfmi_config_rope(t, o);
+  tfmi_out_text(o, ",\n  \"torch_dtype\": \"float32\"\n}\n");
+}
+
+/* Writes folder/name by way of a temporary name: it is there whole, or as it was. */
+static tfm_status tfmi_export_file(tfm_trainer *t, const char *folder, const char *name,
+                                   void (*write_it)(tfm_trainer *, const float *, tfmi_out *),
+                                   const float *arena) {
+  char path[1024], temporary[1040];
+  tfmi_out o;
+  int n = snprintf(path, sizeof path, "%s/%s", folder, name);
+  if (n < 0 || (size_t)n >= sizeof path)
+    return tfmi_report(TFM_E_ARG, "export: the name of the folder is longer than 1000 bytes");
+  snprintf(temporary, sizeof temporary, "%s.part", path);
+  memset(&o, 0, sizeof o);
+  o.fd = open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (o.fd < 0) return tfmi_report(TFM_E_IO, "%s cannot be created; does the folder exist?", path);
+  write_it(t, arena, &o);
+  tfmi_out_flush(&o);
+  if (fsync(o.fd) != 0) o.failed = true;
+  if (close(o.fd) != 0) o.failed = true;
+  if (!o.failed && rename(temporary, path) == 0) return TFM_OK;
+  unlink(temporary);
+  return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
+}
+
+TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder) {
+  tfm_trainer *t = trainer;
+  tfm_status status;
+  if (!t) return tfmi_null_object("tfm_trainer_export");
+  if (!folder) return tfmi_report(TFM_E_ARG, "tfm_trainer_export: folder is NULL");
+  if (t->rotation.factors)
+    return tfmi_report(TFM_E_UNSUPPORTED, "export: the model's rotation has factors of its own, "
+                       "which config.json cannot tell");
+  status = tfmi_export_file(t, folder, "config.json", tfmi_export_config, NULL);
+  if (status != TFM_OK) return status;
+  return tfmi_export_file(t, folder, "model.safetensors", tfmi_export_tensors, t->w);
 }
 
 #undef stbds_rand_seed

@@ -1,7 +1,7 @@
-/* Every backward and optimiser entry of every table that has it, against finite differences of naive
-   forward loops in double precision, or naive loops themselves where the operation is linear: odd
-   sizes, poisoned outputs, views with gaps between rows. Each test runs with one thread and with
-   three, and both must read back the same bits. */
+/* Every backward and optimiser entry of every table that has it, against finite differences of
+   naive forward loops in double precision, or naive loops themselves where the operation is linear:
+   odd sizes, poisoned outputs, views with gaps between rows. Each test runs with one thread and
+   with three, and both must read back the same bits. */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 #include "tables.h"
@@ -623,7 +623,8 @@ static void experts(device *t, int tokens, int n, int k, tfm_moe p, bool spread)
 }
 
 static void test_experts(device *t) {
-  tfm_moe some = {5, 2, true, false, 0}, one = {3, 1, false, false, 0}, many = {9, 4, false, true, 0};
+  tfm_moe some = {5, 2, true, false, 0}, one = {3, 1, false, false, 0};
+  tfm_moe many = {9, 4, false, true, 0};
   experts(t, 11, 7, 19, some, true);
   experts(t, 11, 7, 19, some, false);
   experts(t, 3, 33, 17, one, true);

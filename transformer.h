@@ -701,7 +701,7 @@ typedef struct tfm_rows { /* the tokens of one forward pass */
    page_tokens * D, laid out [K, page_tokens, D]; table[seq, position / page_tokens] is a page
    number. A contiguous cache is the one-page case. table NULL: no cache; k and v are the rows of
    this very call, as views [T, K*D] of key_rows and value_rows, and row r sees the rows before it
-   of its own seq. */
+   of its own seq, which come in order of position. */
 typedef struct tfm_kv {
   void *k, *v;
   tfm_type type;
@@ -8344,12 +8344,21 @@ typedef struct tfmi_keys { /* a tile of the keys that one row sees, for one kv h
   const uint8_t *k[TFMI_PANEL], *v[TFMI_PANEL];
 } tfmi_keys;
 
+/* Where to begin to look for the rows of a row's sequence: at its position 0 when that is where an
+   unbroken run begins, else at the first of all. */
+static int32_t tfmi_first_row(const tfm_rows *rows, int32_t row) {
+  int32_t first = row - rows->pos[row];
+  return first >= 0 && rows->pos[first] == 0 && rows->seq[first] == rows->seq[row] ? first : 0;
+}
+
 static void tfmi_keys_first(tfmi_keys *keys, const tfmi_attn_job *t, int32_t row, int32_t head) {
   int32_t pos = t->rows->pos[row];
   keys->row = row;
   keys->head = head;
   keys->type = t->kv->table ? t->kv->type : t->kv->key_rows.type;
-  keys->next = t->kv->table && t->p->window > 0 && pos >= t->p->window ? pos - t->p->window + 1 : 0;
+  keys->next = 0;
+  if (!t->kv->table) keys->next = tfmi_first_row(t->rows, row);
+  else if (t->p->window > 0 && pos >= t->p->window) keys->next = pos - t->p->window + 1;
 }
 
 /* From the cache. */
@@ -9049,6 +9058,18 @@ static void tfmi_act_slope(float *TFMI_RESTRICT d, const float *TFMI_RESTRICT v,
   }
 }
 
+/* The sum of a[i] b[i], in the lanes of all sums over rows. */
+static float tfmi_dot(const float *a, const float *b, int32_t n) {
+  float lane[TFMI_LANES] = {0};
+  tfmi_lanes sum;
+  int32_t i, l;
+  for (i = 0; i + TFMI_LANES <= n; i += TFMI_LANES)
+    for (l = 0; l < TFMI_LANES; l++) lane[l] += a[i + l] * b[i + l];
+  for (l = 0; i + l < n; l++) lane[l] += a[i + l] * b[i + l];
+  memcpy(&sum, lane, sizeof sum);
+  return tfmi_lanes_sum(&sum);
+}
+
 /* ---- The kernel ---- */
 
 enum {
@@ -9491,12 +9512,9 @@ static void tfmi_attn_pair(const tfmi_attn_bwd_job *t, float *score, float *dp, 
 }
 
 static float tfmi_attn_delta(const tfmi_attn_bwd_job *t, int32_t row, int32_t head) {
-  int32_t width = t->attn.kv->width, i;
-  const float *dy = tfmi_row(t->dy, row) + head * width;
-  const float *y = tfmi_row(t->attn.y, row) + head * width;
-  float sum = 0;
-  for (i = 0; i < width; i++) sum += dy[i] * y[i];
-  return sum;
+  int32_t width = t->attn.kv->width;
+  return tfmi_dot(tfmi_row(t->dy, row) + head * width, tfmi_row(t->attn.y, row) + head * width,
+                  width);
 }
 
 /* dq of one row, query heads first .. first + heads - 1, which share a kv head. */
@@ -9774,10 +9792,9 @@ static void tfmi_combine_bwd_slots(void *context, int32_t begin, int32_t end, in
   (void)worker;
   for (slot = begin; slot < end; slot++) {
     const float *dy = tfmi_row(t->dy, slot / t->routing->top_k), *x = tfmi_row(t->x, slot);
-    float *dx = tfmi_row(t->dx, slot), sum = 0;
-    for (i = 0; i < t->dx.cols; i++) sum += dy[i] * x[i];
+    float *dx = tfmi_row(t->dx, slot);
     for (i = 0; i < t->dx.cols; i++) dx[i] = t->routing->weight[slot] * dy[i];
-    t->dweight[slot] = sum;
+    t->dweight[slot] = tfmi_dot(dy, x, t->dx.cols);
   }
 }
 

@@ -41,7 +41,7 @@
      >>gguf       the GGUF container                >>session    feeding, choosing, text
      >>tokenizer  text to ids and back              >>generate   prompt in, text out
      >>formats    safetensors, shards, llama2.c     >>train      backward pass, optimiser, trainer
-                                                    >>export     a Hugging Face folder
+                                                    >>export     folders, checkpoints
 
    Options, defined before the include:
      TRANSFORMER_IMPLEMENTATION         this file gets the code
@@ -534,6 +534,12 @@ TFM_API tfm_status tfm_trainer_eval(tfm_trainer *trainer, const int32_t *tokens,
 /* Writes config.json and model.safetensors (float32) into an existing folder, each under a
    temporary name first; tfm_model_load and transformers read them. */
 TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder);
+/* A checkpoint: weights, moments and the step, in one file with a checksum that takes its name only
+   when it is whole on the disk: whenever the machine stops, the name holds this one or the last. */
+TFM_API tfm_status tfm_trainer_save(tfm_trainer *trainer, const char *path);
+/* Goes on from a checkpoint, bit for bit as if never interrupted, in a trainer made of the same
+   shape with the same config. A file that does not fit or is damaged changes nothing. */
+TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path);
 
 /* =================================================================================================
    >>backend   the table of kernels that a device fills in
@@ -12125,24 +12131,42 @@ TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_co
 }
 
 /* =================================================================================================
-   >>export   a Hugging Face folder of what was trained
+   >>export   files of what was trained: Hugging Face folders, checkpoints
    =================================================================================================
 
    The parameters of >>train become tensors under the names of the family's row, cut apart, turned
    or put in order again where Hugging Face stores them otherwise, and the numbers of the network
    become its config.json, by the same keys that >>families reads. The file is written in one go:
-   its header is made twice, first to be measured. */
+   its header is made twice, first to be measured.
+
+   A checkpoint is five words (mark, shape, floats of an arena, of its matrices, step), the arenas of
+   weights and moments as they are, and the checksum of all that. It is checked whole before any of
+   it is taken over. */
 
 typedef struct tfmi_out { /* a file being written; fd -1 only counts */
   int fd;
   bool failed;
-  uint64_t bytes;
+  uint64_t bytes, sum; /* so far, and the checksum of what was flushed */
   size_t used;
   char buffer[4096];
 } tfmi_out;
 
+/* Of n bytes more, in words of 8; only the last call may end within one. */
+static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n) {
+  const char *from = (const char *)data;
+  size_t i;
+  for (i = 0; i < n; i += 8) {
+    uint64_t word = 0;
+    memcpy(&word, from + i, n - i < 8 ? n - i : 8);
+    sum = (sum ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+    sum ^= sum >> 29;
+  }
+  return sum;
+}
+
 static void tfmi_out_flush(tfmi_out *o) {
   const char *at = o->buffer;
+  o->sum = tfmi_checksum(o->sum, o->buffer, o->used);
   while (o->fd >= 0 && o->used && !o->failed) {
     ssize_t n = write(o->fd, at, o->used);
     if (n < 0) o->failed = true;
@@ -12356,26 +12380,35 @@ static void tfmi_export_config(tfm_trainer *t, const float *arena, tfmi_out *o) 
   tfmi_out_text(o, ",\n  \"torch_dtype\": \"float32\"\n}\n");
 }
 
-/* Writes folder/name by way of a temporary name: it is there whole, or as it was. */
-static tfm_status tfmi_export_file(tfm_trainer *t, const char *folder, const char *name,
-                                   void (*write_it)(tfm_trainer *, const float *, tfmi_out *),
-                                   const float *arena) {
-  char path[1024], temporary[1040];
+typedef void (*tfmi_writer)(tfm_trainer *t, const float *arena, tfmi_out *o);
+
+/* Writes a file by way of a temporary name: it is there whole, or as it was. */
+static tfm_status tfmi_out_file(tfm_trainer *t, const char *path, tfmi_writer writer,
+                                const float *arena) {
+  char temporary[1040];
   tfmi_out o;
-  int n = snprintf(path, sizeof path, "%s/%s", folder, name);
-  if (n < 0 || (size_t)n >= sizeof path)
-    return tfmi_report(TFM_E_ARG, "export: the name of the folder is longer than 1000 bytes");
-  snprintf(temporary, sizeof temporary, "%s.part", path);
+  int n = snprintf(temporary, sizeof temporary, "%s.part", path);
+  if (n < 0 || (size_t)n >= sizeof temporary)
+    return tfmi_report(TFM_E_ARG, "trainer: the name of a file is longer than 1000 bytes");
   memset(&o, 0, sizeof o);
   o.fd = open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
   if (o.fd < 0) return tfmi_report(TFM_E_IO, "%s cannot be created; does the folder exist?", path);
-  write_it(t, arena, &o);
+  writer(t, arena, &o);
   tfmi_out_flush(&o);
   if (fsync(o.fd) != 0) o.failed = true;
   if (close(o.fd) != 0) o.failed = true;
   if (!o.failed && rename(temporary, path) == 0) return TFM_OK;
   unlink(temporary);
   return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
+}
+
+static tfm_status tfmi_export_file(tfm_trainer *t, const char *folder, const char *name,
+                                   tfmi_writer writer, const float *arena) {
+  char path[1024];
+  int n = snprintf(path, sizeof path, "%s/%s", folder, name);
+  if (n < 0 || (size_t)n >= sizeof path)
+    return tfmi_report(TFM_E_ARG, "export: the name of the folder is longer than 1000 bytes");
+  return tfmi_out_file(t, path, writer, arena);
 }
 
 TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder) {
@@ -12389,6 +12422,91 @@ TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder) 
   status = tfmi_export_file(t, folder, "config.json", tfmi_export_config, NULL);
   if (status != TFM_OK) return status;
   return tfmi_export_file(t, folder, "model.safetensors", tfmi_export_tensors, t->w);
+}
+
+/* ---- Checkpoints ---- */
+
+enum { TFMI_CHECKPOINT_WORDS = 5, TFMI_CHECKPOINT_STEP = 4 };
+
+static void tfmi_checkpoint_head(const tfm_trainer *t, uint64_t *word) {
+  const tfm_net *net = &t->net;
+  const int32_t shape[] = {net->layers, net->width, net->heads, net->kv_heads, net->head_width,
+                           net->ffn_width, net->vocabulary, net->context, (int32_t)net->act,
+                           (int32_t)net->norm.kind, net->gated, t->tied};
+  memcpy(&word[0], "tfmtrain", 8);
+  word[1] = tfmi_checksum(1, shape, sizeof shape);
+  word[2] = (uint64_t)t->total;
+  word[3] = (uint64_t)t->matrices;
+  word[TFMI_CHECKPOINT_STEP] = (uint64_t)t->step;
+}
+
+static void tfmi_checkpoint_arena(tfm_trainer *t, const float *arena, tfmi_out *o) {
+  int64_t at;
+  for (at = 0; at < t->total; at += TFMI_STRETCH) {
+    size_t n = (size_t)(t->total - at < TFMI_STRETCH ? t->total - at : TFMI_STRETCH);
+    t->dev.table->get(&t->dev, t->stage, arena + at, n * sizeof *t->stage);
+    tfmi_out_bytes(o, t->stage, n * sizeof *t->stage);
+  }
+}
+
+static void tfmi_checkpoint_write(tfm_trainer *t, const float *arena, tfmi_out *o) {
+  uint64_t word[TFMI_CHECKPOINT_WORDS];
+  (void)arena;
+  tfmi_checkpoint_head(t, word);
+  tfmi_out_bytes(o, word, sizeof word);
+  tfmi_checkpoint_arena(t, t->w, o);
+  tfmi_checkpoint_arena(t, t->m, o);
+  tfmi_checkpoint_arena(t, t->v, o);
+  tfmi_out_flush(o);
+  word[0] = o->sum;
+  tfmi_out_bytes(o, word, sizeof word[0]);
+}
+
+TFM_API tfm_status tfm_trainer_save(tfm_trainer *trainer, const char *path) {
+  if (!trainer) return tfmi_null_object("tfm_trainer_save");
+  if (!path) return tfmi_report(TFM_E_ARG, "tfm_trainer_save: path is NULL");
+  return tfmi_out_file(trainer, path, tfmi_checkpoint_write, NULL);
+}
+
+/* Takes over a checkpoint in memory, or says what is wrong with it. */
+static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, const char *data,
+                                       size_t bytes) {
+  uint64_t word[TFMI_CHECKPOINT_WORDS], found[TFMI_CHECKPOINT_WORDS], sum;
+  size_t arena = (size_t)t->total * sizeof(float), end = sizeof word + 3 * arena, host, device;
+  tfmi_checkpoint_head(t, word);
+  if (bytes >= sizeof found) memcpy(found, data, sizeof found);
+  if (bytes < sizeof found || memcmp(&found[0], &word[0], sizeof word[0]) != 0)
+    return tfmi_report(TFM_E_FORMAT, "%s is no checkpoint of a trainer", path);
+  if (memcmp(found, word, TFMI_CHECKPOINT_STEP * sizeof *word) != 0)
+    return tfmi_report(TFM_E_FORMAT, "%s is the checkpoint of a model of another shape", path);
+  if (bytes == end + sizeof sum) memcpy(&sum, data + end, sizeof sum);
+  if (bytes != end + sizeof sum || sum != tfmi_checksum(0, data, end))
+    return tfmi_report(TFM_E_FORMAT, "%s is damaged: its checksum does not fit", path);
+  data += sizeof word;
+  t->dev.table->put(&t->dev, t->w, data, arena);
+  t->dev.table->put(&t->dev, t->m, data + arena, arena);
+  t->dev.table->put(&t->dev, t->v, data + 2 * arena, arena);
+  t->step = (int64_t)found[TFMI_CHECKPOINT_STEP];
+  tfmi_pack_parameters(t, &host, &device);
+  return tfmi_trainer_sync(t);
+}
+
+TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
+  struct stat st;
+  void *data = MAP_FAILED;
+  tfm_status status;
+  int fd;
+  if (!trainer) return tfmi_null_object("tfm_trainer_resume");
+  if (!path) return tfmi_report(TFM_E_ARG, "tfm_trainer_resume: path is NULL");
+  fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return tfmi_report(TFM_E_IO, "%s cannot be opened; check the path", path);
+  if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_size > 0)
+    data = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+  close(fd);
+  if (data == MAP_FAILED) return tfmi_report(TFM_E_IO, "%s cannot be mapped", path);
+  status = tfmi_checkpoint_take(trainer, path, (const char *)data, (size_t)st.st_size);
+  munmap(data, (size_t)st.st_size);
+  return status;
 }
 
 #undef stbds_rand_seed

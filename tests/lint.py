@@ -28,7 +28,7 @@ BUDGETS = {
     "api": 530, "backend": 450, "base": 750, "objects": 60, "json": 480, "unicode": 300,
     "gguf": 520, "tokenizer": 2600, "formats": 800, "families": 1200, "device": 450,
     "kernels": 1700, "gradients": 950, "forward": 350, "engine": 620, "session": 620,
-    "generate": 200, "train": 1050, "export": 350,
+    "generate": 200, "train": 1050, "export": 480,
 }
 
 FORBIDDEN_CALLS = ["exit", "_exit", "quick_exit", "abort", "assert", "printf", "fprintf", "vprintf",

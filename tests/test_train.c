@@ -3,6 +3,8 @@
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 #include "files.h"
+#include <signal.h>
+#include <sys/wait.h>
 
 static const char *const cases[] = {"gpt2-a", "gpt2-b", "llama-a", "llama-b", "llama-c"};
 
@@ -555,6 +557,133 @@ TEST(exports_interleaved_heads) {
   CHECK(m != NULL);
   if (m) exports(m, &c, ids, ids, 2e-4f);
   tfm_model_free(m);
+}
+
+/* ---- Checkpoints ---- */
+
+#define SAVED "build/test_train.checkpoint"
+
+/* A batch that depends on the step only. */
+static void batch_of(int64_t step, int32_t *tokens, int32_t *targets) {
+  int32_t i;
+  for (i = 0; i < 24; i++) {
+    tokens[i] = (int32_t)(tfmi_philox(11, (uint64_t)step, (uint64_t)i).word[0] % 50);
+    targets[i] = (tokens[i] * 3 + 1) % 50;
+  }
+}
+
+static tfm_trainer *trained(const char *family, int64_t until, const char *from) {
+  tfm_shape s = shape_of(family);
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  int32_t tokens[24], targets[24];
+  memset(&c, 0, sizeof c);
+  c.lr = 1e-2f;
+  c.schedule = TFM_LINEAR;
+  c.steps = 20;
+  c.threads = 1;
+  t = tfm_trainer_init(&s, &c);
+  CHECK(t != NULL);
+  if (from) CHECK_EQ_INT(tfm_trainer_resume(t, from), TFM_OK);
+  while (t->step < until) {
+    batch_of(t->step, tokens, targets);
+    CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL), TFM_OK);
+  }
+  return t;
+}
+
+TEST(resumes_bit_for_bit) {
+  tfm_trainer *whole = trained("llama", 12, NULL), *first = trained("llama", 5, NULL), *second;
+  CHECK_EQ_INT(tfm_trainer_save(first, SAVED), TFM_OK);
+  second = trained("llama", 12, SAVED);
+  CHECK(!memcmp(whole->w, second->w, (size_t)whole->total * sizeof(float)));
+  CHECK(!memcmp(whole->m, second->m, (size_t)whole->total * sizeof(float)));
+  CHECK(!memcmp(whole->v, second->v, (size_t)whole->total * sizeof(float)));
+  tfm_trainer_free(whole), tfm_trainer_free(first), tfm_trainer_free(second);
+  remove(SAVED);
+}
+
+static void refused(tfm_trainer *t, const void *data, size_t bytes, const char *why) {
+  FILE *f = fopen(SAVED, "wb");
+  float before = t->w[5];
+  CHECK(f && fwrite(data, 1, bytes, f) == bytes && fclose(f) == 0);
+  CHECK_EQ_INT(tfm_trainer_resume(t, SAVED), bytes ? TFM_E_FORMAT : TFM_E_IO);
+  CHECK_STR_HAS(tfm_error(), why);
+  CHECK(t->w[5] == before && t->step == 0);
+}
+
+TEST(other_and_damaged_checkpoints_are_refused) {
+  tfm_trainer *a = trained("llama", 2, NULL), *b = trained("gpt2", 0, NULL);
+  tfm_trainer *c = trained("llama", 0, NULL);
+  blob saved;
+  size_t i;
+  CHECK_EQ_INT(tfm_trainer_save(a, SAVED), TFM_OK);
+  saved = blob_read(SAVED);
+  refused(b, saved.data, saved.bytes, "another shape");
+  refused(c, saved.data, saved.bytes - 1, "damaged");
+  refused(c, saved.data, 20, "no checkpoint");
+  refused(c, saved.data, 0, "mapped");
+  for (i = 0; i < saved.bytes; i += i < 64 ? 1 : saved.bytes / 50) {
+    saved.data[i] ^= 16;
+    refused(c, saved.data, saved.bytes, "is ");
+    saved.data[i] ^= 16;
+  }
+  CHECK_EQ_INT(tfm_trainer_resume(c, "build/no such file"), TFM_E_IO);
+  tfm_trainer_free(a), tfm_trainer_free(b), tfm_trainer_free(c);
+  free(saved.data);
+  remove(SAVED);
+}
+
+/* The disk is full: an error, and the checkpoint before is still whole. */
+TEST(a_full_disk_leaves_the_last_checkpoint) {
+  tfm_trainer *t = trained("gpt2", 1, NULL), *u;
+  struct stat st;
+  if (stat("/dev/full", &st) != 0) SKIP("there is no /dev/full");
+  CHECK_EQ_INT(tfm_trainer_save(t, SAVED), TFM_OK);
+  CHECK(symlink("/dev/full", SAVED ".part") == 0);
+  CHECK_EQ_INT(tfm_trainer_save(t, SAVED), TFM_E_IO);
+  CHECK_STR_HAS(tfm_error(), "disk");
+  u = trained("gpt2", 1, SAVED);
+  CHECK(!memcmp(t->w, u->w, (size_t)t->total * sizeof(float)));
+  tfm_trainer_free(t), tfm_trainer_free(u);
+  remove(SAVED);
+}
+
+/* A process that saves after every step is killed at random moments: each time the next goes on from
+   a whole checkpoint, and in the end all is as if nothing had happened. */
+TEST(kill_loses_no_checkpoint) {
+  tfm_trainer *t = trained("gpt2", 1, NULL), *whole = trained("gpt2", 19, NULL);
+  int kills = 0, round;
+  CHECK_EQ_INT(tfm_trainer_save(t, SAVED), TFM_OK);
+  tfm_trainer_free(t);
+  for (round = 0; round < 200; round++) {
+    int status = 0;
+    pid_t child = fork();
+    if (child == 0) {
+      int64_t step;
+      t = trained("gpt2", 1, SAVED);
+      for (step = t->step + 1; step <= 19; step++) {
+        tfm_trainer_free(t);
+        t = trained("gpt2", step, SAVED);
+        if (tfm_trainer_save(t, SAVED) != TFM_OK) _exit(2);
+      }
+      _exit(0);
+    }
+    usleep(1000 + (useconds_t)(tfmi_philox(12, (uint64_t)round, 0).word[0] % 20000));
+    kill(child, SIGKILL);
+    waitpid(child, &status, 0);
+    if (WIFEXITED(status)) {
+      CHECK_EQ_INT(WEXITSTATUS(status), 0);
+      break;
+    }
+    kills++;
+  }
+  t = trained("gpt2", 19, SAVED);
+  CHECK(kills > 0 && !memcmp(t->w, whole->w, (size_t)t->total * sizeof(float)));
+  printf("  killed %d times, at step %lld in the end\n", kills, (long long)t->step);
+  tfm_trainer_free(t), tfm_trainer_free(whole);
+  remove(SAVED);
+  remove(SAVED ".part");
 }
 
 TEST_MAIN

@@ -11359,8 +11359,8 @@ static tfm_weight_source tfmi_parameter_source(const tfm_trainer *t, const tfmi_
   s.rows = p->rows;
   s.cols = p->cols;
   s.stable = true;
-  s.roles = p->slot == TFMI_POSITIONS ? TFM_ROLE_GATHER : TFM_ROLE_MATMUL | TFM_ROLE_GRADIENT;
-  if (p->slot == TFMI_EMBED) s.roles |= TFM_ROLE_GATHER;
+  if (p->slot != TFMI_POSITIONS) s.roles = (unsigned)TFM_ROLE_MATMUL | (unsigned)TFM_ROLE_GRADIENT;
+  if (p->slot == TFMI_EMBED || p->slot == TFMI_POSITIONS) s.roles |= (unsigned)TFM_ROLE_GATHER;
   return s;
 }
 
@@ -12139,9 +12139,9 @@ TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_co
    become its config.json, by the same keys that >>families reads. The file is written in one go:
    its header is made twice, first to be measured.
 
-   A checkpoint is five words (mark, shape, floats of an arena, of its matrices, step), the arenas of
-   weights and moments as they are, and the checksum of all that. It is checked whole before any of
-   it is taken over. */
+   A checkpoint is five words (mark, shape, floats of an arena, of its matrices, step), the arenas
+   of weights and moments as they are, and the checksum of all that. It is checked whole before any
+   of it is taken over. */
 
 typedef struct tfmi_out { /* a file being written; fd -1 only counts */
   int fd;

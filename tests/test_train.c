@@ -649,8 +649,8 @@ TEST(a_full_disk_leaves_the_last_checkpoint) {
   remove(SAVED);
 }
 
-/* A process that saves after every step is killed at random moments: each time the next goes on from
-   a whole checkpoint, and in the end all is as if nothing had happened. */
+/* A process that saves after every step is killed at random moments: each time the next goes on
+   from a whole checkpoint, and in the end all is as if nothing had happened. */
 TEST(kill_loses_no_checkpoint) {
   tfm_trainer *t = trained("gpt2", 1, NULL), *whole = trained("gpt2", 19, NULL);
   int kills = 0, round;

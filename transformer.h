@@ -38,12 +38,13 @@
      >>api        types, contracts, declarations    >>families   models as rows of data, loading
      >>backend    the table of kernels              >>device     opening a table; the thread pool
      >>base       errors, memory, files             >>kernels    the reference, in portable C
-     >>objects    what the sections share           >>forward    one pass through the network
-     >>unicode    letters, numbers, white space     >>engine     memory, pages, many sequences
-     >>json       a strict pull parser              >>session    feeding, choosing, text
-     >>gguf       the GGUF container                >>generate   prompt in, text out
-     >>tokenizer  text to ids and back
-     >>formats    safetensors, shards, llama2.c
+     >>objects    what the sections share           >>gradients  the reference of training's entries
+     >>unicode    letters, numbers, white space     >>forward    one pass through the network
+     >>json       a strict pull parser              >>engine     memory, pages, many sequences
+     >>gguf       the GGUF container                >>session    feeding, choosing, text
+     >>tokenizer  text to ids and back              >>generate   prompt in, text out
+     >>formats    safetensors, shards, llama2.c     >>train      backward pass, optimiser, trainer
+                                                    >>export     folders, checkpoints
 
    Options, defined before the include:
      TRANSFORMER_IMPLEMENTATION         this file gets the code
@@ -465,6 +466,94 @@ typedef struct tfm_plan {      /* exact: the instances' high-water marks equal t
 TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *model,
                                    const tfm_engine_config *engine, tfm_plan *out);
 
+/* ---- Training -------------------------------------------------------------------------------- */
+
+/* A trainer owns a copy of a model's weights in float32, their gradients, the optimiser's moments
+   and the activations of one pass: all memory is taken when it is created, none in a step. */
+typedef struct tfm_trainer tfm_trainer;
+
+typedef enum tfm_schedule { /* of the learning rate after the warm-up */
+  TFM_CONSTANT = 0,
+  TFM_LINEAR = 1,  /* down to min_lr at the last step */
+  TFM_COSINE = 2,  /* the same along half a cosine */
+  TFM_WSD = 3      /* warm-up, stable, decay: linear over the last decay_steps */
+} tfm_schedule;
+
+typedef struct tfm_trainer_config {
+  tfm_host host;
+  tfm_device device;     /* of tfm_trainer_init; tfm_trainer_create takes the model's. 0: the first
+                            that can train */
+  int32_t threads;       /* workers; 0: one per core */
+  int32_t batch;         /* B rows of tokens in one pass; 0: 1 */
+  int32_t context;       /* T tokens of each; 0: the model's, at most 1024 */
+  int32_t accumulate;    /* passes of one step, whose gradients are averaged; 0: 1 */
+  float lr, min_lr;      /* highest and last learning rate; 0: 3e-4, 0 */
+  float beta1, beta2;    /* 0: 0.9, 0.95 */
+  float eps;             /* 0: 1e-8 */
+  float decay;           /* of matrices, not of vectors; 0: 0.1; below 0: none */
+  float clip;            /* longest gradient over all parameters; 0: 1; below 0: any */
+  tfm_schedule schedule;
+  int32_t warmup;        /* steps of a linear start */
+  int32_t steps;         /* in all, for the schedules that end */
+  int32_t decay_steps;   /* of TFM_WSD; 0: a fifth of steps */
+} tfm_trainer_config;
+
+typedef struct tfm_shape { /* a model to be made; what is 0 is as the family has it */
+  const char *family;    /* "gpt2", "llama"; NULL: "gpt2" */
+  int32_t layers, width, heads, vocabulary, context; /* required */
+  int32_t kv_heads;      /* 0: heads */
+  int32_t head_width;    /* 0: width / heads */
+  int32_t ffn_width;     /* 0: 4 width; llama: 8/3 width, up to a multiple of 32 */
+  bool untied;           /* a head of its own instead of the embedding table */
+  uint64_t seed;
+} tfm_shape;
+
+typedef struct tfm_step {
+  double loss;           /* mean cross entropy, natural logarithm, before the step */
+  double accuracy;       /* share of targets that were the most probable */
+  int64_t targets;       /* that were counted */
+  float gradient_norm;   /* of all parameters together, before clipping */
+  float lr;
+  int64_t step;          /* steps taken, this one included */
+  bool skipped;          /* loss or gradient was not finite: nothing was changed */
+} tfm_step;
+
+typedef struct tfm_trainer_info {
+  uint64_t parameters;
+  uint64_t memory_bytes;   /* held, which is also the most that it ever held */
+  uint64_t state_bytes;    /* of these, weights, gradients and moments */
+  int32_t batch, context, accumulate;
+  int64_t step;
+} tfm_trainer_info;
+
+/* Trains what the model's files hold, matrices of any type made float32. The model may be freed. */
+TFM_API tfm_trainer *tfm_trainer_create(const tfm_model *model, const tfm_trainer_config *config);
+/* Trains a new model, its weights drawn as the family's reference does: normal with deviation 0.02,
+   GPT-2's projections into the residual stream 0.02 / sqrt(2 L). */
+TFM_API tfm_trainer *tfm_trainer_init(const tfm_shape *shape, const tfm_trainer_config *config);
+TFM_API void tfm_trainer_free(tfm_trainer *trainer);
+/* What tfm_trainer_init would take, exactly, without taking it. */
+TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_config *config,
+                                    tfm_trainer_info *out);
+TFM_API tfm_status tfm_trainer_describe(const tfm_trainer *trainer, tfm_trainer_info *out);
+
+/* One step of AdamW. tokens and targets [accumulate, batch, context]: each row is a sequence of its
+   own, and a target is the token after its place, or -100 where none counts. out may be NULL. */
+TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
+                                    const int32_t *targets, tfm_step *out);
+/* The same loss and accuracy of one pass, [batch, context], without learning from it. */
+TFM_API tfm_status tfm_trainer_eval(tfm_trainer *trainer, const int32_t *tokens,
+                                    const int32_t *targets, tfm_step *out);
+/* Writes config.json and model.safetensors (float32) into an existing folder, each under a
+   temporary name first; tfm_model_load and transformers read them. */
+TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder);
+/* A checkpoint: weights, moments and the step, in one file with a checksum that takes its name only
+   when it is whole on the disk: whenever the machine stops, the name holds this one or the last. */
+TFM_API tfm_status tfm_trainer_save(tfm_trainer *trainer, const char *path);
+/* Goes on from a checkpoint, bit for bit as if never interrupted, in a trainer made of the same
+   shape with the same config. A file that does not fit or is damaged changes nothing. */
+TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path);
+
 /* =================================================================================================
    >>backend   the table of kernels that a device fills in
    =================================================================================================
@@ -482,6 +571,7 @@ TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *mod
       arrays, so that a recorded graph can be replayed. Scalars and pointers may be frozen into it.
    3. Padding: the engine rounds passes up to `row_multiple` rows. A row whose `seq` is -1 is
       ignored by embed, rope, kv_put, attn and sample; what an entry writes for it is undefined.
+      Passes that have a backward have no padding.
    4. Entries return nothing. A failure is kept in the device (tfm_dev_fail), everything enqueued
       after it may be skipped, and `sync` returns it, once. Arguments come from the library and are
       trusted.
@@ -539,11 +629,13 @@ TFM_API void tfm_parallel_for(tfm_dev *d, int32_t n, int32_t grain, tfm_job job,
 enum { /* what a weight is used for: pack may lay it out differently */
   TFM_ROLE_MATMUL = 1,   /* y = x W^T */
   TFM_ROLE_GATHER = 2,   /* rows by id: an embedding table (a tied head is both) */
-  TFM_ROLE_GRADIENT = 4  /* also dx = dy W: training; packed again after each update */
+  /* Training: also dx = dy W. The one part lies in the device's memory, stable, in the arena that
+     adamw writes; the weight is packed again, from there to the same place, after each update. */
+  TFM_ROLE_GRADIENT = 4
 };
 
 typedef struct tfm_part { /* rows of a weight that lie together in a file */
-  const void *data;       /* host memory, any alignment */
+  const void *data;       /* host memory, any alignment; for TFM_ROLE_GRADIENT device memory */
   tfm_type type;
   int32_t rows;
 } tfm_part;
@@ -681,6 +773,7 @@ typedef struct tfm_sampler { /* one row of logits each; device arrays */
 
 typedef struct tfm_adamw { /* Loshchilov and Hutter 2019 */
   float lr, beta1, beta2, eps, decay; /* decay 0 for vectors */
+  float clip;                         /* longest gradient, as a root of sumsq; 0: any */
   int32_t step;                       /* from 1, for the bias correction */
 } tfm_adamw;
 
@@ -820,19 +913,21 @@ struct tfm_backend {
   bool (*decode)(tfm_dev *d, const tfm_run_ahead *s, int32_t steps);
 
   /* Backward. dy is the gradient of the loss by y. */
-  /* Cross entropy. losses[r] = weight[r] * -log softmax(logits[r])[target[r]], 0 where target is
-     -100; count[0] = the sum of weights counted. logits [R, V] become their gradient, times scale.
-     weight NULL: ones. */
-  void (*loss)(tfm_dev *d, float *losses, float *count, tfm_mat logits, const int32_t *target,
+  /* Cross entropy. losses[r] = weight[r] * -log softmax(logits[r])[target[r]]; hits[r] = weight[r]
+     where the target is the most probable (the lowest id among equals), else 0; both 0 where target
+     is -100. logits [R, V] become their gradient, times scale. weight NULL: ones. */
+  void (*loss)(tfm_dev *d, float *losses, float *hits, tfm_mat logits, const int32_t *target,
                const float *weight, float scale);
-  /* dx = beta * dx + dy W: beta 0 or 1. w needs TFM_ROLE_GRADIENT. */
-  void (*matmul_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, float beta);
+  /* dx = beta * dx + dy W: beta 0 or 1; then, where x came out of an epilogue itself, through that
+     as epilogue_bwd does, in place. w needs TFM_ROLE_GRADIENT; before NULL: none. */
+  void (*matmul_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, float beta,
+                    const tfm_epilogue *before);
   /* dw += dy^T x [N, K]; db += column sums of dy [N], when not NULL. dw.type: the gradients'
-     type. */
+     type, F32 in the reference. */
   void (*matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x);
-  /* Backward of the epilogue up to x W^T + bias: dy becomes act'(aux) * cap'(..) * dropout(dy), in
-     place; the residual's gradient is dy as it came. */
-  void (*epilogue_bwd)(tfm_dev *d, tfm_mat dy, const tfm_epilogue *e);
+  /* Backward of the epilogue up to x W^T + bias: dx = dropout(dy) * cap'(act'(aux)), which may alias
+     dy; without aux neither act nor cap is passed. The residual's gradient is dy as it was. */
+  void (*epilogue_bwd)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_epilogue *e);
   /* dx = residual + gradient through norm; dw, db += [cols / groups]. dx may alias dy or
      residual. */
   void (*norm_bwd)(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy, tfm_mat x,
@@ -846,22 +941,27 @@ struct tfm_backend {
   void (*embed_bwd)(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_mat dy,
                     const tfm_rows *rows, float scale);
   /* dlogits [T, E] from dweight [T, top_k], plus the load-balancing loss's gradient times balance;
-     balance_loss += that loss (Fedus et al. 2021). */
+     balance_loss[0] += that loss: E * sum over e of (slots of e / T) * (mean of probs[, e]), as
+     Fedus et al. 2021 have it for top_k 1. */
   void (*route_bwd)(tfm_dev *d, tfm_mat dlogits, const float *dweight, const tfm_routing *r,
                     const tfm_moe *p, float balance, float *balance_loss);
+  /* dx[s] = weight[s] * dy[s / top_k]; dweight[s] = dy[s / top_k] . x[s]: slots s [T * top_k]. */
   void (*combine_bwd)(tfm_dev *d, tfm_mat dx, float *dweight, tfm_mat dy, tfm_mat x,
                       const tfm_routing *r);
+  /* dx[from(s)] = dy[s] W_e, from() as in matmul_moe; spread: dx [T, K] sums its slots in order of
+     j. dw [E * N, K] += dy[s]^T x[from(s)]. */
   void (*moe_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, const tfm_routing *r,
-                 bool spread); /* spread: dx [T, K] sums its slots in order of j */
+                 bool spread);
   void (*moe_dw)(tfm_dev *d, tfm_mat dw, tfm_mat dy, tfm_mat x, const tfm_routing *r, bool spread);
 
   /* Optimiser, over contiguous arenas: one launch for a whole model. */
   /* out[0] += sum of squares, non-finite when any element is. Fixed order. */
   void (*sumsq)(tfm_dev *d, float *out, const void *x, tfm_type type, int64_t n);
-  /* gscale is a device scalar times g (clipping); 0 or non-finite skips the step. w is stored in
-     its type from the float32 master (w == master when it is F32). */
+  /* sumsq[0] is of all gradients of the step, on the device: it tells the factor of clipping, and
+     skips the step when it is not finite. w is stored in its type from the float32 master (w ==
+     master when it is F32). */
   void (*adamw)(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
-                const void *g, tfm_type gtype, int64_t n, const float *gscale, const tfm_adamw *p);
+                const void *g, tfm_type gtype, int64_t n, const float *sumsq, const tfm_adamw *p);
 };
 
 /* The reference; and the companions, when they are linked (TFM_USE_CPU, TFM_USE_CUDA). A companion
@@ -1565,6 +1665,13 @@ static float tfmi_uniform(uint64_t seed, uint64_t sequence, uint64_t position) {
    >>objects   what the sections below share
    ============================================================================================== */
 
+typedef struct tfmi_rotation { /* what the frequencies are computed from */
+  double theta;
+  bool llama3;
+  double factor, low, high, original; /* of llama3's scaling */
+  bool factors; /* GGUF's, beside these */
+} tfmi_rotation;
+
 struct tfm_model {
   tfmi_heap heap;
   tfmi_block kept;    /* ring of everything the load kept */
@@ -1573,6 +1680,7 @@ struct tfm_model {
   const char *family, *format;
   tfm_type weights;   /* type of most weight bytes */
   bool tied;
+  tfmi_rotation rotation;
   int32_t bos;        /* -1: none */
   int32_t end[16], end_count;
   uint64_t parameters, token_bytes, mapped_bytes;
@@ -6412,12 +6520,6 @@ static void tfmi_net_shape(const tfmi_source *s, const tfmi_family *f, tfm_net *
 
 /* ---- Rotation ---- */
 
-typedef struct tfmi_rotation { /* what the frequencies are computed from */
-  double theta;
-  bool llama3;
-  double factor, low, high, original; /* of llama3's scaling */
-} tfmi_rotation;
-
 static const tfmi_key tfmi_rotation_theta[] = {
   {"rope_theta", "rope.freq_base", 1e-3, 1e12, 10000},
   {"rope_parameters.rope_theta", NULL, 1e-3, 1e12, 0}, /* as transformers 5 writes it */
@@ -6571,7 +6673,6 @@ typedef struct tfmi_builder {
   const tfmi_family *f;
   const char *const *slot;
   const char *prefix;
-  tfmi_rotation rotation;
   tfm_type convert;
   bool measure;
   uint8_t *host, *device;              /* the blocks, and what is used of them */
@@ -6835,14 +6936,14 @@ static void tfmi_frequencies(tfmi_builder *b) {
   tfmi_tensor *factors = tfmi_tensor_find(b->s, tfmi_text_of("rope_freqs.weight"));
   const float *frequencies;
   if (factors && b->s->gguf) {
-    factors->used = true;
+    factors->used = b->m->rotation.factors = true;
     tfmi_expect(b, factors, half, 0);
     tfmi_expect_type(b, factors, true);
     if (!b->measure) tfmi_floats(b->stage, factors, half);
   }
   for (i = 0; !b->measure && i < half; i++) {
     float divisor = factors && b->s->gguf ? b->stage[i] : 1.0f;
-    b->stage[i] = tfmi_rotation_frequency(&b->rotation, i, net->head_width) / divisor;
+    b->stage[i] = tfmi_rotation_frequency(&b->m->rotation, i, net->head_width) / divisor;
   }
   frequencies = tfmi_vector_end(b, (uint64_t)half);
   for (i = 0; i < net->layers; i++) {
@@ -6913,7 +7014,7 @@ static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_
                 tfmi_plain(embed->name).text);
     m->net.vocabulary = (int32_t)embed->dims[0];
   }
-  if (f->rotary) b->rotation = tfmi_rotation_of(s, f, &m->net);
+  if (f->rotary) m->rotation = tfmi_rotation_of(s, f, &m->net);
   m->tied = tfmi_builder_tied(b, embed);
   m->family = f->name;
   m->format = s->format;
@@ -8399,12 +8500,21 @@ typedef struct tfmi_keys { /* a tile of the keys that one row sees, for one kv h
   const uint8_t *k[TFMI_PANEL], *v[TFMI_PANEL];
 } tfmi_keys;
 
+/* Where to begin to look for the rows of a row's sequence: at its position 0 when that is where an
+   unbroken run begins, else at the first of all. */
+static int32_t tfmi_first_row(const tfm_rows *rows, int32_t row) {
+  int32_t first = row - rows->pos[row];
+  return first >= 0 && rows->pos[first] == 0 && rows->seq[first] == rows->seq[row] ? first : 0;
+}
+
 static void tfmi_keys_first(tfmi_keys *keys, const tfmi_attn_job *t, int32_t row, int32_t head) {
   int32_t pos = t->rows->pos[row];
   keys->row = row;
   keys->head = head;
   keys->type = t->kv->table ? t->kv->type : t->kv->key_rows.type;
-  keys->next = t->kv->table && t->p->window > 0 && pos >= t->p->window ? pos - t->p->window + 1 : 0;
+  keys->next = 0;
+  if (!t->kv->table) keys->next = tfmi_first_row(t->rows, row);
+  else if (t->p->window > 0 && pos >= t->p->window) keys->next = pos - t->p->window + 1;
 }
 
 /* From the cache. */
@@ -8475,19 +8585,20 @@ static void tfmi_attn_mix(float *TFMI_RESTRICT y, const float *p, const float *c
     for (j = 0; j < n; j++) y[j] += p[i] * v[i][j];
 }
 
-/* y[g] += sum over i of p[g][i] v[i], four values' rows at a time. */
-static void tfmi_attn_values(float *const *y, const float *p, int32_t heads, const tfmi_keys *keys,
+/* y[g] += sum over i of p[g][i] rows[i], four rows at a time. */
+static void tfmi_attn_values(float *const *y, const float *p, int32_t heads,
+                             const uint8_t *const *rows, int32_t count, tfm_type type,
                              int32_t width) {
   float decoded[4][TFMI_PIECE];
   const float *v[4];
   int32_t i, j, g, first;
-  for (i = 0; i < keys->n; i += 4)
+  for (i = 0; i < count; i += 4)
     for (first = 0; first < width; first += TFMI_PIECE) {
-      int32_t n = tfmi_min32(TFMI_PIECE, width - first), some = tfmi_min32(4, keys->n - i);
+      int32_t n = tfmi_min32(TFMI_PIECE, width - first), some = tfmi_min32(4, count - i);
       for (j = 0; j < some; j++) {
-        const uint8_t *from = keys->v[i + j] + tfmi_span(keys->type, first);
-        v[j] = keys->type == TFM_F32 ? (const float *)(const void *)from : decoded[j];
-        if (keys->type != TFM_F32) tfmi_codecs[keys->type].decode(decoded[j], from, n);
+        const uint8_t *from = rows[i + j] + tfmi_span(type, first);
+        v[j] = type == TFM_F32 ? (const float *)(const void *)from : decoded[j];
+        if (type != TFM_F32) tfmi_codecs[type].decode(decoded[j], from, n);
       }
       for (g = 0; g < heads; g++) tfmi_attn_mix(y[g] + first, p + g * TFMI_PANEL + i, v, some, n);
     }
@@ -8567,7 +8678,7 @@ static void tfmi_attn_heads(const tfmi_attn_job *t, int32_t row, int32_t first, 
       tfmi_attn_exp(&state[g], s, y[g], width);
       if (t->p->dropout.rate > 0) tfmi_attn_dropout(t, &keys, first + g, s);
     }
-    tfmi_attn_values(y, score, heads, &keys, width);
+    tfmi_attn_values(y, score, heads, keys.v, keys.n, keys.type, width);
   }
   for (g = 0; g < heads; g++) tfmi_attn_finish(t, row, first + g, y[g], state[g]);
 }
@@ -9058,6 +9169,892 @@ static bool tfmi_ref_record(tfm_dev *d, uint64_t key, bool begin) {
   return false;
 }
 
+/* =================================================================================================
+   >>gradients   the reference of what training adds: backward entries and the optimiser
+   =================================================================================================
+
+   The gradient of a product is two products, dx = dy W and dW += dy^T x, and both are one kernel:
+   rows of y grow by multiples of rows of b, y[i] += sum over j of a[j][i] b[j]. For dx the b are
+   rows of W, so that the weight needs no second form (TFM_ROLE_GRADIENT costs nothing here); for dW
+   they are the tokens' x. tfmi_mix_rows does that for 16 rows of y, the experts' lists of tokens
+   included.
+
+   Order of sums: over j as they come, one after the other; over tokens in the order of tokens. Work
+   is split over what is written, never over what is summed, so no bit depends on the threads.
+   Attention goes over its scores twice, once by rows for dq and once by keys for dk and dv, for the
+   same reason. */
+
+/* ---- Derivatives ---- */
+
+/* d[i] = act'(v[i]) */
+static void tfmi_act_slope(float *TFMI_RESTRICT d, const float *TFMI_RESTRICT v, int32_t n,
+                           tfm_act act) {
+  int32_t i;
+  switch (act) {
+    case TFM_ACT_NONE:
+      for (i = 0; i < n; i++) d[i] = 1.0f;
+      break;
+    case TFM_ACT_GELU: /* the normal distribution's integral, and x times its density */
+      for (i = 0; i < n; i++)
+        d[i] = 0.5f * (1.0f + erff(v[i] * 0.70710678f)) +
+               v[i] * 0.39894228f * tfmi_exp(-0.5f * v[i] * v[i]);
+      break;
+    case TFM_ACT_GELU_TANH: /* x s(2u), s the logistic function: s + x s (1 - s) 2u' */
+      for (i = 0; i < n; i++) {
+        float square = v[i] * v[i], u = 0.79788456f * (v[i] + 0.044715f * v[i] * square);
+        float s = 1.0f / (1.0f + tfmi_exp(-2.0f * u));
+        d[i] = s + v[i] * s * (1.0f - s) * 1.59576912f * (1.0f + 0.134145f * square);
+      }
+      break;
+    case TFM_ACT_SILU:
+      for (i = 0; i < n; i++) {
+        float s = 1.0f / (1.0f + tfmi_exp(-v[i]));
+        d[i] = s + v[i] * s * (1.0f - s);
+      }
+      break;
+    case TFM_ACT_RELU:
+      for (i = 0; i < n; i++) d[i] = v[i] > 0 ? 1.0f : 0.0f;
+      break;
+  }
+}
+
+/* The sum of a[i] b[i], in the lanes of all sums over rows. */
+static float tfmi_dot(const float *a, const float *b, int32_t n) {
+  float lane[TFMI_LANES] = {0};
+  tfmi_lanes sum;
+  int32_t i, l;
+  for (i = 0; i + TFMI_LANES <= n; i += TFMI_LANES)
+    for (l = 0; l < TFMI_LANES; l++) lane[l] += a[i + l] * b[i + l];
+  for (l = 0; i + l < n; l++) lane[l] += a[i + l] * b[i + l];
+  memcpy(&sum, lane, sizeof sum);
+  return tfmi_lanes_sum(&sum);
+}
+
+/* ---- The kernel ---- */
+
+enum {
+  TFMI_DEPTH = 64,       /* rows of b at a time */
+  TFMI_DEPTH_CODED = 16, /* ... when they must be decoded, on the stack */
+  TFMI_TILE = 64,        /* columns whose sums are in registers: 4 vectors of 16 */
+  TFMI_WIDTH = 256       /* columns of one item of work */
+};
+
+TFMI_INLINE void tfmi_lanes_axpy(tfmi_lanes *sum, float a, const tfmi_lanes *b) {
+#if defined(__GNUC__)
+  *sum += a * *b;
+#else
+  int l;
+  for (l = 0; l < 16; l++) sum->lane[l] += a * b->lane[l];
+#endif
+}
+
+/* y[i] += sum over j of a[j][i] b[j], 16 * vectors columns from col on. rows and vectors are
+   constants where this is inlined, so that the sums stay in registers. */
+TFMI_INLINE void tfmi_mix_tile(float *const *y, const float (*a)[TFMI_ROWS], const float *const *b,
+                               int32_t n, int32_t col, const int rows, const int vectors) {
+  tfmi_lanes s[4][4], t[4];
+  int32_t j;
+  int i, v;
+  for (i = 0; i < rows; i++)
+    for (v = 0; v < vectors; v++) memcpy(&s[i][v], y[i] + col + v * TFMI_LANES, sizeof s[i][v]);
+  for (j = 0; j < n; j++) {
+    for (v = 0; v < vectors; v++) memcpy(&t[v], b[j] + col + v * TFMI_LANES, sizeof t[v]);
+    for (i = 0; i < rows; i++)
+      for (v = 0; v < vectors; v++) tfmi_lanes_axpy(&s[i][v], a[j][i], &t[v]);
+  }
+  for (i = 0; i < rows; i++)
+    for (v = 0; v < vectors; v++) memcpy(y[i] + col + v * TFMI_LANES, &s[i][v], sizeof s[i][v]);
+}
+
+/* Up to 4 rows over all columns: wide tiles, narrow ones, single columns. */
+TFMI_INLINE void tfmi_mix_block(float *const *y, const float (*a)[TFMI_ROWS], const float *const *b,
+                                int32_t n, int32_t cols, const int rows) {
+  int32_t col = 0, j;
+  int i;
+  for (; col + TFMI_TILE <= cols; col += TFMI_TILE) tfmi_mix_tile(y, a, b, n, col, rows, 4);
+  for (; col + TFMI_LANES <= cols; col += TFMI_LANES) tfmi_mix_tile(y, a, b, n, col, rows, 1);
+  for (; col < cols; col++)
+    for (i = 0; i < rows; i++) {
+      float sum = y[i][col];
+      for (j = 0; j < n; j++) sum += a[j][i] * b[j][col];
+      y[i][col] = sum;
+    }
+}
+
+/* y[i] += sum over j of a[j][i] b[j], up to 16 rows of y and n of b. */
+static void tfmi_mix_rows(float *const *y, int32_t m, const float (*a)[TFMI_ROWS],
+                          const float *const *b, int32_t n, int32_t cols) {
+  int32_t i;
+  for (i = 0; i + 4 <= m; i += 4)
+    tfmi_mix_block(y + i, (const float (*)[TFMI_ROWS])&a[0][i], b, n, cols, 4);
+  a = (const float (*)[TFMI_ROWS])&a[0][i];
+  if (m - i == 1) tfmi_mix_block(y + i, a, b, n, cols, 1);
+  if (m - i == 2) tfmi_mix_block(y + i, a, b, n, cols, 2);
+  if (m - i == 3) tfmi_mix_block(y + i, a, b, n, cols, 3);
+}
+
+/* Rows of a stripe by way of the stack, where they are not F32. */
+static void tfmi_mix_coded(float *const *y, int32_t m, const float (*a)[TFMI_ROWS],
+                           const tfmi_stripe *s, int64_t first, int32_t n, int32_t col,
+                           int32_t cols) {
+  float decoded[TFMI_DEPTH_CODED][TFMI_TILE], *to[TFMI_ROWS];
+  const float *b[TFMI_DEPTH_CODED];
+  int32_t at, i, j;
+  for (at = 0; at < cols; at += TFMI_TILE) {
+    int32_t some = tfmi_min32(TFMI_TILE, cols - at);
+    for (j = 0; j < n; j++) {
+      const uint8_t *from = tfmi_stripe_row(s, first + j) + tfmi_span(s->type, col + at);
+      tfmi_codecs[s->type].decode(decoded[j], from, some);
+      b[j] = decoded[j];
+    }
+    for (i = 0; i < m; i++) to[i] = y[i] + at;
+    tfmi_mix_rows(to, m, a, b, n, some);
+  }
+}
+
+/* y[i] += dy[i] W, columns col and on, where W are w->rows rows from `first`; y points to col. */
+static void tfmi_mix_weight(float *const *y, const float *const *dy, int32_t m, const tfm_weight *w,
+                            int64_t first, int32_t col, int32_t cols) {
+  float a[TFMI_DEPTH][TFMI_ROWS];
+  const float *b[TFMI_DEPTH];
+  int32_t i, j, n, row;
+  for (row = 0; row < w->rows; row += n) {
+    const tfmi_stripe *s = tfmi_stripe_at(w, first + row);
+    int64_t left = s->first + s->rows - (first + row);
+    n = tfmi_min32(w->rows - row, s->type == TFM_F32 ? TFMI_DEPTH : TFMI_DEPTH_CODED);
+    n = left < n ? (int32_t)left : n;
+    for (j = 0; j < n; j++)
+      for (i = 0; i < m; i++) a[j][i] = dy[i][row + j];
+    if (s->type != TFM_F32) {
+      tfmi_mix_coded(y, m, (const float (*)[TFMI_ROWS])a, s, first + row, n, col, cols);
+      continue;
+    }
+    for (j = 0; j < n; j++)
+      b[j] = (const float *)(const void *)tfmi_stripe_row(s, first + row + j) + col;
+    tfmi_mix_rows(y, m, (const float (*)[TFMI_ROWS])a, b, n, cols);
+  }
+}
+
+/* ---- matmul_dx, matmul_dw and their experts' forms ---- */
+
+typedef struct tfmi_mix_job {
+  tfm_mat y, dy, x; /* y: dx or dw */
+  const tfm_weight *w;
+  float *sums;      /* db */
+  float beta;
+  const tfm_routing *routing;
+  bool spread;
+  int32_t pass;     /* of moe_dx: only the slots of this rank j; -1: all */
+  int32_t blocks, panels; /* of 16 rows of y, of TFMI_WIDTH columns */
+} tfmi_mix_job;
+
+/* Items are (panel, block), blocks running fastest: they share the panel of b. */
+static void tfmi_mix_run(tfm_dev *d, tfmi_mix_job *t, int32_t rows, int64_t depth, tfm_job job) {
+  int64_t work = depth * TFMI_ROWS * tfmi_min32(t->y.cols, TFMI_WIDTH);
+  t->blocks = (rows + TFMI_ROWS - 1) / TFMI_ROWS;
+  t->panels = (t->y.cols + TFMI_WIDTH - 1) / TFMI_WIDTH;
+  tfm_parallel_for(d, t->blocks * t->panels, tfmi_grain(work), job, t);
+}
+
+static void tfmi_dx_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_mix_job *t = (const tfmi_mix_job *)context;
+  const float *dy[TFMI_ROWS];
+  float *y[TFMI_ROWS];
+  int32_t item, i;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item % t->blocks * TFMI_ROWS, col = item / t->blocks * TFMI_WIDTH;
+    int32_t m = tfmi_min32(TFMI_ROWS, t->y.rows - row);
+    int32_t cols = tfmi_min32(TFMI_WIDTH, t->y.cols - col);
+    for (i = 0; i < m; i++) {
+      dy[i] = tfmi_row(t->dy, row + i);
+      y[i] = tfmi_row(t->y, row + i) + col;
+      if (t->beta == 0) memset(y[i], 0, (size_t)cols * sizeof *y[i]);
+    }
+    tfmi_mix_weight(y, dy, m, t->w, 0, col, cols);
+  }
+}
+
+static void tfmi_ref_epilogue_bwd(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_epilogue *e);
+
+static void tfmi_ref_matmul_dx(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, float beta,
+                               const tfm_epilogue *before) {
+  tfmi_mix_job job = {dx, dy, {NULL, TFM_F32, 0, 0, 0}, w, NULL, beta, NULL, false, -1, 0, 0};
+  tfmi_mix_run(d, &job, dx.rows, w->rows, tfmi_dx_items);
+  if (before) tfmi_ref_epilogue_bwd(d, dx, dx, before);
+}
+
+/* y[i] += sum over the n tokens (of slot, or all) of dy[token][row + i] x[token]. */
+static void tfmi_mix_tokens(const tfmi_mix_job *t, float *const *y, int32_t m, int32_t row,
+                            const int32_t *slot, int32_t n, int32_t col, int32_t cols) {
+  float a[TFMI_DEPTH][TFMI_ROWS];
+  const float *b[TFMI_DEPTH];
+  int32_t first, i, j;
+  for (first = 0; first < n; first += TFMI_DEPTH) {
+    int32_t some = tfmi_min32(TFMI_DEPTH, n - first);
+    for (j = 0; j < some; j++) {
+      int32_t from = slot ? slot[first + j] : first + j;
+      const float *dy = tfmi_row(t->dy, from) + row;
+      for (i = 0; i < m; i++) a[j][i] = dy[i];
+      b[j] = tfmi_row(t->x, slot && t->spread ? from / t->routing->top_k : from) + col;
+    }
+    tfmi_mix_rows(y, m, (const float (*)[TFMI_ROWS])a, b, some, cols);
+  }
+}
+
+static void tfmi_column_sums(float *sums, tfm_mat x, int32_t first, int32_t n) {
+  int32_t row, i;
+  for (row = 0; row < x.rows; row++) {
+    const float *from = tfmi_row(x, row) + first;
+    for (i = 0; i < n; i++) sums[first + i] += from[i];
+  }
+}
+
+/* With a routing, y is [E * N, K], and each expert's blocks begin anew. */
+static void tfmi_dw_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_mix_job *t = (const tfmi_mix_job *)context;
+  const tfm_routing *r = t->routing;
+  int32_t rows = t->dy.cols, per_expert = (rows + TFMI_ROWS - 1) / TFMI_ROWS, item, i;
+  float *y[TFMI_ROWS];
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t block = item % t->blocks, col = item / t->blocks * TFMI_WIDTH;
+    int32_t e = block / per_expert, row = block % per_expert * TFMI_ROWS;
+    int32_t m = tfmi_min32(TFMI_ROWS, rows - row), cols = tfmi_min32(TFMI_WIDTH, t->y.cols - col);
+    for (i = 0; i < m; i++) y[i] = tfmi_row(t->y, (int64_t)e * rows + row + i) + col;
+    if (r) tfmi_mix_tokens(t, y, m, row, r->order + r->begin[e], r->begin[e + 1] - r->begin[e],
+                           col, cols);
+    else tfmi_mix_tokens(t, y, m, row, NULL, t->dy.rows, col, cols);
+    if (t->sums && col == 0) tfmi_column_sums(t->sums, t->dy, row, m);
+  }
+}
+
+/* The gradients of weights are F32 here. */
+static bool tfmi_dw_check(tfm_dev *d, tfm_mat dw) {
+  if (dw.type != TFM_F32)
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "gradients of type %s: the reference has F32",
+                 tfm_type_name(dw.type));
+  return dw.type == TFM_F32;
+}
+
+static void tfmi_ref_matmul_dw(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x) {
+  tfmi_mix_job job = {dw, dy, x, NULL, db, 1, NULL, false, -1, 0, 0};
+  if (tfmi_dw_check(d, dw)) tfmi_mix_run(d, &job, dy.cols, dy.rows, tfmi_dw_items);
+}
+
+static void tfmi_ref_moe_dw(tfm_dev *d, tfm_mat dw, tfm_mat dy, tfm_mat x, const tfm_routing *r,
+                            bool spread) {
+  tfmi_mix_job job = {dw, dy, x, NULL, NULL, 1, r, spread, -1, 0, 0};
+  int32_t blocks = r->experts * ((dy.cols + TFMI_ROWS - 1) / TFMI_ROWS);
+  if (tfmi_dw_check(d, dw))
+    tfmi_mix_run(d, &job, blocks * TFMI_ROWS, dy.rows / r->experts + 1, tfmi_dw_items);
+}
+
+/* The slots of expert e that belong to this pass, 16 at a time: dx += dy W_e. */
+static void tfmi_moe_dx_expert(const tfmi_mix_job *t, int32_t e, int32_t col, int32_t cols) {
+  const tfm_routing *r = t->routing;
+  const float *dy[TFMI_ROWS];
+  float *y[TFMI_ROWS];
+  int32_t at, m = 0;
+  for (at = r->begin[e]; at < r->begin[e + 1]; at++) {
+    int32_t slot = r->order[at];
+    if (t->pass < 0 || slot % r->top_k == t->pass) {
+      dy[m] = tfmi_row(t->dy, slot);
+      y[m++] = tfmi_row(t->y, t->spread ? slot / r->top_k : slot) + col;
+    }
+    if (m == TFMI_ROWS || (m && at + 1 == r->begin[e + 1])) {
+      tfmi_mix_weight(y, dy, m, t->w, (int64_t)e * t->w->rows, col, cols);
+      m = 0;
+    }
+  }
+}
+
+/* Items are lanes of columns: a token's slots may lie with any expert. */
+static void tfmi_moe_dx_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_mix_job *t = (const tfmi_mix_job *)context;
+  int32_t e, col = begin * TFMI_LANES, cols = tfmi_min32(end * TFMI_LANES, t->y.cols) - col, row;
+  (void)worker;
+  for (row = 0; t->beta == 0 && row < t->y.rows; row++)
+    memset(tfmi_row(t->y, row) + col, 0, (size_t)cols * sizeof(float));
+  for (e = 0; e < t->routing->experts; e++) tfmi_moe_dx_expert(t, e, col, cols);
+}
+
+static void tfmi_ref_moe_dx(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w,
+                            const tfm_routing *r, bool spread) {
+  tfmi_mix_job job = {dx, dy, {NULL, TFM_F32, 0, 0, 0}, w, NULL, 0, r, spread, -1, 0, 0};
+  int32_t strips = (dx.cols + TFMI_LANES - 1) / TFMI_LANES, passes = spread ? r->top_k : 1, j;
+  for (j = 0; j < passes; j++) { /* one rank after the other keeps the order of the sum */
+    job.pass = spread ? j : -1;
+    job.beta = j > 0;
+    tfm_parallel_for(d, strips, tfmi_grain((int64_t)TFMI_LANES * w->rows * dy.rows),
+                     tfmi_moe_dx_items, &job);
+  }
+}
+
+/* ---- epilogue_bwd, glu_bwd ---- */
+
+typedef struct tfmi_slope_job {
+  tfm_mat dx, dy, gate_up;
+  const tfm_epilogue *e;
+  tfm_act act;
+  int32_t pieces; /* of TFMI_PIECE columns, per row */
+} tfmi_slope_job;
+
+/* d[0 .. n-1] = the derivative of cap(act(v)) at aux. */
+static void tfmi_epilogue_slope(float *d, const float *v, int32_t n, const tfm_epilogue *e) {
+  float value[TFMI_PIECE];
+  int32_t j;
+  tfmi_act_slope(d, v, n, e->act);
+  if (e->softcap == 0) return;
+  memcpy(value, v, (size_t)n * sizeof *v);
+  tfmi_act_row(value, n, e->act);
+  for (j = 0; j < n; j++) {
+    float t = tanhf(value[j] / e->softcap);
+    d[j] *= 1.0f - t * t;
+  }
+}
+
+static void tfmi_epilogue_bwd_pieces(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slope_job *t = (const tfmi_slope_job *)context;
+  const tfm_epilogue *e = t->e;
+  float slope[TFMI_PIECE];
+  int32_t item, j;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item / t->pieces, col = item % t->pieces * TFMI_PIECE;
+    int32_t n = tfmi_min32(TFMI_PIECE, t->dx.cols - col);
+    const float *dy = tfmi_row(t->dy, row) + col;
+    float *dx = tfmi_row(t->dx, row) + col;
+    for (j = 0; j < n; j++) slope[j] = 1.0f;
+    if (e->aux.data) tfmi_epilogue_slope(slope, tfmi_row(e->aux, row) + col, n, e);
+    if (e->dropout.rate > 0)
+      for (j = 0; j < n; j++) slope[j] *= tfmi_dropout(&e->dropout, row, col + j);
+    for (j = 0; j < n; j++) dx[j] = slope[j] * dy[j];
+  }
+}
+
+static void tfmi_ref_epilogue_bwd(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_epilogue *e) {
+  tfmi_slope_job job = {dx, dy, {NULL, TFM_F32, 0, 0, 0}, e, TFM_ACT_NONE, 0};
+  job.pieces = (dx.cols + TFMI_PIECE - 1) / TFMI_PIECE;
+  tfm_parallel_for(d, dx.rows * job.pieces, 32, tfmi_epilogue_bwd_pieces, &job);
+}
+
+static void tfmi_glu_bwd_pieces(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slope_job *t = (const tfmi_slope_job *)context;
+  float slope[TFMI_PIECE], value[TFMI_PIECE];
+  int32_t item, j;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item / t->pieces, col = item % t->pieces * TFMI_PIECE;
+    int32_t n = tfmi_min32(TFMI_PIECE, t->dy.cols - col);
+    const float *dy = tfmi_row(t->dy, row) + col, *gate = tfmi_row(t->gate_up, row) + col;
+    const float *up = gate + t->dy.cols;
+    float *dgate = tfmi_row(t->dx, row) + col, *dup = dgate + t->dy.cols;
+    memcpy(value, gate, (size_t)n * sizeof *value);
+    tfmi_act_row(value, n, t->act);
+    tfmi_act_slope(slope, gate, n, t->act);
+    for (j = 0; j < n; j++) dgate[j] = dy[j] * up[j] * slope[j];
+    for (j = 0; j < n; j++) dup[j] = dy[j] * value[j];
+  }
+}
+
+static void tfmi_ref_glu_bwd(tfm_dev *d, tfm_mat dgate_up, tfm_mat dy, tfm_mat gate_up,
+                             tfm_act act) {
+  tfmi_slope_job job = {dgate_up, dy, gate_up, NULL, act, 0};
+  job.pieces = (dy.cols + TFMI_PIECE - 1) / TFMI_PIECE;
+  tfm_parallel_for(d, dy.rows * job.pieces, 32, tfmi_glu_bwd_pieces, &job);
+}
+
+/* ---- norm_bwd ---- */
+
+typedef struct tfmi_norm_bwd_job {
+  tfm_mat dx, dy, x, residual;
+  const float *w, *stats;
+  float *dw, *db;
+  const tfm_norm *p;
+  int32_t groups;
+} tfmi_norm_bwd_job;
+
+/* sum[0] = the sum of g, sum[1] = of g xhat, where g = dy (w + offset), over n values. */
+static void tfmi_norm_bwd_sums(const tfmi_norm_bwd_job *t, float *sum, const float *dy,
+                               const float *x, int32_t n, const float *stats) {
+  float lane[2][TFMI_LANES] = {{0}};
+  tfmi_lanes v;
+  int32_t i, l;
+  for (i = 0; i < n; i += TFMI_LANES) {
+    int32_t some = tfmi_min32(TFMI_LANES, n - i);
+    for (l = 0; l < some; l++) {
+      float g = dy[i + l] * (t->w[i + l] + t->p->offset);
+      lane[0][l] += g;
+      lane[1][l] += g * (x[i + l] - stats[0]) * stats[1];
+    }
+  }
+  for (i = 0; i < 2; i++) {
+    memcpy(&v, lane[i], sizeof v);
+    sum[i] = tfmi_lanes_sum(&v);
+  }
+}
+
+static void tfmi_norm_bwd_vector(const tfmi_norm_bwd_job *t, float *dx, const float *dy,
+                                 const float *x, const float *residual, int32_t n,
+                                 const float *stats) {
+  float sum[2];
+  int32_t i;
+  tfmi_norm_bwd_sums(t, sum, dy, x, n, stats);
+  sum[0] = t->p->kind == TFM_NORM_LAYER ? sum[0] / (float)n : 0.0f; /* the mean's part */
+  sum[1] /= (float)n;
+  for (i = 0; i < n; i++) {
+    float g = dy[i] * (t->w[i] + t->p->offset), xhat = (x[i] - stats[0]) * stats[1];
+    float v = stats[1] * (g - sum[0] - xhat * sum[1]);
+    dx[i] = residual ? residual[i] + v : v;
+  }
+}
+
+static void tfmi_norm_bwd_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_norm_bwd_job *t = (const tfmi_norm_bwd_job *)context;
+  int32_t n = t->x.cols / t->groups, i, g;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    for (g = 0; g < t->groups; g++)
+      tfmi_norm_bwd_vector(t, tfmi_row(t->dx, i) + g * n, tfmi_row(t->dy, i) + g * n,
+                           tfmi_row(t->x, i) + g * n,
+                           t->residual.data ? tfmi_row(t->residual, i) + g * n : NULL, n,
+                           t->stats + 2 * ((int64_t)i * t->groups + g));
+}
+
+/* Columns [begin, end) of dw and db, over all rows and groups. */
+static void tfmi_norm_bwd_columns(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_norm_bwd_job *t = (const tfmi_norm_bwd_job *)context;
+  int32_t n = t->x.cols / t->groups, row, i, g;
+  (void)worker;
+  for (row = 0; row < t->x.rows; row++)
+    for (g = 0; g < t->groups; g++) {
+      const float *dy = tfmi_row(t->dy, row) + g * n, *x = tfmi_row(t->x, row) + g * n;
+      const float *stats = t->stats + 2 * ((int64_t)row * t->groups + g);
+      for (i = begin; i < end; i++) t->dw[i] += dy[i] * (x[i] - stats[0]) * stats[1];
+      for (i = begin; t->db && i < end; i++) t->db[i] += dy[i];
+    }
+}
+
+static int32_t tfmi_lanes_grain(int64_t work_per_column) { /* whole lanes: see tfmi_matmul_grain */
+  return (tfmi_grain(work_per_column) + TFMI_LANES - 1) & ~(TFMI_LANES - 1);
+}
+
+static void tfmi_ref_norm_bwd(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy, tfm_mat x,
+                              const float *w, tfm_mat residual, const float *stats,
+                              const tfm_norm *p) {
+  tfmi_norm_bwd_job job = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1};
+  tfm_parallel_for(d, x.cols / job.groups, tfmi_lanes_grain((int64_t)x.rows * job.groups),
+                   tfmi_norm_bwd_columns, &job); /* first: dx may lie over dy */
+  tfm_parallel_for(d, x.rows, tfmi_grain(4 * (int64_t)x.cols), tfmi_norm_bwd_rows, &job);
+}
+
+/* ---- attn_bwd ----
+   With p the probability of a key, from its score s and the row's lse, and dp = dy . v:
+   dv = sum of p dy, ds = p (dp - dy . y), dq = sum of ds k, dk = sum of ds q. Dropout multiplies p
+   for dv, and dp; the cap of a score c tanh(s / c) multiplies ds by 1 - (s / c)^2. */
+
+typedef struct tfmi_attn_bwd_job {
+  tfmi_attn_job attn; /* y, q, kv, rows, lse, p as forward had them */
+  tfm_mat dq, dk, dv, dy;
+} tfmi_attn_bwd_job;
+
+/* Scores become p in place, and dp becomes ds, for one pair of row and key. */
+static void tfmi_attn_pair(const tfmi_attn_bwd_job *t, float *score, float *dp, int32_t row,
+                           int32_t head, int32_t key_pos, float delta) {
+  const tfm_attn *a = t->attn.p;
+  float s = *score, drop = 1.0f, p;
+  p = tfmi_exp(s - t->attn.lse[(int64_t)row * a->heads + head]);
+  if (a->dropout.rate > 0) drop = tfmi_dropout(&a->dropout, row, head * (1 << 20) + key_pos);
+  *dp = p * (*dp * drop - delta) * a->scale;
+  if (a->softcap != 0) *dp *= 1.0f - s / a->softcap * (s / a->softcap);
+  *score = p * drop;
+}
+
+static float tfmi_attn_delta(const tfmi_attn_bwd_job *t, int32_t row, int32_t head) {
+  int32_t width = t->attn.kv->width;
+  return tfmi_dot(tfmi_row(t->dy, row) + head * width, tfmi_row(t->attn.y, row) + head * width,
+                  width);
+}
+
+/* dq of one row, query heads first .. first + heads - 1, which share a kv head. */
+static void tfmi_attn_dq(const tfmi_attn_bwd_job *t, int32_t row, int32_t first, int32_t heads) {
+  const tfmi_attn_job *a = &t->attn;
+  float score[TFMI_HEADS * TFMI_PANEL], dp[TFMI_HEADS * TFMI_PANEL], delta[TFMI_HEADS];
+  const float *q[TFMI_HEADS], *dy[TFMI_HEADS];
+  float *dq[TFMI_HEADS];
+  tfmi_keys keys;
+  int32_t g, i, width = a->kv->width;
+  for (g = 0; g < heads; g++) {
+    q[g] = tfmi_row(a->q, row) + (first + g) * width;
+    dy[g] = tfmi_row(t->dy, row) + (first + g) * width;
+    dq[g] = tfmi_row(t->dq, row) + (first + g) * width;
+    delta[g] = tfmi_attn_delta(t, row, first + g);
+    memset(dq[g], 0, (size_t)width * sizeof *dq[g]);
+  }
+  tfmi_keys_first(&keys, a, row, first / a->group);
+  while (tfmi_keys_next(&keys, a)) {
+    tfmi_attn_scores(score, a, q, heads, &keys);
+    for (i = 0; i < keys.n; i += 4)
+      tfmi_dots(dp + i, dy, heads, keys.v + i, tfmi_min32(4, keys.n - i), keys.type, width);
+    for (g = 0; g < heads; g++)
+      for (i = 0; i < keys.n; i++)
+        tfmi_attn_pair(t, score + g * TFMI_PANEL + i, dp + g * TFMI_PANEL + i, row, first + g,
+                       keys.pos[i], delta[g]);
+    tfmi_attn_values(dq, dp, heads, keys.k, keys.n, keys.type, width);
+  }
+}
+
+static void tfmi_attn_dq_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_attn_bwd_job *t = (const tfmi_attn_bwd_job *)context;
+  const tfmi_attn_job *a = &t->attn;
+  int32_t item;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item % a->rows->n, block = item / a->rows->n;
+    int32_t in_group = block % a->blocks * TFMI_HEADS;
+    tfmi_attn_dq(t, row, block / a->blocks * a->group + in_group,
+                 tfmi_min32(TFMI_HEADS, a->group - in_group));
+  }
+}
+
+typedef struct tfmi_queries { /* rows that see one of up to 4 keys: a tile of them */
+  int32_t next, n;
+  int32_t row[TFMI_PANEL];
+} tfmi_queries;
+
+static bool tfmi_sees(const tfmi_attn_job *a, int32_t row, int32_t key) {
+  const int32_t *pos = a->rows->pos, *seq = a->rows->seq;
+  return key <= row && seq[key] == seq[row] && pos[key] <= pos[row] &&
+         (a->p->window <= 0 || pos[key] > pos[row] - a->p->window);
+}
+
+static bool tfmi_queries_next(tfmi_queries *tile, const tfmi_attn_job *a, int32_t key,
+                              int32_t keys) {
+  int32_t i;
+  for (tile->n = 0; tile->n < TFMI_PANEL && tile->next < a->rows->n; tile->next++) {
+    for (i = 0; i < keys && !tfmi_sees(a, tile->next, key + i); i++) continue;
+    if (i < keys) tile->row[tile->n++] = tile->next;
+  }
+  return tile->n > 0;
+}
+
+/* dk and dv of keys key .. key + n - 1 grow by what one query head of a tile of rows has. */
+static void tfmi_attn_dkv_tile(const tfmi_attn_bwd_job *t, const tfmi_queries *tile, int32_t key,
+                               int32_t n, int32_t head) {
+  const tfmi_attn_job *a = &t->attn;
+  int32_t width = a->kv->width, at = head / a->group * width, i, j;
+  float score[TFMI_HEADS * TFMI_PANEL], dp[TFMI_HEADS * TFMI_PANEL], *dk[TFMI_HEADS],
+      *dv[TFMI_HEADS];
+  const float *k[TFMI_HEADS], *v[TFMI_HEADS];
+  const uint8_t *q[TFMI_PANEL], *dy[TFMI_PANEL];
+  for (j = 0; j < n; j++) {
+    k[j] = tfmi_row(a->kv->key_rows, key + j) + at;
+    v[j] = tfmi_row(a->kv->value_rows, key + j) + at;
+    dk[j] = tfmi_row(t->dk, key + j) + at;
+    dv[j] = tfmi_row(t->dv, key + j) + at;
+  }
+  for (i = 0; i < tile->n; i++) {
+    q[i] = (const uint8_t *)(tfmi_row(a->q, tile->row[i]) + head * width);
+    dy[i] = (const uint8_t *)(tfmi_row(t->dy, tile->row[i]) + head * width);
+  }
+  for (i = 0; i < tile->n; i += 4) {
+    tfmi_dots(score + i, k, n, q + i, tfmi_min32(4, tile->n - i), TFM_F32, width);
+    tfmi_dots(dp + i, v, n, dy + i, tfmi_min32(4, tile->n - i), TFM_F32, width);
+  }
+  for (j = 0; j < n; j++)
+    for (i = 0; i < tile->n; i++) score[j * TFMI_PANEL + i] *= a->p->scale;
+  for (j = 0; a->p->softcap != 0 && j < n; j++)
+    tfmi_softcap_row(score + j * TFMI_PANEL, tile->n, a->p->softcap);
+  for (i = 0; i < tile->n; i++) {
+    float delta = tfmi_attn_delta(t, tile->row[i], head);
+    for (j = 0; j < n; j++) {
+      float *s = score + j * TFMI_PANEL + i, *d = dp + j * TFMI_PANEL + i;
+      if (!tfmi_sees(a, tile->row[i], key + j)) *s = *d = 0.0f;
+      else tfmi_attn_pair(t, s, d, tile->row[i], head, a->rows->pos[key + j], delta);
+    }
+  }
+  tfmi_attn_values(dk, dp, n, q, tile->n, TFM_F32, width);
+  tfmi_attn_values(dv, score, n, dy, tile->n, TFM_F32, width);
+}
+
+/* Items are (kv head, block of 4 keys). */
+static void tfmi_attn_dkv_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_attn_bwd_job *t = (const tfmi_attn_bwd_job *)context;
+  const tfmi_attn_job *a = &t->attn;
+  int32_t blocks = (a->rows->n + TFMI_HEADS - 1) / TFMI_HEADS, width = a->kv->width, item, i, g;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t key = item % blocks * TFMI_HEADS, head = item / blocks;
+    int32_t n = tfmi_min32(TFMI_HEADS, a->rows->n - key);
+    tfmi_queries tile;
+    for (i = 0; i < n; i++) {
+      memset(tfmi_row(t->dk, key + i) + head * width, 0, (size_t)width * sizeof(float));
+      memset(tfmi_row(t->dv, key + i) + head * width, 0, (size_t)width * sizeof(float));
+    }
+    tile.next = key;
+    while (tfmi_queries_next(&tile, a, key, n))
+      for (g = 0; g < a->group; g++) tfmi_attn_dkv_tile(t, &tile, key, n, head * a->group + g);
+  }
+}
+
+static void tfmi_ref_attn_bwd(tfm_dev *d, tfm_mat dq, tfm_mat dk, tfm_mat dv, tfm_mat dy, tfm_mat y,
+                              tfm_mat q, const tfm_kv *kv, const tfm_rows *rows, const float *lse,
+                              const tfm_attn *p) {
+  tfmi_attn_bwd_job job;
+  int32_t blocks = (rows->n + TFMI_HEADS - 1) / TFMI_HEADS;
+  memset(&job, 0, sizeof job);
+  job.attn.y = y;
+  job.attn.q = q;
+  job.attn.kv = kv;
+  job.attn.rows = rows;
+  job.attn.lse = (float *)(uintptr_t)lse; /* only read here */
+  job.attn.p = p;
+  job.attn.group = p->heads / kv->heads;
+  job.attn.blocks = (job.attn.group + TFMI_HEADS - 1) / TFMI_HEADS;
+  job.dq = dq;
+  job.dk = dk;
+  job.dv = dv;
+  job.dy = dy;
+  tfm_parallel_for(d, rows->n * kv->heads * job.attn.blocks, 1, tfmi_attn_dq_items, &job);
+  tfm_parallel_for(d, blocks * kv->heads, 1, tfmi_attn_dkv_items, &job);
+}
+
+/* ---- embed_bwd ---- */
+
+typedef struct tfmi_embed_bwd_job {
+  tfm_mat dtable, dpositions, dy;
+  const tfm_rows *rows;
+  float scale;
+} tfmi_embed_bwd_job;
+
+/* Items are columns: rows of the table may meet, columns do not. */
+static void tfmi_embed_bwd_columns(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_embed_bwd_job *t = (const tfmi_embed_bwd_job *)context;
+  int32_t row, i;
+  (void)worker;
+  for (row = 0; row < t->rows->n; row++) {
+    const float *dy = tfmi_row(t->dy, row);
+    if (t->rows->seq[row] < 0) continue;
+    if (t->dtable.data) {
+      float *to = tfmi_row(t->dtable, t->rows->id[row]);
+      for (i = begin; i < end; i++) to[i] += t->scale * dy[i];
+    }
+    if (t->dpositions.data) {
+      float *to = tfmi_row(t->dpositions, t->rows->pos[row]);
+      for (i = begin; i < end; i++) to[i] += dy[i];
+    }
+  }
+}
+
+static void tfmi_ref_embed_bwd(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_mat dy,
+                               const tfm_rows *rows, float scale) {
+  tfmi_embed_bwd_job job = {dtable, dpositions, dy, rows, scale != 0 ? scale : 1.0f};
+  if ((dtable.data && !tfmi_dw_check(d, dtable)) ||
+      (dpositions.data && !tfmi_dw_check(d, dpositions)))
+    return;
+  tfm_parallel_for(d, dy.cols, tfmi_lanes_grain(rows->n), tfmi_embed_bwd_columns, &job);
+}
+
+/* ---- loss ---- */
+
+typedef struct tfmi_loss_job {
+  float *losses, *hits;
+  tfm_mat logits;
+  const int32_t *target;
+  const float *weight;
+  float scale;
+} tfmi_loss_job;
+
+static void tfmi_loss_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_loss_job *t = (const tfmi_loss_job *)context;
+  int32_t row, i, n = t->logits.cols;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    float *x = tfmi_row(t->logits, row), weight = t->weight ? t->weight[row] : 1.0f, all, top;
+    int32_t target = t->target[row];
+    t->losses[row] = t->hits[row] = 0;
+    if (target < 0) {
+      memset(x, 0, (size_t)n * sizeof *x);
+      continue;
+    }
+    all = tfmi_log_sum_exp(x, n);
+    top = tfmi_max(x, n);
+    t->losses[row] = weight * (all - x[target]);
+    t->hits[row] = tfmi_first_of(x, n, top) == target ? weight : 0.0f;
+    for (i = 0; i < n; i++) x[i] = weight * t->scale * tfmi_exp(x[i] - all);
+    x[target] -= weight * t->scale;
+  }
+}
+
+static void tfmi_ref_loss(tfm_dev *d, float *losses, float *hits, tfm_mat logits,
+                          const int32_t *target, const float *weight, float scale) {
+  tfmi_loss_job job = {losses, hits, logits, target, weight, scale};
+  tfm_parallel_for(d, logits.rows, tfmi_grain(16 * (int64_t)logits.cols), tfmi_loss_rows, &job);
+}
+
+/* ---- Mixture of experts ---- */
+
+/* dlogits of one token from dweight: the chosen weights are either a softmax of their own logits
+   (normalised, or softmax after the choice: the same thing), or entries of the softmax over all. */
+static void tfmi_route_bwd_row(float *dlogits, const float *dweight, const int32_t *expert,
+                               const float *weight, const float *probs, const tfm_moe *p) {
+  float factor = p->scale != 0 ? p->scale : 1.0f, mean = 0;
+  bool own = p->normalise || p->softmax_after;
+  int32_t i, j;
+  memset(dlogits, 0, (size_t)p->experts * sizeof *dlogits);
+  for (j = 0; j < p->top_k; j++) mean += weight[j] * dweight[j];
+  for (i = 0; !own && i < p->experts; i++) dlogits[i] = -probs[i] * mean;
+  for (j = 0; j < p->top_k; j++)
+    dlogits[expert[j]] += weight[j] * (own ? dweight[j] - mean / factor : dweight[j]);
+}
+
+/* The share of tokens that went to each expert times its mean probability, summed, times E. */
+static float tfmi_balance(const tfm_routing *r) {
+  double sum = 0, tokens = r->tokens;
+  int32_t t, e;
+  for (e = 0; e < r->experts; e++) {
+    double mean = 0;
+    for (t = 0; t < r->tokens; t++) mean += (double)r->probs[(int64_t)t * r->experts + e];
+    sum += (r->begin[e + 1] - r->begin[e]) / tokens * (mean / tokens);
+  }
+  return (float)(sum * r->experts);
+}
+
+static void tfmi_ref_route_bwd(tfm_dev *d, tfm_mat dlogits, const float *dweight,
+                               const tfm_routing *r, const tfm_moe *p, float balance,
+                               float *balance_loss) {
+  float tokens = (float)r->tokens, each = balance * (float)r->experts / tokens;
+  int32_t t, e;
+  (void)d;
+  for (t = 0; t < r->tokens; t++) {
+    const float *probs = r->probs + (int64_t)t * r->experts;
+    int64_t slot = (int64_t)t * r->top_k;
+    float *to = tfmi_row(dlogits, t), mean = 0;
+    tfmi_route_bwd_row(to, dweight + slot, r->expert + slot, r->weight + slot, probs, p);
+    for (e = 0; e < r->experts; e++)
+      mean += probs[e] * (float)(r->begin[e + 1] - r->begin[e]) / tokens;
+    for (e = 0; e < r->experts; e++)
+      to[e] += each * probs[e] * ((float)(r->begin[e + 1] - r->begin[e]) / tokens - mean);
+  }
+  *balance_loss += tfmi_balance(r);
+}
+
+typedef struct tfmi_combine_bwd_job {
+  tfm_mat dx, dy, x;
+  float *dweight;
+  const tfm_routing *routing;
+} tfmi_combine_bwd_job;
+
+static void tfmi_combine_bwd_slots(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_combine_bwd_job *t = (const tfmi_combine_bwd_job *)context;
+  int32_t slot, i;
+  (void)worker;
+  for (slot = begin; slot < end; slot++) {
+    const float *dy = tfmi_row(t->dy, slot / t->routing->top_k), *x = tfmi_row(t->x, slot);
+    float *dx = tfmi_row(t->dx, slot);
+    for (i = 0; i < t->dx.cols; i++) dx[i] = t->routing->weight[slot] * dy[i];
+    t->dweight[slot] = tfmi_dot(dy, x, t->dx.cols);
+  }
+}
+
+static void tfmi_ref_combine_bwd(tfm_dev *d, tfm_mat dx, float *dweight, tfm_mat dy, tfm_mat x,
+                                 const tfm_routing *r) {
+  tfmi_combine_bwd_job job = {dx, dy, x, dweight, r};
+  tfm_parallel_for(d, x.rows, tfmi_grain(2 * (int64_t)x.cols), tfmi_combine_bwd_slots, &job);
+}
+
+/* ---- The optimiser ---- */
+
+enum { TFMI_SHARES = 256 }; /* of a sum over an arena: their ends depend on its length only */
+
+typedef struct tfmi_arena_job {
+  void *w;
+  tfm_type type, gtype;
+  float *master, *m, *v;
+  float factor, fix1, fix2; /* of the gradient: clipping; of m and v: bias correction */
+  const uint8_t *g;
+  int64_t n, share; /* elements; of these in one item */
+  double *sums;     /* [TFMI_SHARES] */
+  const tfm_adamw *p;
+} tfmi_arena_job;
+
+/* A piece of the gradients as floats: where they lie, or decoded into `piece`. */
+static const float *tfmi_floats_at(const tfmi_arena_job *t, int64_t at, int32_t n, float *piece) {
+  if (t->gtype == TFM_F32) return (const float *)(const void *)t->g + at;
+  tfmi_codecs[t->gtype].decode(piece, t->g + tfmi_span(t->gtype, at), n);
+  return piece;
+}
+
+static void tfmi_sumsq_shares(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_arena_job *t = (const tfmi_arena_job *)context;
+  float piece[TFMI_PIECE];
+  int32_t item;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int64_t at = item * t->share, last = at + t->share < t->n ? at + t->share : t->n;
+    double sum = 0;
+    for (; at < last; at += TFMI_PIECE) {
+      int32_t some = last - at < TFMI_PIECE ? (int32_t)(last - at) : TFMI_PIECE;
+      sum += (double)tfmi_moment(tfmi_floats_at(t, at, some, piece), some, 0, 2);
+    }
+    t->sums[item] = sum;
+  }
+}
+
+static void tfmi_ref_sumsq(tfm_dev *d, float *out, const void *x, tfm_type type, int64_t n) {
+  double sums[TFMI_SHARES], sum = 0;
+  tfmi_arena_job job;
+  int32_t items, i;
+  memset(&job, 0, sizeof job);
+  job.g = (const uint8_t *)x;
+  job.gtype = type;
+  job.n = n;
+  job.share = (n / TFMI_SHARES / TFMI_STRETCH + 1) * TFMI_STRETCH;
+  job.sums = sums;
+  items = (int32_t)((n + job.share - 1) / job.share);
+  tfm_parallel_for(d, items, tfmi_grain(job.share), tfmi_sumsq_shares, &job);
+  for (i = 0; i < items; i++) sum += sums[i];
+  out[0] = (float)((double)out[0] + sum);
+}
+
+static void tfmi_adamw_piece(const tfmi_arena_job *t, int64_t at, int32_t n) {
+  const tfm_adamw *p = t->p;
+  float *TFMI_RESTRICT w = t->master + at, *TFMI_RESTRICT m = t->m + at;
+  float *TFMI_RESTRICT v = t->v + at, piece[TFMI_PIECE];
+  const float *g = tfmi_floats_at(t, at, n, piece);
+  int32_t i;
+  for (i = 0; i < n; i++) {
+    float slope = g[i] * t->factor;
+    m[i] = p->beta1 * m[i] + (1 - p->beta1) * slope;
+    v[i] = p->beta2 * v[i] + (1 - p->beta2) * slope * slope;
+    w[i] -= p->lr * (m[i] * t->fix1 / (sqrtf(v[i] * t->fix2) + p->eps) + p->decay * w[i]);
+  }
+  if (t->w == (void *)t->master) return;
+  tfmi_codecs[t->type].encode((uint8_t *)t->w + tfmi_span(t->type, at), w, n);
+}
+
+static void tfmi_adamw_shares(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_arena_job *t = (const tfmi_arena_job *)context;
+  int64_t at = begin * t->share, last = end * t->share < t->n ? end * t->share : t->n;
+  (void)worker;
+  for (; at < last; at += TFMI_PIECE)
+    tfmi_adamw_piece(t, at, last - at < TFMI_PIECE ? (int32_t)(last - at) : TFMI_PIECE);
+}
+
+static void tfmi_ref_adamw(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
+                           const void *g, tfm_type gtype, int64_t n, const float *sumsq,
+                           const tfm_adamw *p) {
+  tfmi_arena_job job = {w, type, gtype, master, m, v, 1, 1, 1, (const uint8_t *)g, n, TFMI_STRETCH,
+                        NULL, p};
+  float norm = sqrtf(sumsq[0]);
+  if (!(norm <= FLT_MAX)) return; /* infinite, or not a number */
+  if (p->clip > 0 && norm > p->clip) job.factor = p->clip / norm;
+  job.fix1 = (float)(1 / (1 - pow((double)p->beta1, p->step)));
+  job.fix2 = (float)(1 / (1 - pow((double)p->beta2, p->step)));
+  tfm_parallel_for(d, (int32_t)((n + job.share - 1) / job.share), 16, tfmi_adamw_shares, &job);
+}
+
 /* ---- The table ---- */
 
 static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the types check */
@@ -9099,20 +10096,20 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   tfmi_ref_top,
   NULL, /* layer */
   NULL, /* decode */
-  NULL, /* loss */
-  NULL, /* matmul_dx */
-  NULL, /* matmul_dw */
-  NULL, /* epilogue_bwd */
-  NULL, /* norm_bwd */
-  NULL, /* attn_bwd */
-  NULL, /* glu_bwd */
-  NULL, /* embed_bwd */
-  NULL, /* route_bwd */
-  NULL, /* combine_bwd */
-  NULL, /* moe_dx */
-  NULL, /* moe_dw */
-  NULL, /* sumsq */
-  NULL  /* adamw */
+  tfmi_ref_loss,
+  tfmi_ref_matmul_dx,
+  tfmi_ref_matmul_dw,
+  tfmi_ref_epilogue_bwd,
+  tfmi_ref_norm_bwd,
+  tfmi_ref_attn_bwd,
+  tfmi_ref_glu_bwd,
+  tfmi_ref_embed_bwd,
+  tfmi_ref_route_bwd,
+  tfmi_ref_combine_bwd,
+  tfmi_ref_moe_dx,
+  tfmi_ref_moe_dw,
+  tfmi_ref_sumsq,
+  tfmi_ref_adamw
 };
 
 TFM_API const tfm_backend *tfm_backend_ref(void) { return &tfmi_ref_table; }
@@ -9134,6 +10131,7 @@ TFM_API const tfm_backend *tfm_backend_ref(void) { return &tfmi_ref_table; }
 
 typedef struct tfmi_buffers { /* of one layer */
   tfm_mat in, norm1, qkv, attn, mid, norm2, up, act, out;
+  float *stats1, *stats2, *lse; /* of the norms [T, 2], of attention [T, H]: training, or NULL */
 } tfmi_buffers;
 
 typedef struct tfmi_pass { /* what one forward pass needs beside the network */
@@ -9142,6 +10140,7 @@ typedef struct tfmi_pass { /* what one forward pass needs beside the network */
   const tfm_kv *kv;            /* [L] */
   tfm_rows rows;
   tfmi_buffers buffers;        /* [T, ...] views */
+  const tfmi_buffers *kept;    /* [L] of each layer, for training; NULL: layers share buffers */
   float *probs;                /* [T * H, context] when tapped, else NULL */
   int32_t context;
   const int32_t *cancel; /* the engine's, looked at before every layer; NULL: cannot be cancelled */
@@ -9207,8 +10206,9 @@ static void tfmi_project(tfmi_pass *p, tfm_mat y, tfm_mat x, const tfm_weight *w
   TFMI_OP(p->dev, matmul)(p->dev, y, x, w, &e);
 }
 
-static void tfmi_apply_norm(tfmi_pass *p, tfm_mat y, tfm_mat x, const float *w, const float *b) {
-  TFMI_OP(p->dev, norm)(p->dev, y, x, w, b, tfmi_absent(), NULL, &p->net->norm);
+static void tfmi_apply_norm(tfmi_pass *p, tfm_mat y, tfm_mat x, const float *w, const float *b,
+                            float *stats) {
+  TFMI_OP(p->dev, norm)(p->dev, y, x, w, b, tfmi_absent(), stats, &p->net->norm);
 }
 
 /* mid = in + attention(norm(in)). */
@@ -9225,15 +10225,15 @@ static void tfmi_attention(tfmi_pass *p, int32_t index) {
   attn.probs = p->probs;
   attn.probs_stride = p->context;
 
-  tfmi_apply_norm(p, b->norm1, b->in, layer->norm1, layer->norm1_bias);
+  tfmi_apply_norm(p, b->norm1, b->in, layer->norm1, layer->norm1_bias, b->stats1);
   tfmi_tell(p, "norm1", index, b->norm1);
   tfmi_project(p, b->qkv, b->norm1, &layer->qkv, layer->qkv_bias, tfmi_absent());
   tfmi_tell(p, "qkv", index, b->qkv);
   if (layer->rope.rot) TFMI_OP(p->dev, rope)(p->dev, q_and_k, p->rows.pos, &layer->rope);
   tfmi_tell(p, "q", index, q);
   tfmi_tell(p, "k", index, k);
-  TFMI_OP(p->dev, kv_put)(p->dev, &p->kv[index], k, v, &p->rows);
-  TFMI_OP(p->dev, attn)(p->dev, b->attn, q, &p->kv[index], &p->rows, NULL, &attn);
+  if (p->kv[index].table) TFMI_OP(p->dev, kv_put)(p->dev, &p->kv[index], k, v, &p->rows);
+  TFMI_OP(p->dev, attn)(p->dev, b->attn, q, &p->kv[index], &p->rows, b->lse, &attn);
   tfmi_tell_probs(p, index);
   tfmi_tell(p, "attn", index, b->attn);
   tfmi_project(p, b->mid, b->attn, &layer->out, layer->out_bias, b->in);
@@ -9249,7 +10249,7 @@ static void tfmi_feed_forward(tfmi_pass *p, int32_t index) {
   memset(&up, 0, sizeof up);
   up.bias = layer->up_bias;
 
-  tfmi_apply_norm(p, b->norm2, b->mid, layer->norm2, layer->norm2_bias);
+  tfmi_apply_norm(p, b->norm2, b->mid, layer->norm2, layer->norm2_bias, b->stats2);
   tfmi_tell(p, "norm2", index, b->norm2);
   if (net->gated) {
     TFMI_OP(p->dev, matmul)(p->dev, b->up, b->norm2, &layer->up, &up);
@@ -9281,7 +10281,8 @@ static bool tfmi_forward(tfmi_pass *p) {
   tfmi_tell(p, "embed", -1, p->buffers.in);
   for (layer = 0; layer < net->layers; layer++) {
     if (tfmi_cancelled(p)) return false;
-    if (!p->tap && !d->override_mask && d->table->layer &&
+    if (p->kept) p->buffers = p->kept[layer];
+    if (!p->tap && !p->kept && !d->override_mask && d->table->layer &&
         d->table->layer(d, p->buffers.out, net, layer, &p->kv[layer], &p->rows)) continue;
     tfmi_attention(p, layer);
     tfmi_feed_forward(p, layer);
@@ -9295,7 +10296,7 @@ static void tfmi_head(tfmi_pass *p, tfm_mat logits, tfm_mat h, tfm_mat x) {
   memset(&e, 0, sizeof e);
   e.bias = p->net->head_bias;
   e.softcap = p->net->logit_softcap;
-  tfmi_apply_norm(p, h, x, p->net->final_norm, p->net->final_norm_bias);
+  tfmi_apply_norm(p, h, x, p->net->final_norm, p->net->final_norm_bias, NULL);
   tfmi_tell(p, "norm", -1, h);
   TFMI_OP(p->dev, matmul)(p->dev, logits, h, &p->net->head, &e);
   tfmi_tell(p, "logits", -1, logits);
@@ -9419,6 +10420,7 @@ static tfmi_buffers tfmi_take_buffers(tfmi_arena *a, const tfm_net *net, tfm_mat
   b.qkv = tfmi_take_mat(a, type, rows, qkv);
   b.attn = tfmi_take_mat(a, type, rows, net->heads * net->head_width);
   b.act = tfmi_take_mat(a, type, rows, net->ffn_width);
+  b.stats1 = b.stats2 = b.lse = NULL;
   b.up = tfmi_absent();
   if (net->gated) b.up = tfmi_take_mat(a, type, rows, 2 * net->ffn_width);
   else if (keep_up) b.up = tfmi_take_mat(a, type, rows, net->ffn_width);
@@ -10429,6 +11431,1313 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
   }
   if (!o.ended) tfmi_output_emit(&o, o.n); /* what was held back never became a stop string */
   return id >= 0 || id == TFM_END || id == TFM_E_FULL ? tokens : id;
+}
+
+/* =================================================================================================
+   >>train   the backward pass, the optimiser's steps, the trainer
+   =================================================================================================
+
+   All weights lie in one arena of floats, matrices first, then vectors, as only matrices decay;
+   gradients and the two moments are arenas of the same layout. So the optimiser is two launches,
+   and the gradient of anything is found by its distance from the start. tfmi_parameters lists what
+   there is; a parameter is one matrix or vector of the tfm_net.
+
+   A pass is >>forward with buffers of its own for every layer, then the same in reverse. `d`
+   carries the gradient of the residual stream down through the layers: each branch adds to it
+   through its norm. The head runs over TFMI_HEAD_ROWS rows at a time, so that logits are never held
+   for all. */
+
+enum { TFMI_HEAD_ROWS = 256 };
+
+typedef struct tfmi_parameter {
+  tfmi_slot slot;
+  int32_t layer;        /* -1: of the whole network */
+  bool bias;
+  int32_t rows, cols;   /* cols 0: a vector of rows */
+  tfm_weight *weight;   /* of a matrix */
+  const float **vector; /* of a vector */
+  int64_t at;           /* in the arenas */
+} tfmi_parameter;
+
+typedef struct tfmi_layer_at { int64_t qkv, out, up, down; } tfmi_layer_at; /* in the arenas */
+
+struct tfm_trainer {
+  tfmi_heap heap;
+  tfm_dev dev;
+  tfm_trainer_config config; /* with the defaults filled in */
+  const tfmi_family *family;
+  tfmi_rotation rotation;
+  tfm_net net;               /* over the arenas */
+  bool tied;
+  int32_t bos;               /* -1: none */
+  int32_t end[16], end_count; /* as the model's */
+  int32_t rows;              /* N = batch * context */
+  int64_t step, total, matrices; /* floats of an arena; of its matrices */
+  size_t list_bytes, host_bytes, device_bytes;
+  void *lists, *host_block, *device_block;
+  /* host */
+  tfmi_parameter *parameter; /* [parameters] */
+  int32_t parameters;
+  tfmi_layer_at *at;         /* [L] */
+  tfmi_buffers *buffers;     /* [L] */
+  tfm_kv *kv;                /* [L] */
+  float *stage;              /* what comes and goes: at least [max(N, TFMI_STRETCH)] */
+  int32_t *ids;              /* [N] */
+  uint8_t *packed;           /* the weights' own structures */
+  /* device */
+  uint8_t *packed_device;
+  float *w, *g, *m, *v, *frequencies, *sumsq, *losses, *hits, *head_stats;
+  int32_t *id, *pos, *seq, *target;
+  tfm_mat normed, logits;                     /* [N, C], [TFMI_HEAD_ROWS, V] */
+  tfm_mat d, d_norm, d_qkv, d_attn, d_up, d_act; /* gradients of the layer at hand */
+};
+
+/* ---- Parameters ---- */
+
+static void tfmi_parameter_add(tfm_trainer *t, tfmi_parameter p) {
+  int64_t values = (int64_t)p.rows * (p.cols ? p.cols : 1);
+  p.at = t->total;
+  t->total += values;
+  t->parameter[t->parameters++] = p;
+}
+
+static int64_t tfmi_matrix_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, tfm_weight *w,
+                               int32_t rows, int32_t cols) {
+  tfmi_parameter p = {slot, layer, false, rows, cols, w, NULL, 0};
+  int64_t at = t->total;
+  tfmi_parameter_add(t, p);
+  return at;
+}
+
+/* A vector is there when the network had it: the pointer says so. */
+static void tfmi_vector_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, bool bias,
+                            const float **vector, int32_t rows) {
+  tfmi_parameter p = {slot, layer, bias, rows, 0, NULL, vector, 0};
+  if (*vector) tfmi_parameter_add(t, p);
+}
+
+static void tfmi_layer_matrices(tfm_trainer *t, int32_t i) {
+  tfm_net *net = &t->net;
+  tfm_layer *y = &net->layer[i];
+  tfmi_layer_at *at = &t->at[i];
+  int32_t all = net->heads * net->head_width, kv = net->kv_heads * net->head_width;
+  at->qkv = tfmi_matrix_add(t, TFMI_QKV, i, &y->qkv, all + 2 * kv, net->width);
+  at->out = tfmi_matrix_add(t, TFMI_OUT, i, &y->out, net->width, all);
+  at->up = tfmi_matrix_add(t, net->gated ? TFMI_GATE_UP : TFMI_UP, i, &y->up,
+                           net->ffn_width * (net->gated ? 2 : 1), net->width);
+  at->down = tfmi_matrix_add(t, TFMI_DOWN, i, &y->down, net->width, net->ffn_width);
+}
+
+static void tfmi_layer_vectors(tfm_trainer *t, int32_t i) {
+  tfm_net *net = &t->net;
+  tfm_layer *y = &net->layer[i];
+  int32_t all = (net->heads + 2 * net->kv_heads) * net->head_width;
+  tfmi_vector_add(t, TFMI_NORM1, i, false, &y->norm1, net->width);
+  tfmi_vector_add(t, TFMI_NORM1, i, true, &y->norm1_bias, net->width);
+  tfmi_vector_add(t, TFMI_QKV, i, true, &y->qkv_bias, all);
+  tfmi_vector_add(t, TFMI_OUT, i, true, &y->out_bias, net->width);
+  tfmi_vector_add(t, TFMI_NORM2, i, false, &y->norm2, net->width);
+  tfmi_vector_add(t, TFMI_NORM2, i, true, &y->norm2_bias, net->width);
+  tfmi_vector_add(t, net->gated ? TFMI_GATE_UP : TFMI_UP, i, true, &y->up_bias,
+                  net->ffn_width * (net->gated ? 2 : 1));
+  tfmi_vector_add(t, TFMI_DOWN, i, true, &y->down_bias, net->width);
+}
+
+/* Lists all parameters, in the order of the arenas. */
+static void tfmi_parameters(tfm_trainer *t) {
+  tfm_net *net = &t->net;
+  int32_t i;
+  t->parameters = 0;
+  t->total = 0;
+  tfmi_matrix_add(t, TFMI_EMBED, -1, &net->embed, net->vocabulary, net->width);
+  if (net->positions.rows)
+    tfmi_matrix_add(t, TFMI_POSITIONS, -1, &net->positions, net->context, net->width);
+  if (!t->tied) tfmi_matrix_add(t, TFMI_HEAD, -1, &net->head, net->vocabulary, net->width);
+  for (i = 0; i < net->layers; i++) tfmi_layer_matrices(t, i);
+  t->matrices = t->total;
+  for (i = 0; i < net->layers; i++) tfmi_layer_vectors(t, i);
+  tfmi_vector_add(t, TFMI_FINAL_NORM, -1, false, &net->final_norm, net->width);
+  tfmi_vector_add(t, TFMI_FINAL_NORM, -1, true, &net->final_norm_bias, net->width);
+}
+
+static tfm_mat tfmi_parameter_mat(float *arena, const tfmi_parameter *p) {
+  tfm_mat m = {arena + p->at, TFM_F32, p->rows, p->cols, p->cols};
+  return m;
+}
+
+/* The gradient of a matrix of the network, [rows, cols] at its place in the arena. */
+static tfm_mat tfmi_gradient(const tfm_trainer *t, int64_t at, const tfm_weight *w) {
+  tfm_mat m = {t->g + at, TFM_F32, w->rows, w->cols, w->cols};
+  return m;
+}
+
+/* ... and of a vector; NULL where there is none. */
+static float *tfmi_vector_gradient(const tfm_trainer *t, const float *vector) {
+  return vector ? t->g + (vector - t->w) : NULL;
+}
+
+/* ---- Packing: again after each update, as tables may keep weights in forms of their own ---- */
+
+static tfm_weight_source tfmi_parameter_source(const tfm_trainer *t, const tfmi_parameter *p,
+                                               tfm_part *part) {
+  tfm_weight_source s;
+  memset(&s, 0, sizeof s);
+  part->data = t->w + p->at;
+  part->type = TFM_F32;
+  part->rows = p->rows;
+  s.parts = part;
+  s.part_count = 1;
+  s.rows = p->rows;
+  s.cols = p->cols;
+  s.stable = true;
+  if (p->slot != TFMI_POSITIONS) s.roles = (unsigned)TFM_ROLE_MATMUL | (unsigned)TFM_ROLE_GRADIENT;
+  if (p->slot == TFMI_EMBED || p->slot == TFMI_POSITIONS) s.roles |= (unsigned)TFM_ROLE_GATHER;
+  return s;
+}
+
+/* Packs all matrices into the blocks; or, while these are not there, adds up what they take. */
+static void tfmi_pack_parameters(tfm_trainer *t, size_t *host, size_t *device) {
+  const tfm_backend *table = t->dev.table;
+  int32_t i;
+  *host = *device = 0;
+  for (i = 0; i < t->parameters && t->parameter[i].weight; i++) {
+    const tfmi_parameter *p = &t->parameter[i];
+    tfm_part part;
+    tfm_weight_source s = tfmi_parameter_source(t, p, &part);
+    tfm_pack_size size = table->pack_size(&t->dev, &s);
+    p->weight->rows = p->rows;
+    p->weight->cols = p->cols;
+    if (t->packed)
+      table->pack(&t->dev, p->weight, &s, t->packed + *host, t->packed_device + *device);
+    *host += size.host_bytes;
+    *device += size.device_bytes;
+  }
+  if (t->tied) t->net.head = t->net.embed;
+}
+
+/* ---- Memory ---- */
+
+static float *tfmi_take_floats(tfmi_arena *a, int64_t count) {
+  return TFMI_NEW(float, tfmi_take(a, (uint64_t)count, sizeof(float)));
+}
+
+/* What one layer keeps from forward for backward; `in` is the out of the layer below. */
+static tfmi_buffers tfmi_take_kept(tfm_trainer *t, tfmi_arena *a, tfm_mat in) {
+  const tfm_net *net = &t->net;
+  tfm_type type = t->dev.table->activation;
+  int32_t n = t->rows;
+  tfmi_buffers b;
+  b.in = in;
+  b.norm1 = tfmi_take_mat(a, type, n, net->width);
+  b.qkv = tfmi_take_mat(a, type, n, (net->heads + 2 * net->kv_heads) * net->head_width);
+  b.attn = tfmi_take_mat(a, type, n, net->heads * net->head_width);
+  b.mid = tfmi_take_mat(a, type, n, net->width);
+  b.norm2 = tfmi_take_mat(a, type, n, net->width);
+  b.up = tfmi_take_mat(a, type, n, net->ffn_width * (net->gated ? 2 : 1));
+  b.act = tfmi_take_mat(a, type, n, net->ffn_width);
+  b.out = tfmi_take_mat(a, type, n, net->width);
+  b.stats1 = tfmi_take_floats(a, 2 * (int64_t)n);
+  b.stats2 = tfmi_take_floats(a, 2 * (int64_t)n);
+  b.lse = tfmi_take_floats(a, (int64_t)n * net->heads);
+  return b;
+}
+
+/* Keys and values of a pass are its own rows. */
+static tfm_kv tfmi_kept_kv(const tfm_net *net, const tfmi_buffers *b) {
+  int32_t q = net->heads * net->head_width, k = net->kv_heads * net->head_width;
+  tfm_kv kv;
+  memset(&kv, 0, sizeof kv);
+  kv.type = b->qkv.type;
+  kv.heads = net->kv_heads;
+  kv.width = net->head_width;
+  kv.key_rows = tfmi_columns(b->qkv, q, k);
+  kv.value_rows = tfmi_columns(b->qkv, q + k, k);
+  return kv;
+}
+
+static void tfmi_take_gradients(tfm_trainer *t, tfmi_arena *a) {
+  const tfm_net *net = &t->net;
+  tfm_type type = t->dev.table->activation;
+  int32_t n = t->rows;
+  t->d = tfmi_take_mat(a, type, n, net->width);
+  t->d_norm = tfmi_take_mat(a, type, n, net->width);
+  t->d_qkv = tfmi_take_mat(a, type, n, (net->heads + 2 * net->kv_heads) * net->head_width);
+  t->d_attn = tfmi_take_mat(a, type, n, net->heads * net->head_width);
+  t->d_act = tfmi_take_mat(a, type, n, net->ffn_width);
+  t->d_up = net->gated ? tfmi_take_mat(a, type, n, 2 * net->ffn_width) : t->d_act;
+}
+
+static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
+  const tfm_net *net = &t->net;
+  tfm_type type = t->dev.table->activation;
+  tfm_mat in;
+  int32_t i;
+  t->w = tfmi_take_floats(a, t->total);
+  t->g = tfmi_take_floats(a, t->total);
+  t->m = tfmi_take_floats(a, t->total);
+  t->v = tfmi_take_floats(a, t->total);
+  t->packed_device = (uint8_t *)tfmi_take(a, packed, 1);
+  t->frequencies = tfmi_take_floats(a, net->head_width / 2);
+  t->sumsq = tfmi_take_floats(a, 1);
+  t->losses = tfmi_take_floats(a, t->rows);
+  t->hits = tfmi_take_floats(a, t->rows);
+  t->head_stats = tfmi_take_floats(a, 2 * (int64_t)t->rows);
+  t->id = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
+  t->pos = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
+  t->seq = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
+  t->target = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
+  t->normed = tfmi_take_mat(a, type, t->rows, net->width);
+  t->logits = tfmi_take_mat(a, TFM_F32, tfmi_min32(t->rows, TFMI_HEAD_ROWS), net->vocabulary);
+  tfmi_take_gradients(t, a);
+  in = tfmi_take_mat(a, type, t->rows, net->width);
+  for (i = 0; i < net->layers; i++) {
+    tfmi_buffers b = tfmi_take_kept(t, a, in);
+    in = b.out;
+    t->buffers[i] = b;
+    if (a->base) t->kv[i] = tfmi_kept_kv(net, &b);
+  }
+}
+
+/* Lists of L entries come first: what follows is measured with their help, in a plan too. */
+static void tfmi_take_lists(tfm_trainer *t, tfmi_arena *a) {
+  uint64_t layers = (uint64_t)t->net.layers;
+  t->net.layer = TFMI_NEW(tfm_layer, tfmi_take(a, layers, sizeof(tfm_layer)));
+  t->parameter = TFMI_NEW(tfmi_parameter, tfmi_take(a, 5 + 12 * layers, sizeof(tfmi_parameter)));
+  t->at = TFMI_NEW(tfmi_layer_at, tfmi_take(a, layers, sizeof(tfmi_layer_at)));
+  t->buffers = TFMI_NEW(tfmi_buffers, tfmi_take(a, layers, sizeof(tfmi_buffers)));
+  t->kv = TFMI_NEW(tfm_kv, tfmi_take(a, layers, sizeof(tfm_kv)));
+}
+
+static void tfmi_take_host(tfm_trainer *t, tfmi_arena *a, size_t packed) {
+  int32_t i, stage = tfmi_max32(t->rows, TFMI_STRETCH);
+  for (i = 0; i < t->parameters; i++) /* export turns matrices of layers 16 columns at a time */
+    if (t->parameter[i].layer >= 0) stage = tfmi_max32(stage, TFMI_LANES * t->parameter[i].rows);
+  t->stage = tfmi_take_floats(a, stage);
+  t->ids = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
+  t->packed = (uint8_t *)tfmi_take(a, packed, 1);
+}
+
+static char *tfmi_aligned(void *block) {
+  return block ? (char *)block + (64 - (uintptr_t)block % 64) % 64 : NULL;
+}
+
+static tfm_status tfmi_trainer_lists(tfm_trainer *t) {
+  tfmi_arena a = {NULL, 0, false};
+  tfmi_take_lists(t, &a);
+  t->list_bytes = a.used + 64;
+  t->lists = tfmi_heap_get(&t->heap, t->list_bytes);
+  if (!t->lists) return tfmi_error.status;
+  a.base = tfmi_aligned(t->lists);
+  a.used = 0;
+  tfmi_take_lists(t, &a);
+  return TFM_OK;
+}
+
+/* Measures, charges, and, unless the heap is dry, allocates. */
+static tfm_status tfmi_trainer_memory(tfm_trainer *t) {
+  tfmi_arena host = {NULL, 0, false}, device = {NULL, 0, false};
+  size_t packed, packed_device;
+  tfm_status status;
+  tfmi_pack_parameters(t, &packed, &packed_device);
+  tfmi_take_host(t, &host, packed);
+  tfmi_take_device(t, &device, packed_device);
+  if (host.overflow || device.overflow)
+    return tfmi_report(TFM_E_MEMORY, "trainer: the model and %d rows of activations are more than "
+                       "the address space holds", (int)t->rows);
+  status = tfmi_heap_charge(&t->heap, device.used + TFMI_SLACK);
+  if (status != TFM_OK) return status;
+  if (t->heap.dry) return tfmi_heap_charge(&t->heap, host.used + 64);
+  t->host_block = tfmi_heap_get(&t->heap, t->host_bytes = host.used + 64);
+  if (!t->host_block) return tfmi_error.status;
+  t->device_block = t->dev.table->alloc(&t->dev, t->device_bytes = device.used);
+  if (!t->device_block)
+    return tfmi_report(TFM_E_MEMORY, "out of memory: device %s refused %llu bytes for training",
+                       t->dev.table->name, (unsigned long long)device.used);
+  host.base = tfmi_aligned(t->host_block);
+  device.base = (char *)t->device_block;
+  host.used = device.used = 0;
+  tfmi_take_host(t, &host, packed);
+  tfmi_take_device(t, &device, packed_device);
+  return TFM_OK;
+}
+
+/* ---- One pass forward and back ---- */
+
+/* A batch goes to the device. */
+static void tfmi_batch_put(tfm_trainer *t, const int32_t *tokens, const int32_t *targets) {
+  size_t bytes = (size_t)t->rows * sizeof(int32_t);
+  t->dev.table->put(&t->dev, t->id, tokens, bytes);
+  t->dev.table->put(&t->dev, t->target, targets, bytes);
+}
+
+static tfm_rows tfmi_batch_rows(const tfm_trainer *t) {
+  tfm_rows rows;
+  rows.n = t->rows;
+  rows.id = t->id;
+  rows.pos = t->pos;
+  rows.seq = t->seq;
+  return rows;
+}
+
+/* The rows through all layers, everything kept. False: cancelled. */
+static bool tfmi_train_forward(tfm_trainer *t) {
+  tfmi_pass p;
+  memset(&p, 0, sizeof p);
+  p.dev = &t->dev;
+  p.net = &t->net;
+  p.kv = t->kv;
+  p.rows = tfmi_batch_rows(t);
+  p.kept = t->buffers;
+  p.buffers = t->buffers[0];
+  p.host_cancel = t->heap.host.cancel;
+  if (!tfmi_forward(&p)) return false;
+  tfmi_apply_norm(&p, t->normed, p.buffers.out, t->net.final_norm, t->net.final_norm_bias,
+                  t->head_stats);
+  return true;
+}
+
+/* Rows [first, first + n) through the head: losses and hits; and, when learning, the head's
+   gradient and what it leaves in d_norm. */
+static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, float scale, bool learn) {
+  tfm_dev *d = &t->dev;
+  int64_t at = t->parameter[t->tied ? 0 : t->net.positions.rows ? 2 : 1].at;
+  tfm_mat h = tfmi_rows_of(t->normed, first, n), logits = tfmi_rows_of(t->logits, 0, n);
+  tfm_epilogue e;
+  memset(&e, 0, sizeof e);
+  TFMI_OP(d, matmul)(d, logits, h, &t->net.head, &e);
+  TFMI_OP(d, loss)(d, t->losses + first, t->hits + first, logits, t->target + first, NULL, scale);
+  if (!learn) return;
+  TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h);
+  TFMI_OP(d, matmul_dx)(d, tfmi_rows_of(t->d_norm, first, n), logits, &t->net.head, 0, NULL);
+}
+
+static void tfmi_train_loss(tfm_trainer *t, float scale, bool learn) {
+  int32_t first;
+  for (first = 0; first < t->rows; first += TFMI_HEAD_ROWS)
+    tfmi_train_head(t, first, tfmi_min32(TFMI_HEAD_ROWS, t->rows - first), scale, learn);
+}
+
+/* d += the gradient of d_norm through a norm whose input was x. */
+static void tfmi_norm_back(tfm_trainer *t, tfm_mat residual, tfm_mat x, const float *w,
+                           const float *b, const float *stats) {
+  tfm_dev *d = &t->dev;
+  TFMI_OP(d, norm_bwd)(d, t->d, tfmi_vector_gradient(t, w), tfmi_vector_gradient(t, b), t->d_norm,
+                       x, w, residual, stats, &t->net.norm);
+}
+
+/* The gradients of y = x W^T + bias. */
+static void tfmi_project_back(tfm_trainer *t, tfm_mat dx, tfm_mat dy, tfm_mat x, int64_t at,
+                              const tfm_weight *w, const float *bias, const tfm_epilogue *before) {
+  tfm_dev *d = &t->dev;
+  TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, w), tfmi_vector_gradient(t, bias), dy, x);
+  TFMI_OP(d, matmul_dx)(d, dx, dy, w, 0, before);
+}
+
+/* out = mid + down(act(up(norm(mid)))), backwards: d is out's gradient and becomes mid's. */
+static void tfmi_feed_forward_back(tfm_trainer *t, int32_t i) {
+  tfm_dev *d = &t->dev;
+  const tfm_layer *layer = &t->net.layer[i];
+  const tfmi_buffers *b = &t->buffers[i];
+  tfm_epilogue act;
+  memset(&act, 0, sizeof act);
+  act.act = t->net.act;
+  act.aux = b->up;
+  tfmi_project_back(t, t->d_act, t->d, b->act, t->at[i].down, &layer->down, layer->down_bias,
+                    t->net.gated ? NULL : &act);
+  if (t->net.gated) TFMI_OP(d, glu_bwd)(d, t->d_up, t->d_act, b->up, t->net.act);
+  tfmi_project_back(t, t->d_norm, t->d_up, b->norm2, t->at[i].up, &layer->up, layer->up_bias, NULL);
+  tfmi_norm_back(t, t->d, b->mid, layer->norm2, layer->norm2_bias, b->stats2);
+}
+
+/* mid = in + out(attention(norm(in))), backwards: d is mid's gradient and becomes in's. */
+static void tfmi_attention_back(tfm_trainer *t, int32_t i) {
+  tfm_dev *d = &t->dev;
+  const tfm_net *net = &t->net;
+  const tfm_layer *layer = &net->layer[i];
+  const tfmi_buffers *b = &t->buffers[i];
+  int32_t q = net->heads * net->head_width, k = net->kv_heads * net->head_width;
+  tfm_rows rows = tfmi_batch_rows(t);
+  tfm_rope back = layer->rope;
+  back.inverse = true;
+  tfmi_project_back(t, t->d_attn, t->d, b->attn, t->at[i].out, &layer->out, layer->out_bias, NULL);
+  TFMI_OP(d, attn_bwd)(d, tfmi_columns(t->d_qkv, 0, q), tfmi_columns(t->d_qkv, q, k),
+                       tfmi_columns(t->d_qkv, q + k, k), t->d_attn, b->attn,
+                       tfmi_columns(b->qkv, 0, q), &t->kv[i], &rows, b->lse, &layer->attn);
+  if (back.rot) TFMI_OP(d, rope)(d, tfmi_columns(t->d_qkv, 0, q + k), t->pos, &back);
+  tfmi_project_back(t, t->d_norm, t->d_qkv, b->norm1, t->at[i].qkv, &layer->qkv, layer->qkv_bias,
+                    NULL);
+  tfmi_norm_back(t, t->d, b->in, layer->norm1, layer->norm1_bias, b->stats1);
+}
+
+/* All gradients of a batch whose losses are known; d_norm holds that of the final norm's result. */
+static void tfmi_train_back(tfm_trainer *t) {
+  tfm_dev *d = &t->dev;
+  const tfm_net *net = &t->net;
+  tfm_rows rows = tfmi_batch_rows(t);
+  tfm_mat positions = tfmi_absent();
+  int32_t i;
+  tfmi_norm_back(t, tfmi_absent(), t->buffers[net->layers - 1].out, net->final_norm,
+                 net->final_norm_bias, t->head_stats);
+  for (i = net->layers - 1; i >= 0; i--) {
+    tfmi_feed_forward_back(t, i);
+    tfmi_attention_back(t, i);
+  }
+  if (net->positions.rows) positions = tfmi_gradient(t, t->parameter[1].at, &net->positions);
+  TFMI_OP(d, embed_bwd)(d, tfmi_gradient(t, 0, &net->embed), positions, t->d, &rows,
+                        net->embed_scale);
+}
+
+/* ---- Steps ---- */
+
+/* The learning rate of step s, counted from 0. */
+static float tfmi_learning_rate(const tfm_trainer_config *c, int64_t s) {
+  double whole = c->steps - c->warmup, done = whole > 0 ? (double)(s - c->warmup) / whole : 1, left;
+  if (s < c->warmup) return c->lr * (float)((double)(s + 1) / c->warmup);
+  if (done > 1) done = 1;
+  left = 1; /* of the way from min_lr to lr */
+  if (c->schedule == TFM_LINEAR) left = 1 - done;
+  if (c->schedule == TFM_COSINE) left = 0.5 + 0.5 * cos(3.14159265358979323846 * done);
+  if (c->schedule == TFM_WSD && s > c->steps - c->decay_steps)
+    left = s < c->steps ? (double)(c->steps - s) / c->decay_steps : 0;
+  return c->min_lr + (c->lr - c->min_lr) * (float)left;
+}
+
+/* Checks n tokens and targets; counts the targets. */
+static tfm_status tfmi_batch_check(const tfm_trainer *t, const int32_t *tokens,
+                                   const int32_t *targets, int64_t n, int64_t *counted) {
+  int32_t vocabulary = t->net.vocabulary;
+  int64_t i;
+  *counted = 0;
+  if (!tokens || !targets)
+    return tfmi_report(TFM_E_ARG, "trainer: tokens or targets are NULL");
+  for (i = 0; i < n; i++) {
+    if (tokens[i] < 0 || tokens[i] >= vocabulary)
+      return tfmi_report(TFM_E_ARG, "trainer: token %lld is %d; expected 0 to %d", (long long)i,
+                         (int)tokens[i], (int)vocabulary - 1);
+    if (targets[i] != -100 && (targets[i] < 0 || targets[i] >= vocabulary))
+      return tfmi_report(TFM_E_ARG, "trainer: target %lld is %d; expected 0 to %d, or -100",
+                         (long long)i, (int)targets[i], (int)vocabulary - 1);
+    *counted += targets[i] != -100;
+  }
+  if (*counted == 0) return tfmi_report(TFM_E_ARG, "trainer: every target is -100");
+  return TFM_OK;
+}
+
+static double tfmi_sum_back(tfm_trainer *t, const float *device) {
+  double sum = 0;
+  int32_t i;
+  t->dev.table->get(&t->dev, t->stage, device, (size_t)t->rows * sizeof *t->stage);
+  for (i = 0; i < t->rows; i++) sum += (double)t->stage[i];
+  return sum;
+}
+
+static tfm_status tfmi_trainer_sync(tfm_trainer *t) {
+  tfm_dev *d = &t->dev;
+  tfm_status status = d->table->sync(d);
+  if (status == TFM_OK) return TFM_OK;
+  return tfmi_report(status, "device %s: %s", d->table->name, d->message);
+}
+
+/* Runs `passes` batches: sums in out, and, when learning, the mean's gradient in g. */
+static tfm_status tfmi_train_passes(tfm_trainer *t, const int32_t *tokens, const int32_t *targets,
+                                    int32_t passes, bool learn, tfm_step *out) {
+  tfm_dev *d = &t->dev;
+  tfm_status status;
+  int32_t i;
+  memset(out, 0, sizeof *out);
+  status = tfmi_batch_check(t, tokens, targets, (int64_t)passes * t->rows, &out->targets);
+  if (status != TFM_OK) return status;
+  if (learn) d->table->zero(d, t->g, (size_t)t->total * sizeof *t->g);
+  for (i = 0; i < passes; i++, tokens += t->rows, targets += t->rows) {
+    tfmi_batch_put(t, tokens, targets);
+    if (!tfmi_train_forward(t)) return tfmi_report(TFM_E_CANCELLED, "training was cancelled");
+    tfmi_train_loss(t, (float)(1.0 / (double)out->targets), learn);
+    if (learn) tfmi_train_back(t);
+    out->loss += tfmi_sum_back(t, t->losses);
+    out->accuracy += tfmi_sum_back(t, t->hits);
+  }
+  out->loss /= (double)out->targets;
+  out->accuracy /= (double)out->targets;
+  return tfmi_trainer_sync(t);
+}
+
+/* w moves along g, and is packed again. */
+static void tfmi_train_update(tfm_trainer *t, float lr) {
+  const tfm_trainer_config *c = &t->config;
+  tfm_dev *d = &t->dev;
+  tfm_adamw p = {lr, c->beta1, c->beta2, c->eps, c->decay, c->clip, 0};
+  int64_t n = t->matrices;
+  size_t host, device;
+  p.step = (int32_t)(t->step < INT32_MAX ? t->step + 1 : INT32_MAX);
+  TFMI_OP(d, adamw)(d, t->w, TFM_F32, t->w, t->m, t->v, t->g, TFM_F32, n, t->sumsq, &p);
+  p.decay = 0;
+  TFMI_OP(d, adamw)(d, t->w + n, TFM_F32, t->w + n, t->m + n, t->v + n, t->g + n, TFM_F32,
+                    t->total - n, t->sumsq, &p);
+  tfmi_pack_parameters(t, &host, &device);
+}
+
+TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
+                                    const int32_t *targets, tfm_step *out) {
+  tfm_trainer *t = trainer;
+  tfm_step s;
+  tfm_status status;
+  tfm_dev *d;
+  float square = 0;
+  if (!t) return tfmi_null_object("tfm_trainer_step");
+  d = &t->dev;
+  status = tfmi_train_passes(t, tokens, targets, t->config.accumulate, true, &s);
+  if (status != TFM_OK) return status;
+  d->table->zero(d, t->sumsq, sizeof *t->sumsq);
+  TFMI_OP(d, sumsq)(d, t->sumsq, t->g, TFM_F32, t->total);
+  d->table->get(d, &square, t->sumsq, sizeof square);
+  s.gradient_norm = sqrtf(square);
+  s.lr = tfmi_learning_rate(&t->config, t->step);
+  s.skipped = !isfinite(square) || !isfinite(s.loss);
+  if (s.skipped) {
+    tfmi_log(&t->heap.host, TFM_LOG_WARNING, "step %lld is skipped: loss %g, gradient norm %g",
+             (long long)t->step + 1, s.loss, (double)s.gradient_norm);
+  } else {
+    tfmi_train_update(t, s.lr);
+    t->step++;
+  }
+  s.step = t->step;
+  if (out) *out = s;
+  return tfmi_trainer_sync(t);
+}
+
+TFM_API tfm_status tfm_trainer_eval(tfm_trainer *trainer, const int32_t *tokens,
+                                    const int32_t *targets, tfm_step *out) {
+  tfm_step s;
+  tfm_status status;
+  if (!trainer) return tfmi_null_object("tfm_trainer_eval");
+  status = tfmi_train_passes(trainer, tokens, targets, 1, false, &s);
+  s.step = trainer->step;
+  if (status == TFM_OK && out) *out = s;
+  return status;
+}
+
+/* ---- Creation ---- */
+
+static tfm_status tfmi_bad_training(const char *field, double value, const char *expected) {
+  return tfmi_report(TFM_E_ARG, "tfm_trainer_config.%s is %g; expected %s", field, value, expected);
+}
+
+static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
+  if (c->batch < 1 || c->batch > 65536) return tfmi_bad_training("batch", c->batch, "1 to 65536");
+  if (c->accumulate < 1) return tfmi_bad_training("accumulate", c->accumulate, "1 or more");
+  if (!(c->lr > 0 && c->lr < FLT_MAX)) return tfmi_bad_training("lr", (double)c->lr, "above 0");
+  if (!(c->min_lr >= 0 && c->min_lr <= c->lr))
+    return tfmi_bad_training("min_lr", (double)c->min_lr, "0 to lr");
+  if (!(c->beta1 >= 0 && c->beta1 < 1))
+    return tfmi_bad_training("beta1", (double)c->beta1, "0 to below 1");
+  if (!(c->beta2 >= 0 && c->beta2 < 1))
+    return tfmi_bad_training("beta2", (double)c->beta2, "0 to below 1");
+  if (!(c->eps > 0)) return tfmi_bad_training("eps", (double)c->eps, "above 0");
+  if ((int)c->schedule < 0 || c->schedule > TFM_WSD)
+    return tfmi_bad_training("schedule", (double)c->schedule, "one of tfm_schedule");
+  if (c->warmup < 0) return tfmi_bad_training("warmup", c->warmup, "0 or more");
+  if (c->steps < 0 || (c->schedule != TFM_CONSTANT && c->steps <= c->warmup))
+    return tfmi_bad_training("steps", c->steps, "more than warmup, as the schedule ends");
+  if (c->decay_steps < 0 || c->decay_steps > c->steps)
+    return tfmi_bad_training("decay_steps", c->decay_steps, "0 to steps");
+  return TFM_OK;
+}
+
+/* Fills in the defaults: every 0 becomes what the comments of tfm_trainer_config say. */
+static tfm_status tfmi_trainer_configure(tfm_trainer *t) {
+  tfm_trainer_config *c = &t->config;
+  tfm_status status;
+  if (c->batch == 0) c->batch = 1;
+  if (c->accumulate == 0) c->accumulate = 1;
+  if (c->context == 0) c->context = tfmi_min32(t->net.context, 1024);
+  if (c->lr == 0) c->lr = 3e-4f;
+  if (c->beta1 == 0) c->beta1 = 0.9f;
+  if (c->beta2 == 0) c->beta2 = 0.95f;
+  if (c->eps == 0) c->eps = 1e-8f;
+  if (c->decay == 0) c->decay = 0.1f;
+  if (c->decay < 0) c->decay = 0;
+  if (c->clip == 0) c->clip = 1;
+  if (c->clip < 0) c->clip = 0;
+  if (c->decay_steps == 0) c->decay_steps = tfmi_max32(c->steps / 5, 1) * (c->steps > 0);
+  status = tfmi_trainer_check(c);
+  if (status != TFM_OK) return status;
+  if (c->context < 1 || c->context > t->net.context)
+    return tfmi_report(TFM_E_ARG, "tfm_trainer_config.context is %d; expected 1 to the model's %d",
+                       (int)c->context, (int)t->net.context);
+  if ((int64_t)c->batch * c->context > (1 << 24))
+    return tfmi_bad_training("batch", c->batch, "at most 2^24 tokens in a pass; use accumulate");
+  t->rows = c->batch * c->context;
+  return TFM_OK;
+}
+
+/* Where the parameters come from: a model, or a shape. */
+typedef struct tfmi_origin {
+  const tfm_model *model;
+  const tfm_shape *shape;
+} tfmi_origin;
+
+static const float tfmi_there = 0; /* what a vector points to before there is memory for it */
+
+/* The network of a shape, but for its layers. */
+static tfm_status tfmi_shape_net(tfm_trainer *t, const tfm_shape *s) {
+  tfm_net *net = &t->net;
+  const tfmi_family *f = tfmi_family_named(tfmi_text_of(s->family ? s->family : "gpt2"));
+  int i;
+  if (!f) return tfmi_report(TFM_E_UNSUPPORTED, "tfm_shape.family is %s; expected gpt2 or llama",
+                             s->family);
+  t->family = f;
+  t->tied = !s->untied;
+  t->rotation.theta = 10000;
+  net->layers = s->layers;
+  net->width = s->width;
+  net->heads = s->heads;
+  net->kv_heads = s->kv_heads ? s->kv_heads : s->heads;
+  net->head_width = s->head_width ? s->head_width : s->width / (s->heads > 0 ? s->heads : 1);
+  net->ffn_width = s->ffn_width ? s->ffn_width
+                   : f->gated   ? (s->width * 8 / 3 + 31) / 32 * 32 : 4 * s->width;
+  net->vocabulary = s->vocabulary;
+  net->context = s->context;
+  net->norm.kind = f->norm;
+  net->norm.eps = (float)f->eps.fallback;
+  net->norm.offset = f->norm_offset;
+  net->gated = f->gated;
+  for (i = 0; i < TFMI_COUNT(tfmi_acts); i++)
+    if (strcmp(tfmi_acts[i].name, f->act) == 0) net->act = tfmi_acts[i].act;
+  if (!f->rotary) net->positions.rows = net->context;
+  net->final_norm = &tfmi_there;
+  net->final_norm_bias = f->norm == TFM_NORM_LAYER ? &tfmi_there : NULL;
+  return TFM_OK;
+}
+
+static void tfmi_shape_layer(const tfm_trainer *t, tfm_layer *y) {
+  const tfmi_family *f = t->family;
+  const tfm_net *net = &t->net;
+  y->norm1 = y->norm2 = &tfmi_there;
+  if (f->norm == TFM_NORM_LAYER) y->norm1_bias = y->norm2_bias = &tfmi_there;
+  y->qkv_bias = f->qkv_bias.fallback ? &tfmi_there : NULL;
+  y->out_bias = f->out_bias.fallback ? &tfmi_there : NULL;
+  y->up_bias = f->up_bias.fallback ? &tfmi_there : NULL;
+  y->down_bias = f->down_bias.fallback ? &tfmi_there : NULL;
+  y->attn.heads = net->heads;
+  y->attn.scale = (float)(1.0 / sqrt((double)net->head_width));
+  y->rope.head_width = net->head_width;
+  y->rope.rot = f->rotary ? net->head_width : 0;
+  y->rope.scale = 1;
+}
+
+/* The numbers of a shape are in bounds: checked by the same rules as a file's. */
+static tfm_status tfmi_shape_check(const tfm_trainer *t) {
+  const tfm_net *net = &t->net;
+  const tfmi_family *f = t->family;
+  const struct { const char *name; const tfmi_key *key; int32_t value; } rows[] = {
+    {"layers", &f->layers, net->layers}, {"width", &f->width, net->width},
+    {"heads", &f->heads, net->heads}, {"kv_heads", &f->kv_heads, net->kv_heads},
+    {"head_width", &f->head_width, net->head_width}, {"ffn_width", &f->ffn, net->ffn_width},
+    {"vocabulary", &f->vocabulary, net->vocabulary}, {"context", &f->context, net->context}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(rows); i++)
+    if (!(rows[i].value >= rows[i].key->low && rows[i].value <= rows[i].key->high))
+      return tfmi_report(TFM_E_ARG, "tfm_shape.%s is %d; expected %g to %g", rows[i].name,
+                         (int)rows[i].value, rows[i].key->low, rows[i].key->high);
+  if (net->heads % net->kv_heads)
+    return tfmi_report(TFM_E_ARG, "tfm_shape: %d heads are not divisible by %d key/value heads",
+                       (int)net->heads, (int)net->kv_heads);
+  if (!f->head_width.hf &&
+      (net->kv_heads != net->heads || net->head_width * net->heads != net->width))
+    return tfmi_report(TFM_E_ARG, "tfm_shape: %s has width / heads as its head width, and as many "
+                       "key/value heads as heads", f->name);
+  if (f->rotary && net->head_width % 2)
+    return tfmi_report(TFM_E_ARG, "tfm_shape: the head width %d is odd", (int)net->head_width);
+  return TFM_OK;
+}
+
+static tfm_status tfmi_model_trainable(const tfm_model *m) {
+  const tfm_net *net = &m->net;
+  const tfm_layer *y = &net->layer[0];
+  const char *what = net->experts ? "experts" : net->logit_softcap != 0 ? "capped logits"
+                     : net->head_bias ? "a bias of the head" : y->post1 || y->q_norm
+                     ? "norms after or inside attention" : m->dev.override_mask
+                     ? "overridden entries" : NULL;
+  if (!what) return TFM_OK;
+  return tfmi_report(TFM_E_UNSUPPORTED, "trainer: a model with %s cannot be trained yet", what);
+}
+
+/* The table: the model's, or the first that has all that training needs. */
+static tfm_status tfmi_trainer_open(tfm_trainer *t, const tfmi_origin *from) {
+  const char *missing;
+  tfm_device which = t->config.device;
+  tfm_status status =
+      from->model ? tfmi_dev_open_like(&t->dev, &t->heap, &from->model->dev, t->config.threads)
+                  : tfmi_dev_open(&t->dev, &t->heap, which, 0, t->config.threads, NULL, which != 0);
+  if (status != TFM_OK) return status;
+  missing = tfmi_entry_missing(t->dev.table, TFMI_ENTRY_BACKWARD);
+  if (!missing) return TFM_OK;
+  if (!from->model && which == TFM_AUTO) {
+    tfmi_log(&t->heap.host, TFM_LOG_WARNING, "device %s cannot train: it lacks %s",
+             t->dev.table->name, missing);
+    tfmi_dev_close(&t->dev, &t->heap);
+    return tfmi_dev_open(&t->dev, &t->heap, TFM_REF, 0, t->config.threads, NULL, true);
+  }
+  return tfmi_report(TFM_E_UNSUPPORTED, "device %s cannot train: it lacks the entry %s; use "
+                     "TFM_REF", t->dev.table->name, missing);
+}
+
+static tfm_status tfmi_trainer_net(tfm_trainer *t, const tfmi_origin *from) {
+  const tfm_model *m = from->model;
+  tfm_status status;
+  int32_t i;
+  if (!m) {
+    status = tfmi_shape_net(t, from->shape);
+    if (status == TFM_OK) status = tfmi_shape_check(t);
+    if (status == TFM_OK) status = tfmi_trainer_lists(t);
+    for (i = 0; status == TFM_OK && i < t->net.layers; i++) tfmi_shape_layer(t, &t->net.layer[i]);
+    return status;
+  }
+  status = tfmi_model_trainable(m);
+  if (status != TFM_OK) return status;
+  t->net = m->net;
+  t->family = tfmi_family_named(tfmi_text_of(m->family));
+  t->tied = m->tied;
+  t->rotation = m->rotation;
+  t->bos = m->bos;
+  memcpy(t->end, m->end, sizeof t->end);
+  t->end_count = m->end_count;
+  status = tfmi_trainer_lists(t);
+  if (status == TFM_OK)
+    memcpy(t->net.layer, m->net.layer, (size_t)t->net.layers * sizeof *t->net.layer);
+  return status;
+}
+
+/* n values, normal with that deviation, from the counter `first`, a multiple of 4 (Box, Muller). */
+static void tfmi_normals(float *to, int32_t n, uint64_t seed, uint64_t which, int64_t first,
+                         double deviation) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 4) {
+    tfmi_random r = tfmi_philox(seed, (uint64_t)(first + i) / 4, which);
+    for (j = 0; j < 4 && i + j < n; j++) {
+      double radius = sqrt(-2 * log(((double)r.word[j & 2] + 1) / 4294967296.0));
+      double angle = 6.28318530717958647692 * ((double)r.word[j | 1] / 4294967296.0);
+      to[i + j] = (float)(deviation * radius * (j & 1 ? sin(angle) : cos(angle)));
+    }
+  }
+}
+
+/* Draws a parameter: the same numbers whatever the device. */
+static void tfmi_parameter_draw(tfm_trainer *t, int32_t index, uint64_t seed) {
+  const tfmi_parameter *p = &t->parameter[index];
+  bool residual = !t->family->gated && (p->slot == TFMI_OUT || p->slot == TFMI_DOWN);
+  double deviation = residual ? 0.02 / sqrt(2.0 * t->net.layers) : 0.02;
+  int64_t n = (int64_t)p->rows * (p->cols ? p->cols : 1), at;
+  int32_t i;
+  for (at = 0; at < n; at += TFMI_STRETCH) {
+    int32_t some = n - at < TFMI_STRETCH ? (int32_t)(n - at) : TFMI_STRETCH;
+    if (p->cols) tfmi_normals(t->stage, some, seed, (uint64_t)index, at, deviation);
+    else
+      for (i = 0; i < some; i++) t->stage[i] = p->bias ? 0.0f : 1.0f - t->net.norm.offset;
+    t->dev.table->put(&t->dev, t->w + p->at + at, t->stage, (size_t)some * sizeof *t->stage);
+  }
+}
+
+/* From the model's memory, where the network still points. */
+static void tfmi_parameter_copy(tfm_trainer *t, const tfmi_parameter *p) {
+  if (p->weight)
+    t->dev.table->unpack(&t->dev, tfmi_parameter_mat(t->w, p), p->weight, 0);
+  else
+    t->dev.table->copy(&t->dev, t->w + p->at, *p->vector, (size_t)p->rows * sizeof(float));
+}
+
+static void tfmi_trainer_frequencies(tfm_trainer *t, const tfm_model *m) {
+  int32_t half = t->net.head_width / 2, i;
+  if (!t->family->rotary) return;
+  if (m)
+    t->dev.table->copy(&t->dev, t->frequencies, m->net.layer[0].rope.inv_freq,
+                       (size_t)half * sizeof(float));
+  for (i = 0; !m && i < half; i++) {
+    float f = tfmi_rotation_frequency(&t->rotation, i, t->net.head_width);
+    t->dev.table->put(&t->dev, t->frequencies + i, &f, sizeof f);
+  }
+  for (i = 0; i < t->net.layers; i++) t->net.layer[i].rope.inv_freq = t->frequencies;
+}
+
+/* Weights, positions and sequences of rows, and zero moments. */
+static void tfmi_trainer_fill(tfm_trainer *t, const tfmi_origin *from) {
+  const tfm_backend *b = t->dev.table;
+  size_t bytes = (size_t)t->rows * sizeof(int32_t), host, device;
+  int32_t i;
+  for (i = 0; i < t->rows; i++) t->ids[i] = i % t->config.context;
+  b->put(&t->dev, t->pos, t->ids, bytes);
+  for (i = 0; i < t->rows; i++) t->ids[i] = i / t->config.context;
+  b->put(&t->dev, t->seq, t->ids, bytes);
+  b->zero(&t->dev, t->m, (size_t)t->total * sizeof(float));
+  b->zero(&t->dev, t->v, (size_t)t->total * sizeof(float));
+  for (i = 0; i < t->parameters; i++) {
+    tfmi_parameter *p = &t->parameter[i];
+    if (from->model) tfmi_parameter_copy(t, p);
+    else tfmi_parameter_draw(t, i, from->shape->seed);
+    if (p->vector) *p->vector = t->w + p->at;
+  }
+  tfmi_trainer_frequencies(t, from->model);
+  tfmi_pack_parameters(t, &host, &device);
+}
+
+static tfm_status tfmi_trainer_make(tfm_trainer *t, const tfmi_origin *from) {
+  tfm_status status = tfmi_trainer_net(t, from);
+  if (status == TFM_OK) status = tfmi_trainer_configure(t);
+  if (status == TFM_OK) status = tfmi_trainer_open(t, from);
+  if (status != TFM_OK) return status;
+  tfmi_parameters(t);
+  status = tfmi_trainer_memory(t);
+  if (status != TFM_OK || t->heap.dry) return status;
+  tfmi_trainer_fill(t, from);
+  return tfmi_trainer_sync(t);
+}
+
+static tfm_trainer *tfmi_trainer_new(const tfmi_origin *from, const tfm_trainer_config *config,
+                                     bool dry) {
+  tfmi_heap heap;
+  tfm_trainer *t;
+  memset(&heap, 0, sizeof heap);
+  if (config) heap.host = config->host;
+  heap.dry = dry;
+  t = TFMI_NEW(tfm_trainer, tfmi_heap_get(&heap, sizeof *t));
+  if (!t) return NULL;
+  if (config) t->config = *config;
+  t->heap = heap;
+  t->bos = -1;
+  if (tfmi_trainer_make(t, from) == TFM_OK) return t;
+  tfm_trainer_free(t);
+  return NULL;
+}
+
+TFM_API tfm_trainer *tfm_trainer_create(const tfm_model *model, const tfm_trainer_config *config) {
+  tfmi_origin from = {model, NULL};
+  if (model) return tfmi_trainer_new(&from, config, false);
+  tfmi_null_object("tfm_trainer_create");
+  return NULL;
+}
+
+TFM_API tfm_trainer *tfm_trainer_init(const tfm_shape *shape, const tfm_trainer_config *config) {
+  tfmi_origin from = {NULL, shape};
+  if (shape) return tfmi_trainer_new(&from, config, false);
+  tfmi_report(TFM_E_ARG, "tfm_trainer_init: shape is NULL");
+  return NULL;
+}
+
+TFM_API void tfm_trainer_free(tfm_trainer *trainer) {
+  tfm_trainer *t = trainer;
+  tfmi_heap heap;
+  if (!t) return;
+  if (t->device_block) t->dev.table->release(&t->dev, t->device_block, t->device_bytes);
+  tfmi_heap_put(&t->heap, t->host_block, t->host_bytes);
+  tfmi_heap_put(&t->heap, t->lists, t->list_bytes);
+  tfmi_dev_close(&t->dev, &t->heap);
+  heap = t->heap;
+  tfmi_heap_put(&heap, t, sizeof *t);
+}
+
+TFM_API tfm_status tfm_trainer_describe(const tfm_trainer *trainer, tfm_trainer_info *out) {
+  if (!trainer) return tfmi_null_object("tfm_trainer_describe");
+  if (!out) return tfmi_report(TFM_E_ARG, "tfm_trainer_describe: out is NULL");
+  out->parameters = (uint64_t)trainer->total;
+  out->memory_bytes = trainer->heap.used;
+  out->state_bytes = (uint64_t)trainer->total * 4 * sizeof(float);
+  out->batch = trainer->config.batch;
+  out->context = trainer->config.context;
+  out->accumulate = trainer->config.accumulate;
+  out->step = trainer->step;
+  return TFM_OK;
+}
+
+TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_config *config,
+                                    tfm_trainer_info *out) {
+  tfmi_origin from = {NULL, shape};
+  tfm_trainer *t;
+  tfm_status status;
+  if (!shape || !out) return tfmi_report(TFM_E_ARG, "tfm_trainer_plan: shape or out is NULL");
+  t = tfmi_trainer_new(&from, config, true);
+  if (!t) return tfmi_error.status;
+  status = tfm_trainer_describe(t, out);
+  tfm_trainer_free(t);
+  return status;
+}
+
+/* =================================================================================================
+   >>export   files of what was trained: Hugging Face folders, checkpoints
+   =================================================================================================
+
+   The parameters of >>train become tensors under the names of the family's row, cut apart, turned
+   or put in order again where Hugging Face stores them otherwise, and the numbers of the network
+   become its config.json, by the same keys that >>families reads. The file is written in one go:
+   its header is made twice, first to be measured.
+
+   A checkpoint is five words (mark, shape, floats of an arena, of its matrices, step), the arenas
+   of weights and moments as they are, and the checksum of all that. It is checked whole before any
+   of it is taken over. */
+
+typedef struct tfmi_out { /* a file being written; fd -1 only counts */
+  int fd;
+  bool failed;
+  uint64_t bytes, sum; /* so far, and the checksum of what was flushed */
+  size_t used;
+  char buffer[4096];
+} tfmi_out;
+
+/* Of n bytes more, in words of 8; only the last call may end within one. */
+static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n) {
+  const char *from = (const char *)data;
+  size_t i;
+  for (i = 0; i < n; i += 8) {
+    uint64_t word = 0;
+    memcpy(&word, from + i, n - i < 8 ? n - i : 8);
+    sum = (sum ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+    sum ^= sum >> 29;
+  }
+  return sum;
+}
+
+static void tfmi_out_flush(tfmi_out *o) {
+  const char *at = o->buffer;
+  o->sum = tfmi_checksum(o->sum, o->buffer, o->used);
+  while (o->fd >= 0 && o->used && !o->failed) {
+    ssize_t n = write(o->fd, at, o->used);
+    if (n < 0) o->failed = true;
+    else at += n, o->used -= (size_t)n;
+  }
+  o->used = 0;
+}
+
+static void tfmi_out_bytes(tfmi_out *o, const void *data, size_t n) {
+  const char *from = (const char *)data;
+  o->bytes += n;
+  while (n) {
+    size_t some = sizeof o->buffer - o->used < n ? sizeof o->buffer - o->used : n;
+    memcpy(o->buffer + o->used, from, some);
+    o->used += some;
+    from += some;
+    n -= some;
+    if (o->used == sizeof o->buffer) tfmi_out_flush(o);
+  }
+}
+
+static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...) {
+  char text[512];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  tfmi_out_bytes(o, text, strlen(text));
+}
+
+/* A number of JSON whatever the locale. */
+static void tfmi_out_number(tfmi_out *o, double value) {
+  char text[40], *comma;
+  snprintf(text, sizeof text, "%.17g", value);
+  comma = strchr(text, ',');
+  if (comma) *comma = '.';
+  tfmi_out_bytes(o, text, strlen(text));
+}
+
+typedef struct tfmi_cut { /* a tensor of the file: rows of a parameter */
+  const tfmi_parameter *p;
+  tfmi_slot slot;
+  int32_t first, rows;
+  bool turned;      /* stored [cols, rows] */
+  bool interleaved; /* rows of each head lie in pairs here, and in halves there */
+} tfmi_cut;
+
+/* Up to three tensors that a parameter becomes. */
+static int tfmi_cuts(const tfm_trainer *t, const tfmi_parameter *p, tfmi_cut *cut) {
+  const tfm_net *net = &t->net;
+  bool whole = t->family->slot[p->slot] != NULL;
+  int32_t kv = net->kv_heads * net->head_width, all = net->heads * net->head_width, first = 0;
+  int n = whole ? 1 : p->slot == TFMI_QKV ? 3 : 2, i;
+  for (i = 0; i < n; i++) {
+    cut[i].p = p;
+    cut[i].slot = whole ? p->slot : (tfmi_slot)((int)p->slot + 1 + i);
+    cut[i].first = first;
+    cut[i].rows = whole ? p->rows : n == 2 ? net->ffn_width : i == 0 ? all : kv;
+    cut[i].turned = t->family->conv1d && p->cols && p->layer >= 0;
+    cut[i].interleaved = net->layer[0].rope.rot && net->layer[0].rope.interleaved &&
+                           p->slot == TFMI_QKV && i < 2;
+    first += cut[i].rows;
+  }
+  return n;
+}
+
+static uint64_t tfmi_cut_entry(const tfm_trainer *t, tfmi_out *o, const tfmi_cut *cut,
+                                 uint64_t at) {
+  const tfmi_parameter *p = cut->p;
+  int32_t cols = p->cols ? p->cols : 1, rows = cut->rows;
+  uint64_t end = at + (uint64_t)rows * (uint64_t)cols * sizeof(float);
+  char name[128];
+  tfmi_layer_name(name, sizeof name, p->slot == TFMI_HEAD ? "" : t->family->prefix,
+                  t->family->slot[cut->slot], p->layer, p->bias ? ".bias" : ".weight");
+  tfmi_out_text(o, "%s\"%s\":{\"dtype\":\"F32\",\"shape\":[", at ? "," : "", name);
+  if (!p->cols) tfmi_out_text(o, "%d", (int)rows);
+  else tfmi_out_text(o, "%d,%d", (int)(cut->turned ? cols : rows),
+                     (int)(cut->turned ? rows : cols));
+  tfmi_out_text(o, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
+                (unsigned long long)end);
+  return end;
+}
+
+/* Row i of a cut, in the parameter. */
+static int64_t tfmi_cut_row(const tfm_trainer *t, const tfmi_cut *cut, int32_t i) {
+  int32_t width = t->net.head_width, in = i % width, half = width / 2;
+  if (cut->interleaved) i += (in < half ? 2 * in : 2 * (in - half) + 1) - in;
+  return cut->first + i;
+}
+
+static void tfmi_cut_plain(tfm_trainer *t, const float *arena, tfmi_out *o,
+                             const tfmi_cut *cut) {
+  int32_t cols = cut->p->cols ? cut->p->cols : 1, i, at;
+  for (i = 0; i < cut->rows; i++)
+    for (at = 0; at < cols; at += TFMI_STRETCH) {
+      int32_t n = tfmi_min32(TFMI_STRETCH, cols - at);
+      t->dev.table->get(&t->dev, t->stage,
+                        arena + cut->p->at + tfmi_cut_row(t, cut, i) * cols + at,
+                        (size_t)n * sizeof(float));
+      tfmi_out_bytes(o, t->stage, (size_t)n * sizeof(float));
+    }
+}
+
+/* 16 columns at a time become rows. */
+static void tfmi_cut_turned(tfm_trainer *t, const float *arena, tfmi_out *o,
+                              const tfmi_cut *cut) {
+  int32_t cols = cut->p->cols, col, i, j;
+  for (col = 0; col < cols; col += TFMI_LANES) {
+    int32_t n = tfmi_min32(TFMI_LANES, cols - col);
+    for (i = 0; i < cut->rows; i++)
+      t->dev.table->get(&t->dev, t->stage + (int64_t)i * TFMI_LANES,
+                        arena + cut->p->at + tfmi_cut_row(t, cut, i) * cols + col,
+                        (size_t)n * sizeof(float));
+    for (j = 0; j < n; j++)
+      for (i = 0; i < cut->rows; i++)
+        tfmi_out_bytes(o, t->stage + (int64_t)i * TFMI_LANES + j, sizeof(float));
+  }
+}
+
+/* The header of a safetensors file, or what it has between its braces. */
+static void tfmi_export_header(const tfm_trainer *t, tfmi_out *o) {
+  tfmi_cut cut[3];
+  uint64_t at = 0;
+  int32_t i;
+  int k, n;
+  tfmi_out_text(o, "{");
+  for (i = 0; i < t->parameters; i++)
+    for (n = tfmi_cuts(t, &t->parameter[i], cut), k = 0; k < n; k++)
+      at = tfmi_cut_entry(t, o, &cut[k], at);
+  tfmi_out_text(o, "}");
+  while (o->bytes % 8) tfmi_out_text(o, " "); /* behind the 8 bytes of its length */
+}
+
+/* A whole arena, weights or gradients, under the names of the family. */
+static void tfmi_export_tensors(tfm_trainer *t, const float *arena, tfmi_out *o) {
+  tfmi_out count;
+  tfmi_cut cut[3];
+  uint8_t length[8];
+  int32_t i;
+  int k, n;
+  memset(&count, 0, sizeof count);
+  count.fd = -1;
+  tfmi_export_header(t, &count);
+  for (k = 0; k < 8; k++) length[k] = (uint8_t)(count.bytes >> 8 * k);
+  tfmi_out_bytes(o, length, sizeof length);
+  tfmi_export_header(t, o);
+  for (i = 0; i < t->parameters; i++)
+    for (n = tfmi_cuts(t, &t->parameter[i], cut), k = 0; k < n; k++)
+      if (cut[k].turned) tfmi_cut_turned(t, arena, o, &cut[k]);
+      else tfmi_cut_plain(t, arena, o, &cut[k]);
+}
+
+static void tfmi_config_rope(const tfm_trainer *t, tfmi_out *o) {
+  const tfmi_rotation *r = &t->rotation;
+  const struct { const char *name; double value; } rows[] = {
+    {"factor", r->factor}, {"low_freq_factor", r->low}, {"high_freq_factor", r->high},
+    {"original_max_position_embeddings", r->original}};
+  int i;
+  tfmi_out_text(o, ",\n  \"rope_theta\": ");
+  tfmi_out_number(o, r->theta);
+  if (!r->llama3) return;
+  tfmi_out_text(o, ",\n  \"rope_scaling\": {\"rope_type\": \"llama3\"");
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    tfmi_out_text(o, ", \"%s\": ", rows[i].name);
+    tfmi_out_number(o, rows[i].value);
+  }
+  tfmi_out_text(o, "}");
+}
+
+static void tfmi_config_flags(const tfm_trainer *t, tfmi_out *o) {
+  const tfmi_family *f = t->family;
+  const tfm_layer *y = &t->net.layer[0];
+  bool scaled = y->attn.scale != 1.0f;
+  bool by_layer = t->net.layers > 1 && y[1].attn.scale != y->attn.scale;
+  const struct { const char *key; bool value; } rows[] = {
+    {f->qkv_bias.key, y->qkv_bias != NULL}, {f->up_bias.key, y->up_bias != NULL},
+    {f->tied.key, t->tied}, {f->inverse_layer_scale ? "scale_attn_weights" : NULL, scaled},
+    {f->inverse_layer_scale ? "scale_attn_by_inverse_layer_idx" : NULL, by_layer}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(rows); i++)
+    if (rows[i].key)
+      tfmi_out_text(o, ",\n  \"%s\": %s", rows[i].key, rows[i].value ? "true" : "false");
+  if (t->bos >= 0) tfmi_out_text(o, ",\n  \"bos_token_id\": %d", (int)t->bos);
+  for (i = 0; i < t->end_count; i++)
+    tfmi_out_text(o, "%s%d", i ? ", " : ",\n  \"eos_token_id\": [", (int)t->end[i]);
+  if (t->end_count) tfmi_out_text(o, "]");
+}
+
+static void tfmi_export_config(tfm_trainer *t, const float *arena, tfmi_out *o) {
+  const tfmi_family *f = t->family;
+  const tfm_net *net = &t->net;
+  const struct { const char *key; double value; } rows[] = {
+    {f->layers.hf, (double)net->layers}, {f->width.hf, (double)net->width},
+    {f->heads.hf, (double)net->heads}, {f->kv_heads.hf, (double)net->kv_heads},
+    {f->head_width.hf, (double)net->head_width}, {f->ffn.hf, (double)net->ffn_width},
+    {f->vocabulary.hf, (double)net->vocabulary}, {f->context.hf, (double)net->context},
+    {f->eps.hf, (double)net->norm.eps}};
+  int i;
+  (void)arena;
+  tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
+                f->classes[0]);
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    if (!rows[i].key) continue;
+    tfmi_out_text(o, ",\n  \"%s\": ", rows[i].key);
+    tfmi_out_number(o, rows[i].value);
+  }
+  for (i = 0; tfmi_acts[i].act != net->act; i++) continue;
+  tfmi_out_text(o, ",\n  \"%s\": \"%s\"", f->act_key, tfmi_acts[i].name);
+  tfmi_config_flags(t, o);
+  if (f->rotary) tfmi_config_rope(t, o);
+  tfmi_out_text(o, ",\n  \"torch_dtype\": \"float32\"\n}\n");
+}
+
+typedef void (*tfmi_writer)(tfm_trainer *t, const float *arena, tfmi_out *o);
+
+/* Writes a file by way of a temporary name: it is there whole, or as it was. */
+static tfm_status tfmi_out_file(tfm_trainer *t, const char *path, tfmi_writer writer,
+                                const float *arena) {
+  char temporary[1040];
+  tfmi_out o;
+  int n = snprintf(temporary, sizeof temporary, "%s.part", path);
+  if (n < 0 || (size_t)n >= sizeof temporary)
+    return tfmi_report(TFM_E_ARG, "trainer: the name of a file is longer than 1000 bytes");
+  memset(&o, 0, sizeof o);
+  o.fd = open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (o.fd < 0) return tfmi_report(TFM_E_IO, "%s cannot be created; does the folder exist?", path);
+  writer(t, arena, &o);
+  tfmi_out_flush(&o);
+  if (fsync(o.fd) != 0) o.failed = true;
+  if (close(o.fd) != 0) o.failed = true;
+  if (!o.failed && rename(temporary, path) == 0) return TFM_OK;
+  unlink(temporary);
+  return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
+}
+
+static tfm_status tfmi_export_file(tfm_trainer *t, const char *folder, const char *name,
+                                   tfmi_writer writer, const float *arena) {
+  char path[1024];
+  int n = snprintf(path, sizeof path, "%s/%s", folder, name);
+  if (n < 0 || (size_t)n >= sizeof path)
+    return tfmi_report(TFM_E_ARG, "export: the name of the folder is longer than 1000 bytes");
+  return tfmi_out_file(t, path, writer, arena);
+}
+
+TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder) {
+  tfm_trainer *t = trainer;
+  tfm_status status;
+  if (!t) return tfmi_null_object("tfm_trainer_export");
+  if (!folder) return tfmi_report(TFM_E_ARG, "tfm_trainer_export: folder is NULL");
+  if (t->rotation.factors)
+    return tfmi_report(TFM_E_UNSUPPORTED, "export: the model's rotation has factors of its own, "
+                       "which config.json cannot tell");
+  status = tfmi_export_file(t, folder, "config.json", tfmi_export_config, NULL);
+  if (status != TFM_OK) return status;
+  return tfmi_export_file(t, folder, "model.safetensors", tfmi_export_tensors, t->w);
+}
+
+/* ---- Checkpoints ---- */
+
+enum { TFMI_CHECKPOINT_WORDS = 5, TFMI_CHECKPOINT_STEP = 4 };
+
+static void tfmi_checkpoint_head(const tfm_trainer *t, uint64_t *word) {
+  const tfm_net *net = &t->net;
+  const int32_t shape[] = {net->layers, net->width, net->heads, net->kv_heads, net->head_width,
+                           net->ffn_width, net->vocabulary, net->context, (int32_t)net->act,
+                           (int32_t)net->norm.kind, net->gated, t->tied};
+  memcpy(&word[0], "tfmtrain", 8);
+  word[1] = tfmi_checksum(1, shape, sizeof shape);
+  word[2] = (uint64_t)t->total;
+  word[3] = (uint64_t)t->matrices;
+  word[TFMI_CHECKPOINT_STEP] = (uint64_t)t->step;
+}
+
+static void tfmi_checkpoint_arena(tfm_trainer *t, const float *arena, tfmi_out *o) {
+  int64_t at;
+  for (at = 0; at < t->total; at += TFMI_STRETCH) {
+    size_t n = (size_t)(t->total - at < TFMI_STRETCH ? t->total - at : TFMI_STRETCH);
+    t->dev.table->get(&t->dev, t->stage, arena + at, n * sizeof *t->stage);
+    tfmi_out_bytes(o, t->stage, n * sizeof *t->stage);
+  }
+}
+
+static void tfmi_checkpoint_write(tfm_trainer *t, const float *arena, tfmi_out *o) {
+  uint64_t word[TFMI_CHECKPOINT_WORDS];
+  (void)arena;
+  tfmi_checkpoint_head(t, word);
+  tfmi_out_bytes(o, word, sizeof word);
+  tfmi_checkpoint_arena(t, t->w, o);
+  tfmi_checkpoint_arena(t, t->m, o);
+  tfmi_checkpoint_arena(t, t->v, o);
+  tfmi_out_flush(o);
+  word[0] = o->sum;
+  tfmi_out_bytes(o, word, sizeof word[0]);
+}
+
+TFM_API tfm_status tfm_trainer_save(tfm_trainer *trainer, const char *path) {
+  if (!trainer) return tfmi_null_object("tfm_trainer_save");
+  if (!path) return tfmi_report(TFM_E_ARG, "tfm_trainer_save: path is NULL");
+  return tfmi_out_file(trainer, path, tfmi_checkpoint_write, NULL);
+}
+
+/* Takes over a checkpoint in memory, or says what is wrong with it. */
+static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, const char *data,
+                                       size_t bytes) {
+  uint64_t word[TFMI_CHECKPOINT_WORDS], found[TFMI_CHECKPOINT_WORDS], sum;
+  size_t arena = (size_t)t->total * sizeof(float), end = sizeof word + 3 * arena, host, device;
+  tfmi_checkpoint_head(t, word);
+  if (bytes >= sizeof found) memcpy(found, data, sizeof found);
+  if (bytes < sizeof found || memcmp(&found[0], &word[0], sizeof word[0]) != 0)
+    return tfmi_report(TFM_E_FORMAT, "%s is no checkpoint of a trainer", path);
+  if (memcmp(found, word, TFMI_CHECKPOINT_STEP * sizeof *word) != 0)
+    return tfmi_report(TFM_E_FORMAT, "%s is the checkpoint of a model of another shape", path);
+  if (bytes == end + sizeof sum) memcpy(&sum, data + end, sizeof sum);
+  if (bytes != end + sizeof sum || sum != tfmi_checksum(0, data, end))
+    return tfmi_report(TFM_E_FORMAT, "%s is damaged: its checksum does not fit", path);
+  data += sizeof word;
+  t->dev.table->put(&t->dev, t->w, data, arena);
+  t->dev.table->put(&t->dev, t->m, data + arena, arena);
+  t->dev.table->put(&t->dev, t->v, data + 2 * arena, arena);
+  t->step = (int64_t)found[TFMI_CHECKPOINT_STEP];
+  tfmi_pack_parameters(t, &host, &device);
+  return tfmi_trainer_sync(t);
+}
+
+TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
+  struct stat st;
+  void *data = MAP_FAILED;
+  tfm_status status;
+  int fd;
+  if (!trainer) return tfmi_null_object("tfm_trainer_resume");
+  if (!path) return tfmi_report(TFM_E_ARG, "tfm_trainer_resume: path is NULL");
+  fd = open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return tfmi_report(TFM_E_IO, "%s cannot be opened; check the path", path);
+  if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_size > 0)
+    data = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
+  close(fd);
+  if (data == MAP_FAILED) return tfmi_report(TFM_E_IO, "%s cannot be mapped", path);
+  status = tfmi_checkpoint_take(trainer, path, (const char *)data, (size_t)st.st_size);
+  munmap(data, (size_t)st.st_size);
+  return status;
 }
 
 #undef stbds_rand_seed

@@ -42,7 +42,7 @@ helps() { # TOOL
     grep -q "^$1 (transformer.h) [0-9]" "$work/out"
 }
 
-for tool in generate tokenize logits inspect bench; do
+for tool in generate tokenize logits inspect bench train; do
   check "$tool --help" helps "$tool"
   check "$tool, wrong option" fails_with 2 "Try" "build/$tool" --no-such-option
   check "$tool, no argument" fails_with 2 "expected" "build/$tool"
@@ -86,6 +86,28 @@ interrupt() { # a model that is slow enough to be interrupted while it writes
   return 1
 }
 check "Ctrl-C" interrupt
+
+small=(build/train README.md --layers 1 --width 32 --heads 2 --context 48 --batch 8 --steps 300
+       --save-every 100 --lr 0.01)
+resumes() { # interrupted and resumed, as if nothing had happened
+  "${small[@]}" -o "$work/again" > "$work/out" 2> "$work/err" &
+  local pid=$!
+  until grep -q "step 25" "$work/err" || ! kill -0 $pid 2> /dev/null; do sleep 0.05; done
+  kill -INT $pid
+  wait $pid
+  local found=$?
+  [ $found = 130 ] || { echo "exit status $found"; cat "$work/err"; return 1; }
+  status 0 "${small[@]}" -o "$work/again" --resume -j 1 &&
+    cmp "$work/whole/model.safetensors" "$work/again/model.safetensors"
+}
+check "train" status 0 "${small[@]}" -o "$work/whole" -j 1
+check "train writes samples" test -s "$work/out"
+check "train tells the validation loss" grep -q "validation [0-9]" "$work/err"
+check "train, Ctrl-C and --resume" resumes
+check "train, another shape" fails_with 1 "another shape" build/train README.md -o "$work/whole" \
+  --resume --context 48 --steps 300
+check "train, too short a text" fails_with 1 "ten times" build/train tests/api.txt --context 3000
+check "train, no such text" fails_with 1 "no/such" build/train no/such
 
 round_trip() { # TOKENIZER
   printf 'Hello, world! It costs 3 EUR.\n' > "$work/text"

@@ -12,6 +12,12 @@ Each case becomes one Hugging Face folder, tests/data/models/<case>/:
                computes in float32 from the saved files with eager attention,
                in one forward pass over all T tokens
 
+  training.safetensors
+               (not for all) a batch of ids and targets [2, T], where -100 is no
+               target, the mean cross entropy's gradient for every parameter,
+               under its name in model.safetensors, and the losses of 20 steps of
+               AdamW on that batch (TRAINING below), all float32
+
 The case "tiny" has a tokenizer.json, tokenizer_config.json as well, trained on
 tests/data/tokenizers/sentences.txt.
 
@@ -37,6 +43,8 @@ from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Gen
 
 DATA = Path(__file__).resolve().parent / "data"
 SPECIAL = ["<unk>", "<s>", "</s>"]
+TRAINED = ["gpt2-a", "gpt2-b", "llama-a", "llama-b", "llama-c"]
+TRAINING = {"steps": 20, "lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1, "clip": 1.0}
 
 
 def gpt2_config(**options):
@@ -229,10 +237,54 @@ def golden(name, folder, vocab, length, rng):
     print(f"{name}: T {len(ids)}, V {vocab}, {spread}")
 
 
+# --- golden gradients and loss curves
+
+def training_loss(model, ids, targets):
+    logits = model(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1),
+                                             torch.from_numpy(targets.astype(np.int64)).flatten())
+
+
+def loss_curve(model, ids, targets):
+    """Loss before each step; decay is for matrices only."""
+    parameters = list(model.parameters())
+    groups = [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": TRAINING["decay"]},
+              {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(groups, lr=TRAINING["lr"], betas=TRAINING["betas"],
+                                  eps=TRAINING["eps"])
+    losses = []
+    for _ in range(TRAINING["steps"]):
+        loss = training_loss(model, ids, targets)
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, TRAINING["clip"])
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
+@torch.enable_grad()
+def golden_training(name, folder, vocab, length, rng):
+    model = load(folder)
+    ids = rng.integers(0, vocab, (2, length)).astype("<i4")
+    targets = np.roll(ids, -1, axis=1)
+    targets[:, -1] = -100
+    targets[rng.random(targets.shape) < 0.1] = -100
+    training_loss(model, ids, targets).backward()
+    tensors = {n: p.grad.clone() for n, p in model.named_parameters()}
+    losses = loss_curve(model, ids, targets)
+    tensors |= {"ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets),
+                "losses": torch.tensor(losses)}
+    save_file(tensors, folder / "training.safetensors")
+    print(f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DATA / "models", help="folder to write (default tests/data/models)")
     parser.add_argument("--only", nargs="*", metavar="CASE", help="make only these cases")
+    parser.add_argument("--training-only", action="store_true",
+                        help="leave all but training.safetensors")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
@@ -240,8 +292,12 @@ def main():
         if args.only and name not in args.only:
             continue
         rng = np.random.default_rng(1000 + number)
-        save_case(args.out / name, config, dtype, shard, edit, rng)
-        golden(name, args.out / name, config.vocab_size, length, rng)
+        if not args.training_only:
+            save_case(args.out / name, config, dtype, shard, edit, rng)
+            golden(name, args.out / name, config.vocab_size, length, rng)
+        if name in TRAINED:
+            golden_training(name, args.out / name, config.vocab_size, length,
+                            np.random.default_rng(2000 + number))
 
 
 if __name__ == "__main__":

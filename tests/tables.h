@@ -1,0 +1,220 @@
+/* For tests of tables of kernels: a table with threads; matrices on its device, between guards;
+   packed weights. Include after the implementation. */
+#ifndef TABLES_H
+#define TABLES_H
+
+#include "test.h"
+
+#define TABLES __attribute__((unused)) static
+
+/* ---- A device under test ---- */
+
+typedef struct device {
+  tfmi_heap heap;
+  tfm_dev d;
+  const tfm_backend *b;
+} device;
+
+TABLES bool device_open(device *t, tfm_device which, int32_t threads) {
+  memset(t, 0, sizeof *t);
+  if (tfmi_dev_open(&t->d, &t->heap, which, 0, threads, NULL, true) != TFM_OK) return false;
+  t->b = t->d.table;
+  return true;
+}
+
+TABLES void device_close(device *t) {
+  CHECK_EQ_INT(t->b->sync(&t->d), TFM_OK);
+  tfmi_dev_close(&t->d, &t->heap);
+  CHECK_EQ_INT(t->heap.used, 0);
+}
+
+/* Runs a test on each table, with three threads. */
+TABLES void on_tables(void (*test)(device *)) {
+  static const tfm_device all[] = {TFM_REF, TFM_CPU, TFM_CUDA};
+  device t;
+  int i;
+  for (i = 0; i < 3; i++)
+    if (device_open(&t, all[i], 3)) {
+      int before = test_failures;
+      test(&t);
+      device_close(&t);
+      if (test_failures > before) fprintf(stderr, "  ... on table %d\n", (int)all[i]);
+    }
+}
+
+/* ---- Numbers ---- */
+
+TABLES uint64_t counter;
+TABLES double uniform(void) { /* -1 to 1 */
+  return tfmi_philox(7, counter++, 0).word[0] / 2147483648.0 - 1;
+}
+TABLES int below(int n) { return (int)(tfmi_philox(8, counter++, 0).word[0] % (uint32_t)n); }
+
+TABLES double tolerance(tfm_type type) {
+  return type == TFM_F32 ? 1e-5 : type == TFM_F16 ? 3e-3 : 2e-2;
+}
+
+TABLES double dot(const float *a, const float *b, int n) {
+  double sum = 0;
+  while (n--) sum += (double)a[n] * (double)b[n];
+  return sum;
+}
+
+/* ---- Matrices on the device, between guards ---- */
+
+typedef struct matrix {
+  tfm_mat m;
+  void *base;
+  uint8_t *raw;   /* the whole allocation as it was put there */
+  size_t bytes;
+  float *v;       /* [rows, cols], decoded */
+} matrix;
+
+enum { GUARD = 3 }; /* rows before and after */
+
+TABLES size_t at(const matrix *x, int row, int col) {
+  return tfmi_span(x->m.type, (row + GUARD) * x->m.stride + col);
+}
+
+TABLES void matrix_put(device *t, matrix *x) {
+  int i;
+  for (i = 0; i < x->m.rows; i++) {
+    tfmi_codecs[x->m.type].encode(x->raw + at(x, i, 0), x->v + i * x->m.cols, x->m.cols);
+    tfmi_codecs[x->m.type].decode(x->v + i * x->m.cols, x->raw + at(x, i, 0), x->m.cols);
+  }
+  t->b->put(&t->d, x->base, x->raw, x->bytes);
+}
+
+TABLES matrix matrix_typed(device *t, int rows, int cols, int gap, tfm_type type) {
+  matrix x;
+  int i;
+  x.m.type = type;
+  x.m.rows = rows;
+  x.m.cols = cols;
+  x.m.stride = cols + gap;
+  x.bytes = tfmi_span(type, (rows + 2 * GUARD) * x.m.stride);
+  x.base = t->b->alloc(&t->d, x.bytes);
+  x.raw = (uint8_t *)malloc(x.bytes);
+  memset(x.raw, 0x7b, x.bytes);
+  x.m.data = (uint8_t *)x.base + tfmi_span(type, GUARD * x.m.stride);
+  x.v = (float *)malloc((size_t)rows * (size_t)cols * sizeof *x.v + 1);
+  for (i = 0; i < rows * cols; i++) x.v[i] = (float)uniform();
+  matrix_put(t, &x);
+  return x;
+}
+
+TABLES matrix matrix_new(device *t, int rows, int cols, int gap) {
+  return matrix_typed(t, rows, cols, gap, t->b->activation);
+}
+
+TABLES uint64_t matrix_hash; /* of all that was read back */
+
+/* Reads it back into v; everything around it must be as it was. */
+TABLES void matrix_get(device *t, matrix *x) {
+  uint8_t *now = (uint8_t *)malloc(x->bytes);
+  size_t row = tfmi_span(x->m.type, x->m.cols);
+  int i;
+  t->b->get(&t->d, now, x->base, x->bytes);
+  for (i = 0; i < x->m.rows; i++) {
+    tfmi_codecs[x->m.type].decode(x->v + i * x->m.cols, now + at(x, i, 0), x->m.cols);
+    memcpy(x->raw + at(x, i, 0), now + at(x, i, 0), row);
+  }
+  CHECK(memcmp(x->raw, now, x->bytes) == 0);
+  for (i = 0; i < (int)x->bytes; i++)
+    matrix_hash = (matrix_hash ^ now[i]) * UINT64_C(1099511628211);
+  free(now);
+}
+
+TABLES void matrix_free(device *t, matrix *x) {
+  t->b->release(&t->d, x->base, x->bytes);
+  free(x->raw);
+  free(x->v);
+}
+
+TABLES void expect(const matrix *y, int row, int col, double want, double scale) {
+  double got = y->v[row * y->m.cols + col];
+  char text[160];
+  if (fabs(got - want) <= tolerance(y->m.type) * scale) return;
+  snprintf(text, sizeof text, "[%d, %d] is %.9g, expected %.9g", row, col, got, want);
+  test_fail(__FILE__, __LINE__, text);
+}
+
+TABLES void *array(device *t, const void *host, size_t bytes) { /* on the device */
+  void *p = t->b->alloc(&t->d, bytes);
+  t->b->put(&t->d, p, host, bytes);
+  return p;
+}
+
+TABLES tfm_mat none(void) {
+  tfm_mat m;
+  memset(&m, 0, sizeof m);
+  return m;
+}
+
+/* ---- Weights ---- */
+
+typedef struct weight {
+  tfm_weight w;
+  tfm_pack_size size;
+  float *v; /* [experts * rows, cols] as they should be */
+  uint8_t *file;
+} weight;
+
+TABLES weight weight_new(device *t, int rows, int cols, int experts, tfm_type from, tfm_type to,
+                         bool transposed, int parts, int offset) {
+  int all = rows * (experts ? experts : 1), count = parts * (experts ? experts : 1), i, j;
+  tfm_part *part = (tfm_part *)calloc((size_t)count, sizeof *part);
+  tfm_weight_source s = {part, count, rows, cols, experts, transposed, true,
+                         false, TFM_ROLE_MATMUL | TFM_ROLE_GATHER, to};
+  weight x;
+  float *plain = (float *)malloc((size_t)all * (size_t)cols * sizeof *plain);
+  uint8_t *end;
+  memset(&x, 0, sizeof x);
+  for (i = 0; i < all * cols; i++) plain[i] = (float)(uniform() * 0.5);
+  x.v = (float *)malloc((size_t)all * (size_t)cols * sizeof *x.v);
+  x.file = end = (uint8_t *)malloc((size_t)all * (size_t)cols * 4 + 64);
+  end += offset;
+  for (i = j = 0; i < count; i++) { /* uneven parts */
+    int left = rows - j % rows, n = (i + 1) % parts == 0 ? left : left / 2;
+    float *block = (float *)malloc((size_t)n * (size_t)cols * sizeof *block);
+    int r, c;
+    for (r = 0; r < n; r++)
+      for (c = 0; c < cols; c++)
+        block[transposed ? c * n + r : r * cols + c] = plain[(j + r) * cols + c];
+    part[i].data = end;
+    part[i].type = from;
+    part[i].rows = n;
+    tfmi_codecs[from].encode(end, block, n * cols);
+    end += tfmi_span(from, (int64_t)n * cols);
+    free(block);
+    j += n;
+  }
+  x.size = t->b->pack_size(&t->d, &s);
+  CHECK(x.size.host_bytes % 64 == 0 && x.size.device_bytes % 64 == 0);
+  t->b->pack(&t->d, &x.w, &s, malloc(x.size.host_bytes + 1),
+             x.size.device_bytes ? t->b->alloc(&t->d, x.size.device_bytes) : NULL);
+  for (i = 0; i < all; i++) { /* what the file says, and what converting leaves of it */
+    uint8_t bytes[8192];
+    float *v = x.v + i * cols;
+    memcpy(v, plain + i * cols, (size_t)cols * sizeof *v);
+    tfmi_codecs[from].encode(bytes, v, cols);
+    tfmi_codecs[from].decode(v, bytes, cols);
+    if (to == TFM_TYPE_DEFAULT || to == from) continue;
+    tfmi_codecs[to].encode(bytes, v, cols);
+    tfmi_codecs[to].decode(v, bytes, cols);
+  }
+  free(plain);
+  free(part);
+  return x;
+}
+
+TABLES void weight_free(device *t, weight *x) {
+  if (x->w.device) t->b->release(&t->d, x->w.device, x->size.device_bytes);
+  free(x->w.host);
+  free(x->v);
+  free(x->file);
+}
+
+TABLES const tfm_type types[] = {TFM_F32, TFM_F16, TFM_BF16, TFM_Q8_0, TFM_Q4_0};
+
+#endif

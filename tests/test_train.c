@@ -1,0 +1,689 @@
+/* The trainer: gradients of every parameter and loss curves against PyTorch (training.safetensors
+   of tests/make_goldens.py); schedules; accumulation, threads and export; memory as planned. */
+#define TRANSFORMER_IMPLEMENTATION
+#include "../transformer.h"
+#include "files.h"
+#include <signal.h>
+#include <sys/wait.h>
+
+static const char *const cases[] = {"gpt2-a", "gpt2-b", "llama-a", "llama-b", "llama-c"};
+
+/* ---- Tensors of a safetensors file, found by name ---- */
+
+typedef struct tensor {
+  const void *data; /* NULL: there is none */
+  size_t bytes;
+} tensor;
+
+static tensor tensor_find(const blob *file, const char *name) {
+  tensor t = {NULL, 0};
+  char key[200];
+  const char *at;
+  unsigned long long begin, end;
+  snprintf(key, sizeof key, "\"%s\":{", name);
+  at = file->data ? strstr((const char *)file->data + 8, key) : NULL;
+  at = at ? strstr(at, "\"data_offsets\":[") : NULL;
+  if (!at || sscanf(at, "\"data_offsets\":[%llu,%llu]", &begin, &end) != 2) return t;
+  t.data = file->data + 8 + tfmi_u64(file->data) + begin;
+  t.bytes = end - begin;
+  return t;
+}
+
+typedef struct golden {
+  tfm_model *model;
+  blob file;
+  const int32_t *ids, *targets;
+  const float *losses;
+  int32_t context;
+} golden;
+
+static bool golden_open(golden *g, const char *name, tfm_device device) {
+  char path[300];
+  tfm_model_config c;
+  tensor ids;
+  memset(&c, 0, sizeof c);
+  c.device = device;
+  snprintf(path, sizeof path, DATA "models/%s", name);
+  g->model = tfm_model_load(path, &c);
+  snprintf(path, sizeof path, DATA "models/%s/training.safetensors", name);
+  g->file = blob_read(path);
+  ids = tensor_find(&g->file, "ids");
+  g->ids = (const int32_t *)ids.data;
+  g->targets = (const int32_t *)tensor_find(&g->file, "targets").data;
+  g->losses = (const float *)tensor_find(&g->file, "losses").data;
+  g->context = (int32_t)(ids.bytes / 8);
+  CHECK(g->model && g->ids && g->targets && g->losses);
+  return g->model && g->ids && g->targets && g->losses;
+}
+
+static void golden_close(golden *g) {
+  tfm_model_free(g->model);
+  free(g->file.data);
+}
+
+/* As TRAINING in make_goldens.py has it. */
+static tfm_trainer_config golden_config(const golden *g) {
+  tfm_trainer_config c;
+  memset(&c, 0, sizeof c);
+  c.batch = 2;
+  c.context = g->context;
+  c.lr = 3e-3f;
+  c.threads = 2;
+  return c;
+}
+
+/* ---- Gradients ---- */
+
+static blob gradients_of(tfm_trainer *t) {
+  const char *path = "build/test_train.safetensors";
+  blob b;
+  CHECK_EQ_INT(tfmi_export_file(t, "build", "test_train.safetensors", tfmi_export_tensors, t->g),
+               TFM_OK);
+  b = blob_read(path);
+  remove(path);
+  return b;
+}
+
+/* Largest difference over largest value, of one parameter. */
+static double gradient_error(const float *got, const float *want, size_t n) {
+  double most = 0, apart = 0;
+  size_t i;
+  for (i = 0; i < n; i++) {
+    double d = fabs((double)got[i] - (double)want[i]);
+    if (!(d <= apart)) apart = isnan(d) ? 1e9 : d;
+    most = fmax(most, fabs((double)want[i]));
+  }
+  return apart / most;
+}
+
+static double worst_gradient(const golden *g, const blob *got, int *count) {
+  const char *at = (const char *)g->file.data + 8;
+  double worst = 0;
+  char name[200];
+  for (*count = 0; (at = strstr(at, "\":{\"dtype\"")) != NULL; at++) {
+    const char *start = at;
+    tensor a, b;
+    double e;
+    while (start[-1] != '"') start--;
+    snprintf(name, sizeof name, "%.*s", (int)(at - start), start);
+    if (!strchr(name, '.')) continue;
+    a = tensor_find(&g->file, name);
+    b = tensor_find(got, name);
+    CHECK(b.data && a.bytes == b.bytes);
+    if (!b.data || a.bytes != b.bytes) {
+      fprintf(stderr, "  %s: %zu bytes, expected %zu\n", name, b.bytes, a.bytes);
+      continue;
+    }
+    e = gradient_error((const float *)b.data, (const float *)a.data, a.bytes / 4);
+    if (!(e <= 1e-4)) fprintf(stderr, "  %s: relative error %.1e\n", name, e);
+    worst = fmax(worst, e);
+    ++*count;
+  }
+  return worst;
+}
+
+TEST(gradients_equal_pytorch) {
+  size_t i;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    golden g;
+    tfm_trainer_config c;
+    tfm_trainer *t;
+    tfm_step s;
+    blob got;
+    double worst;
+    int count;
+    if (!golden_open(&g, cases[i], TFM_AUTO)) continue;
+    c = golden_config(&g);
+    t = tfm_trainer_create(g.model, &c);
+    if (!t) fprintf(stderr, "%s\n", tfm_error());
+    CHECK(t != NULL);
+    CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &s), TFM_OK);
+    got = gradients_of(t);
+    worst = worst_gradient(&g, &got, &count);
+    printf("  %-8s %d parameters, largest relative error %.1e\n", cases[i], count, worst);
+    CHECK(worst <= 1e-4 && count > 15);
+    CHECK(!s.skipped && s.step == 1);
+    free(got.data);
+    tfm_trainer_free(t);
+    golden_close(&g);
+  }
+}
+
+TEST(loss_curves_equal_pytorch) {
+  size_t i;
+  int step;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    golden g;
+    tfm_trainer_config c;
+    tfm_trainer *t;
+    double worst = 0;
+    if (!golden_open(&g, cases[i], TFM_AUTO)) continue;
+    c = golden_config(&g);
+    t = tfm_trainer_create(g.model, &c);
+    CHECK(t != NULL);
+    for (step = 0; t && step < 20; step++) {
+      tfm_step s;
+      CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &s), TFM_OK);
+      worst = fmax(worst, fabs(s.loss - (double)g.losses[step]));
+    }
+    printf("  %-8s loss %.4f to %.4f, largest difference %.1e\n", cases[i], (double)g.losses[0],
+           (double)g.losses[19], worst);
+    CHECK(worst <= 1e-4);
+    tfm_trainer_free(t);
+    golden_close(&g);
+  }
+}
+
+/* ---- Steps ---- */
+
+/* A trainer of a case's model after a step, its weights in *w. */
+static tfm_trainer *stepped(const golden *g, int32_t batch, int32_t accumulate, int32_t threads,
+                            float **w, tfm_step *s) {
+  tfm_trainer_config c = golden_config(g);
+  tfm_trainer *t;
+  c.batch = batch;
+  c.accumulate = accumulate;
+  c.threads = threads;
+  t = tfm_trainer_create(g->model, &c);
+  CHECK(t != NULL);
+  CHECK_EQ_INT(tfm_trainer_step(t, g->ids, g->targets, s), TFM_OK);
+  *w = t ? t->w : NULL;
+  return t;
+}
+
+TEST(threads_change_no_bit) {
+  golden g;
+  tfm_step a, b;
+  float *one, *three;
+  tfm_trainer *t, *u;
+  if (!golden_open(&g, "llama-b", TFM_AUTO)) return;
+  t = stepped(&g, 2, 1, 1, &one, &a);
+  u = stepped(&g, 2, 1, 3, &three, &b);
+  CHECK(t && u && !memcmp(one, three, (size_t)t->total * sizeof *one));
+  CHECK(a.loss == b.loss && a.gradient_norm == b.gradient_norm);
+  tfm_trainer_free(t), tfm_trainer_free(u);
+  golden_close(&g);
+}
+
+TEST(accumulation_is_a_larger_batch) {
+  golden g;
+  tfm_step a, b;
+  float *whole, *halves;
+  tfm_trainer *t, *u;
+  if (!golden_open(&g, "gpt2-a", TFM_AUTO)) return;
+  t = stepped(&g, 2, 1, 2, &whole, &a);
+  u = stepped(&g, 1, 2, 2, &halves, &b);
+  CHECK(fabs(a.loss - b.loss) < 1e-5 && a.accuracy == b.accuracy && a.targets == b.targets);
+  CHECK(fabsf(a.gradient_norm / b.gradient_norm - 1) < 1e-5f);
+  CHECK(t && u && gradient_error(t->g, u->g, (size_t)t->total) < 1e-5);
+  tfm_trainer_free(t), tfm_trainer_free(u);
+  golden_close(&g);
+}
+
+TEST(evaluation_learns_nothing) {
+  golden g;
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  tfm_step a, b;
+  if (!golden_open(&g, "llama-a", TFM_AUTO)) return;
+  c = golden_config(&g);
+  t = tfm_trainer_create(g.model, &c);
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, &a), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, &b), TFM_OK);
+  CHECK(a.loss == b.loss && a.step == 0 && a.gradient_norm == 0);
+  CHECK(fabs(a.loss - (double)g.losses[0]) < 1e-4);
+  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &b), TFM_OK);
+  CHECK(a.loss == b.loss && a.accuracy == b.accuracy);
+  tfm_trainer_free(t);
+  golden_close(&g);
+}
+
+TEST(a_step_that_is_not_finite_is_skipped) {
+  golden g;
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  tfm_step s;
+  float *before;
+  size_t bytes;
+  if (!golden_open(&g, "gpt2-a", TFM_REF)) return;
+  c = golden_config(&g);
+  t = tfm_trainer_create(g.model, &c);
+  bytes = (size_t)t->total * sizeof(float);
+  before = (float *)malloc(bytes);
+  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &s), TFM_OK);
+  t->w[t->total - 1] = NAN; /* the last bias of all */
+  memcpy(before, t->w, bytes);
+  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &s), TFM_OK);
+  CHECK(s.skipped && s.step == 1 && !memcmp(before, t->w, bytes));
+  t->w[t->total - 1] = 0;
+  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &s), TFM_OK);
+  CHECK(!s.skipped && s.step == 2 && isfinite(s.loss));
+  free(before);
+  tfm_trainer_free(t);
+  golden_close(&g);
+}
+
+static bool close_to(float a, double b) { return fabs((double)a - b) < 1e-6; }
+
+TEST(schedules) {
+  tfm_trainer_config c;
+  memset(&c, 0, sizeof c);
+  c.lr = 1;
+  c.min_lr = 0.1f;
+  c.warmup = 10;
+  c.steps = 110;
+  c.decay_steps = 20;
+  for (c.schedule = TFM_CONSTANT; c.schedule <= TFM_WSD;
+       c.schedule = (tfm_schedule)(c.schedule + 1)) {
+    CHECK(close_to(tfmi_learning_rate(&c, 0), 0.1));
+    CHECK(close_to(tfmi_learning_rate(&c, 4), 0.5));
+    CHECK(close_to(tfmi_learning_rate(&c, 10), 1));
+  }
+  c.schedule = TFM_CONSTANT;
+  CHECK(close_to(tfmi_learning_rate(&c, 100000), 1));
+  c.schedule = TFM_LINEAR;
+  CHECK(close_to(tfmi_learning_rate(&c, 60), 0.55));
+  CHECK(close_to(tfmi_learning_rate(&c, 110), 0.1));
+  c.schedule = TFM_COSINE;
+  CHECK(close_to(tfmi_learning_rate(&c, 35), 0.1 + 0.9 * (0.5 + 0.5 * sqrt(0.5))));
+  CHECK(close_to(tfmi_learning_rate(&c, 60), 0.55));
+  CHECK(close_to(tfmi_learning_rate(&c, 500), 0.1));
+  c.schedule = TFM_WSD;
+  CHECK(close_to(tfmi_learning_rate(&c, 90), 1));
+  CHECK(close_to(tfmi_learning_rate(&c, 100), 0.55));
+  CHECK(close_to(tfmi_learning_rate(&c, 110), 0.1));
+  CHECK(close_to(tfmi_learning_rate(&c, 1000), 0.1));
+}
+
+/* ---- New models ---- */
+
+static tfm_shape shape_of(const char *family) {
+  tfm_shape s;
+  memset(&s, 0, sizeof s);
+  s.family = family;
+  s.layers = 2;
+  s.width = 32;
+  s.heads = 4;
+  s.vocabulary = 50;
+  s.context = 24;
+  s.seed = 3;
+  return s;
+}
+
+static double deviation(const float *x, int64_t n) {
+  double sum = 0;
+  int64_t i;
+  for (i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
+  return sqrt(sum / (double)n);
+}
+
+TEST(initialisation) {
+  tfm_shape s = shape_of("gpt2");
+  tfm_trainer *t, *u;
+  int32_t i;
+  s.width = 64;
+  t = tfm_trainer_init(&s, NULL);
+  u = tfm_trainer_init(&s, NULL);
+  CHECK(t && u);
+  for (i = 0; t && i < t->parameters; i++) {
+    const tfmi_parameter *p = &t->parameter[i];
+    bool residual = p->slot == TFMI_OUT || p->slot == TFMI_DOWN;
+    double want = residual ? 0.01 : 0.02; /* two layers: sqrt(4) */
+    if (p->cols) CHECK(fabs(deviation(t->w + p->at, p->rows * p->cols) / want - 1) < 0.06);
+    else CHECK(t->w[p->at] == (p->bias ? 0.0f : 1.0f));
+  }
+  CHECK(t && u && !memcmp(t->w, u->w, (size_t)t->total * sizeof(float)));
+  tfm_trainer_free(u);
+  s.seed = 4;
+  u = tfm_trainer_init(&s, NULL);
+  CHECK(t && u && memcmp(t->w, u->w, (size_t)t->total * sizeof(float)));
+  tfm_trainer_free(t), tfm_trainer_free(u);
+}
+
+/* Counts up and down: learnt within a hundred steps. */
+static void learns(const char *family, bool untied) {
+  tfm_shape s = shape_of(family);
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  tfm_step first, step;
+  int32_t tokens[4 * 24], targets[4 * 24], i;
+  memset(&c, 0, sizeof c);
+  s.untied = untied;
+  c.batch = 4;
+  c.lr = 5e-3f;
+  c.schedule = TFM_COSINE;
+  c.warmup = 5;
+  c.steps = 100;
+  for (i = 0; i < 4 * 24; i++) {
+    tokens[i] = (i % 24 + i / 24 * 7) % 50;
+    targets[i] = i % 24 == 23 ? -100 : (tokens[i] + 1) % 50;
+  }
+  t = tfm_trainer_init(&s, &c);
+  CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, &first), TFM_OK);
+  for (i = 1; i < 100; i++) CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, &step), TFM_OK);
+  CHECK(fabs(first.loss - log(50)) < 0.1);
+  CHECK(step.loss < 0.2 && step.accuracy == 1 && step.targets == 4 * 23 && step.step == 100);
+  tfm_trainer_free(t);
+}
+
+TEST(new_models_learn) {
+  learns("gpt2", false);
+  learns("llama", true);
+  learns("llama", false);
+}
+
+/* ---- Memory ---- */
+
+TEST(memory_is_as_planned) {
+  tfm_shape s = shape_of("llama");
+  tfm_trainer_config c;
+  tfm_trainer_info plan = {0}, info = {0};
+  tfm_trainer *t;
+  failing f;
+  long calls;
+  int32_t tokens[24] = {1, 2, 3}, i;
+  memset(&c, 0, sizeof c);
+  memset(&f, 0, sizeof f);
+  c.host.user = &f;
+  c.host.alloc = failing_alloc;
+  c.threads = 2;
+  CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &plan), TFM_OK);
+  CHECK_EQ_INT(f.live, 0);
+  f.peak = 0;
+  t = tfm_trainer_init(&s, &c);
+  CHECK_EQ_INT(tfm_trainer_describe(t, &info), TFM_OK);
+  CHECK_EQ_INT(info.memory_bytes, plan.memory_bytes);
+  CHECK_EQ_INT(info.parameters, plan.parameters);
+  CHECK_EQ_INT(f.peak, info.memory_bytes);
+  calls = f.calls;
+  for (i = 0; i < 3; i++) CHECK_EQ_INT(tfm_trainer_step(t, tokens, tokens, NULL), TFM_OK);
+  CHECK_EQ_INT(f.calls, calls);
+  tfm_trainer_free(t);
+  CHECK_EQ_INT(f.live, 0);
+  c.host.memory_limit_bytes = plan.memory_bytes - 1;
+  CHECK(!tfm_trainer_init(&s, &c));
+  CHECK_EQ_INT(tfm_error_status(), TFM_E_MEMORY);
+  c.host.memory_limit_bytes++;
+  t = tfm_trainer_init(&s, &c);
+  CHECK(t != NULL);
+  tfm_trainer_free(t);
+}
+
+TEST(every_failing_allocation_is_told) {
+  tfm_shape s = shape_of("gpt2");
+  tfm_trainer_config c;
+  failing f;
+  long n;
+  memset(&c, 0, sizeof c);
+  c.host.user = &f;
+  c.host.alloc = failing_alloc;
+  c.threads = 2;
+  for (n = 1;; n++) {
+    tfm_trainer *t;
+    memset(&f, 0, sizeof f);
+    f.fail_at = n;
+    t = tfm_trainer_init(&s, &c);
+    tfm_trainer_free(t);
+    CHECK_EQ_INT(f.live, 0);
+    if (t) break;
+    CHECK_EQ_INT(tfm_error_status(), TFM_E_MEMORY);
+  }
+  CHECK(n > 4);
+}
+
+TEST(bad_arguments_are_told) {
+  tfm_shape s = shape_of("gpt2");
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  int32_t tokens[24] = {0}, targets[24] = {0};
+  memset(&c, 0, sizeof c);
+  c.schedule = TFM_COSINE;
+  CHECK(!tfm_trainer_init(&s, &c));
+  CHECK_STR_HAS(tfm_error(), "steps is 0");
+  c.schedule = TFM_CONSTANT;
+  c.context = 25;
+  CHECK(!tfm_trainer_init(&s, &c));
+  CHECK_STR_HAS(tfm_error(), "context is 25");
+  s.heads = 5;
+  CHECK(!tfm_trainer_init(&s, NULL));
+  CHECK_STR_HAS(tfm_error(), "head width");
+  s.family = "mamba";
+  CHECK(!tfm_trainer_init(&s, NULL));
+  CHECK_STR_HAS(tfm_error(), "mamba");
+  s = shape_of("gpt2");
+  s.layers = 0;
+  CHECK(!tfm_trainer_init(&s, NULL));
+  CHECK_STR_HAS(tfm_error(), "layers is 0");
+  s = shape_of("gpt2");
+  t = tfm_trainer_init(&s, NULL);
+  tokens[7] = 50;
+  CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL), TFM_E_ARG);
+  CHECK_STR_HAS(tfm_error(), "token 7 is 50");
+  tokens[7] = 0;
+  targets[3] = -1;
+  CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL), TFM_E_ARG);
+  CHECK_STR_HAS(tfm_error(), "target 3 is -1");
+  memset(targets, 0, sizeof targets);
+  CHECK_EQ_INT(tfm_trainer_step(t, tokens, NULL, NULL), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_trainer_export(t, "build/no/such/folder"), TFM_E_IO);
+  CHECK_EQ_INT(tfm_trainer_step(NULL, tokens, targets, NULL), TFM_E_ARG);
+  tfm_trainer_free(t);
+}
+
+/* ---- Export ---- */
+
+#define EXPORTED "build/test_train_export"
+
+/* Logits of the model in a folder for some ids. */
+static float *logits_of(const tfm_model *m, const int32_t *ids, int32_t n) {
+  tfm_session *s = tfm_session_create(m, NULL);
+  tfm_model_info info = {0};
+  float *out;
+  CHECK_EQ_INT(tfm_model_describe(m, &info), TFM_OK);
+  out = (float *)calloc((size_t)n * (size_t)info.vocabulary, sizeof *out);
+  CHECK_EQ_INT(tfm_eval(s, ids, (size_t)n, out), TFM_OK);
+  tfm_session_free(s);
+  return out;
+}
+
+static tfm_model *exported(tfm_trainer *t) {
+  tfm_model *m;
+  mkdir(EXPORTED, 0777);
+  CHECK_EQ_INT(tfm_trainer_export(t, EXPORTED), TFM_OK);
+  m = tfm_model_load(EXPORTED, NULL);
+  if (!m) fprintf(stderr, "%s\n", tfm_error());
+  CHECK(m != NULL);
+  return m;
+}
+
+static void exported_remove(void) {
+  remove(EXPORTED "/config.json");
+  remove(EXPORTED "/model.safetensors");
+  rmdir(EXPORTED);
+}
+
+/* Untrained, the logits are the model's own; trained, the loss is the trainer's. */
+static void exports(const tfm_model *m, const tfm_trainer_config *c, const int32_t *ids,
+                    const int32_t *targets, float bound) {
+  tfm_trainer *t = tfm_trainer_create(m, c), *u;
+  int32_t n = t ? t->config.context : 1, i;
+  tfm_step a, b;
+  tfm_model *again;
+  float *before = logits_of(m, ids, n), *after, worst = 0;
+  CHECK(t != NULL);
+  again = exported(t);
+  after = logits_of(again, ids, n);
+  for (i = 0; i < n * m->net.vocabulary; i++) worst = fmaxf(worst, fabsf(before[i] - after[i]));
+  if (!(worst <= bound)) fprintf(stderr, "  logits differ by %g\n", (double)worst);
+  CHECK(worst <= bound);
+  tfm_model_free(again);
+  for (i = 0; i < 3; i++) CHECK_EQ_INT(tfm_trainer_step(t, ids, targets, NULL), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_eval(t, ids, targets, &a), TFM_OK);
+  again = exported(t);
+  u = tfm_trainer_create(again, c);
+  CHECK_EQ_INT(tfm_trainer_eval(u, ids, targets, &b), TFM_OK);
+  CHECK(fabs(a.loss - b.loss) <= (double)bound);
+  tfm_trainer_free(t), tfm_trainer_free(u);
+  tfm_model_free(again);
+  exported_remove();
+  free(before), free(after);
+}
+
+TEST(exports_load_again) {
+  size_t i;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    golden g;
+    tfm_trainer_config c;
+    if (!golden_open(&g, cases[i], TFM_AUTO)) continue;
+    c = golden_config(&g);
+    exports(g.model, &c, g.ids, g.targets, 0);
+    golden_close(&g);
+  }
+}
+
+/* llama2.c keeps the rows of q and k in pairs. */
+TEST(exports_interleaved_heads) {
+  const char *path = SHARED "stories260K/stories260K.bin";
+  tfm_model *m;
+  tfm_trainer_config c;
+  int32_t ids[64], i;
+  blob b = blob_read(path);
+  free(b.data);
+  if (!b.data) SKIP("stories260K.bin is not there");
+  memset(&c, 0, sizeof c);
+  c.context = 64;
+  for (i = 0; i < 64; i++) ids[i] = 3 + i * 7 % 500;
+  m = tfm_model_load(path, NULL);
+  CHECK(m != NULL);
+  if (m) exports(m, &c, ids, ids, 2e-4f);
+  tfm_model_free(m);
+}
+
+/* ---- Checkpoints ---- */
+
+#define SAVED "build/test_train.checkpoint"
+
+/* A batch that depends on the step only. */
+static void batch_of(int64_t step, int32_t *tokens, int32_t *targets) {
+  int32_t i;
+  for (i = 0; i < 24; i++) {
+    tokens[i] = (int32_t)(tfmi_philox(11, (uint64_t)step, (uint64_t)i).word[0] % 50);
+    targets[i] = (tokens[i] * 3 + 1) % 50;
+  }
+}
+
+static tfm_trainer *trained(const char *family, int64_t until, const char *from) {
+  tfm_shape s = shape_of(family);
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  int32_t tokens[24], targets[24];
+  memset(&c, 0, sizeof c);
+  c.lr = 1e-2f;
+  c.schedule = TFM_LINEAR;
+  c.steps = 20;
+  c.threads = 1;
+  t = tfm_trainer_init(&s, &c);
+  CHECK(t != NULL);
+  if (from) CHECK_EQ_INT(tfm_trainer_resume(t, from), TFM_OK);
+  while (t->step < until) {
+    batch_of(t->step, tokens, targets);
+    CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL), TFM_OK);
+  }
+  return t;
+}
+
+TEST(resumes_bit_for_bit) {
+  tfm_trainer *whole = trained("llama", 12, NULL), *first = trained("llama", 5, NULL), *second;
+  CHECK_EQ_INT(tfm_trainer_save(first, SAVED), TFM_OK);
+  second = trained("llama", 12, SAVED);
+  CHECK(!memcmp(whole->w, second->w, (size_t)whole->total * sizeof(float)));
+  CHECK(!memcmp(whole->m, second->m, (size_t)whole->total * sizeof(float)));
+  CHECK(!memcmp(whole->v, second->v, (size_t)whole->total * sizeof(float)));
+  tfm_trainer_free(whole), tfm_trainer_free(first), tfm_trainer_free(second);
+  remove(SAVED);
+}
+
+static void refused(tfm_trainer *t, const void *data, size_t bytes, const char *why) {
+  FILE *f = fopen(SAVED, "wb");
+  float before = t->w[5];
+  CHECK(f && fwrite(data, 1, bytes, f) == bytes && fclose(f) == 0);
+  CHECK_EQ_INT(tfm_trainer_resume(t, SAVED), bytes ? TFM_E_FORMAT : TFM_E_IO);
+  CHECK_STR_HAS(tfm_error(), why);
+  CHECK(t->w[5] == before && t->step == 0);
+}
+
+TEST(other_and_damaged_checkpoints_are_refused) {
+  tfm_trainer *a = trained("llama", 2, NULL), *b = trained("gpt2", 0, NULL);
+  tfm_trainer *c = trained("llama", 0, NULL);
+  blob saved;
+  size_t i;
+  CHECK_EQ_INT(tfm_trainer_save(a, SAVED), TFM_OK);
+  saved = blob_read(SAVED);
+  refused(b, saved.data, saved.bytes, "another shape");
+  refused(c, saved.data, saved.bytes - 1, "damaged");
+  refused(c, saved.data, 20, "no checkpoint");
+  refused(c, saved.data, 0, "mapped");
+  for (i = 0; i < saved.bytes; i += i < 64 ? 1 : saved.bytes / 50) {
+    saved.data[i] ^= 16;
+    refused(c, saved.data, saved.bytes, "is ");
+    saved.data[i] ^= 16;
+  }
+  CHECK_EQ_INT(tfm_trainer_resume(c, "build/no such file"), TFM_E_IO);
+  tfm_trainer_free(a), tfm_trainer_free(b), tfm_trainer_free(c);
+  free(saved.data);
+  remove(SAVED);
+}
+
+/* The disk is full: an error, and the checkpoint before is still whole. */
+TEST(a_full_disk_leaves_the_last_checkpoint) {
+  tfm_trainer *t = trained("gpt2", 1, NULL), *u;
+  struct stat st;
+  if (stat("/dev/full", &st) != 0) SKIP("there is no /dev/full");
+  CHECK_EQ_INT(tfm_trainer_save(t, SAVED), TFM_OK);
+  CHECK(symlink("/dev/full", SAVED ".part") == 0);
+  CHECK_EQ_INT(tfm_trainer_save(t, SAVED), TFM_E_IO);
+  CHECK_STR_HAS(tfm_error(), "disk");
+  u = trained("gpt2", 1, SAVED);
+  CHECK(!memcmp(t->w, u->w, (size_t)t->total * sizeof(float)));
+  tfm_trainer_free(t), tfm_trainer_free(u);
+  remove(SAVED);
+}
+
+/* A process that saves after every step is killed at random moments: each time the next goes on
+   from a whole checkpoint, and in the end all is as if nothing had happened. */
+TEST(kill_loses_no_checkpoint) {
+  tfm_trainer *t = trained("gpt2", 1, NULL), *whole = trained("gpt2", 19, NULL);
+  int kills = 0, round;
+  CHECK_EQ_INT(tfm_trainer_save(t, SAVED), TFM_OK);
+  tfm_trainer_free(t);
+  for (round = 0; round < 200; round++) {
+    int status = 0;
+    pid_t child = fork();
+    if (child == 0) {
+      int64_t step;
+      t = trained("gpt2", 1, SAVED);
+      for (step = t->step + 1; step <= 19; step++) {
+        tfm_trainer_free(t);
+        t = trained("gpt2", step, SAVED);
+        if (tfm_trainer_save(t, SAVED) != TFM_OK) _exit(2);
+      }
+      _exit(0);
+    }
+    usleep(1000 + (useconds_t)(tfmi_philox(12, (uint64_t)round, 0).word[0] % 20000));
+    kill(child, SIGKILL);
+    waitpid(child, &status, 0);
+    if (WIFEXITED(status)) {
+      CHECK_EQ_INT(WEXITSTATUS(status), 0);
+      break;
+    }
+    kills++;
+  }
+  t = trained("gpt2", 19, SAVED);
+  CHECK(kills > 0 && !memcmp(t->w, whole->w, (size_t)t->total * sizeof(float)));
+  printf("  killed %d times, at step %lld in the end\n", kills, (long long)t->step);
+  tfm_trainer_free(t), tfm_trainer_free(whole);
+  remove(SAVED);
+  remove(SAVED ".part");
+}
+
+TEST_MAIN

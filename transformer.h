@@ -12674,7 +12674,7 @@ static void tfmi_checkpoint_head(const tfm_trainer *t, uint64_t *word) {
 static void tfmi_checkpoint_arena(tfm_trainer *t, const float *arena, tfmi_out *o) {
   int64_t at;
   for (at = 0; at < t->total; at += TFMI_STRETCH) {
-    size_t n = (size_t)(t->total - at < TFMI_STRETCH ? t->total - at : TFMI_STRETCH);
+    size_t n = (size_t)(t->total - at < TFMI_STRETCH ? t->total - at : (int64_t)TFMI_STRETCH);
     t->dev.table->get(&t->dev, t->stage, arena + at, n * sizeof *t->stage);
     tfmi_out_bytes(o, t->stage, n * sizeof *t->stage);
   }

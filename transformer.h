@@ -511,6 +511,7 @@ typedef struct tfm_dev {
   tfm_status status;      /* sticky until sync */
   char message[256];
   void *state; /* the backend's own, from open to close */
+  size_t state_bytes; /* of the host's memory that open took: part of the plan */
 } tfm_dev;
 
 /* Keeps the first failure until sync. printf-like. */
@@ -7349,8 +7350,26 @@ static tfm_status tfmi_table_check(tfm_dev *d, const tfm_backend *table) {
   return d->status;
 }
 
+/* Opens d->table and counts what that took; on failure nothing is open. */
+static tfm_status tfmi_table_enter(tfm_dev *d, tfmi_heap *heap) {
+  tfm_status status = d->table->open(d);
+  if (status == TFM_OK && tfmi_heap_charge(heap, d->state_bytes) != TFM_OK) {
+    status = TFM_E_MEMORY;
+    tfm_dev_fail(d, status, "the memory limit leaves no room for its %llu bytes",
+                 (unsigned long long)d->state_bytes);
+    d->table->close(d);
+  }
+  if (status == TFM_OK) return status;
+  tfm_dev_fail(d, status, "it cannot be opened");
+  d->table = NULL;
+  d->state = NULL;
+  d->state_bytes = 0;
+  return status;
+}
+
 /* One table; on failure d->message says why and d is as before. */
-static tfm_status tfmi_table_open(tfm_dev *d, const struct tfmi_table_row *row, uint64_t mask) {
+static tfm_status tfmi_table_open(tfm_dev *d, tfmi_heap *heap, const struct tfmi_table_row *row,
+                                  uint64_t mask) {
   const tfm_backend *table = row->table ? row->table() : NULL;
   tfm_status status;
   d->status = TFM_OK;
@@ -7364,23 +7383,19 @@ static tfm_status tfmi_table_open(tfm_dev *d, const struct tfmi_table_row *row, 
   status = tfmi_table_check(d, table);
   if (status != TFM_OK) return status;
   d->table = table;
-  status = table->open(d);
-  if (status == TFM_OK) return TFM_OK;
-  tfm_dev_fail(d, status, "it cannot be opened");
-  d->table = NULL;
-  d->state = NULL;
-  return status;
+  return tfmi_table_enter(d, heap);
 }
 
 /* Walks down the tables from the one asked for. */
-static tfm_status tfmi_table_choose(tfm_dev *d, tfm_device which, uint64_t mask, bool no_fallback) {
+static tfm_status tfmi_table_choose(tfm_dev *d, tfmi_heap *heap, tfm_device which, uint64_t mask,
+                                    bool no_fallback) {
   const struct tfmi_table_row *row = tfmi_tables, *end = row + TFMI_COUNT(tfmi_tables);
   tfm_status status = TFM_E_ARG;
   bool found = which == TFM_AUTO;
   for (; row < end; row++) {
     found = found || row->device == which;
     if (!found || (which == TFM_AUTO && !row->table)) continue;
-    status = tfmi_table_open(d, row, mask);
+    status = tfmi_table_open(d, heap, row, mask);
     if (status == TFM_OK) {
       tfmi_log(d->host, TFM_LOG_INFO, "device: %s, threads: %d", d->table->name, (int)d->threads);
       return TFM_OK;
@@ -7394,6 +7409,7 @@ static tfm_status tfmi_table_choose(tfm_dev *d, tfm_device which, uint64_t mask,
 
 static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap) {
   if (d->table) d->table->close(d);
+  heap->used -= d->state_bytes;
   tfmi_pool_close(d, heap);
   memset(d, 0, sizeof *d);
 }
@@ -7406,7 +7422,7 @@ static tfm_status tfmi_dev_open(tfm_dev *d, tfmi_heap *heap, tfm_device which, i
   d->host = &heap->host;
   d->index = index;
   if (status == TFM_OK) status = tfmi_pool_open(d, heap, threads);
-  if (status == TFM_OK) status = tfmi_table_choose(d, which, mask, no_fallback);
+  if (status == TFM_OK) status = tfmi_table_choose(d, heap, which, mask, no_fallback);
   if (status != TFM_OK) tfmi_dev_close(d, heap);
   return status;
 }
@@ -9372,10 +9388,9 @@ static tfm_status tfmi_dev_open_like(tfm_dev *d, tfmi_heap *heap, const tfm_dev 
   status = tfmi_pool_open(d, heap, threads);
   if (status != TFM_OK) return status;
   d->table = model->table;
-  status = d->table->open(d);
+  status = tfmi_table_enter(d, heap);
   if (status == TFM_OK) return TFM_OK;
-  tfmi_report(status, "device %s: %s", d->table->name, d->message);
-  d->table = NULL;
+  tfmi_report(status, "device %s: %s", model->table->name, d->message);
   tfmi_dev_close(d, heap);
   return status;
 }

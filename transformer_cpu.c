@@ -41,6 +41,9 @@ enum {
   CPU_TILE = 6,           /* rows of x that a tile may have */
   CPU_AHEAD = 1024,       /* bytes: how far ahead of its use a weight is asked for */
   CPU_SCRATCH = 1 << 19,  /* bytes for quantised activations; rows are worked off in parts of it */
+  CPU_WIDTH = 256,        /* widest head of attention here */
+  CPU_QUERIES = 64,       /* query heads that share a tile of keys */
+  CPU_TILE_BYTES = 2 * CPU_WIDTH * CPU_ROWS * 4, /* keys and values of a tile, for each thread */
   CPU_HUGE = 4 << 20      /* bytes from which memory is worth huge pages */
 };
 
@@ -88,16 +91,19 @@ static void cpu_release(tfm_dev *d, void *p, size_t bytes) {
   cpu_realloc(d->host, raw, bytes + 2 * CPU_ALIGN, 0);
 }
 
-/* The state is the scratch memory. */
+/* The state is scratch memory: quantised activations, and a tile for each thread. */
 static tfm_status cpu_open(tfm_dev *d) {
-  d->state_bytes = CPU_SCRATCH + 2 * CPU_ALIGN;
-  d->state = cpu_alloc(d, CPU_SCRATCH);
-  if (!d->state) tfm_dev_fail(d, TFM_E_MEMORY, "out of memory for %d bytes", (int)CPU_SCRATCH);
+  size_t bytes = CPU_SCRATCH + (size_t)d->threads * CPU_TILE_BYTES;
+  d->state = cpu_alloc(d, bytes);
+  d->state_bytes = bytes + 2 * CPU_ALIGN;
+  if (!d->state)
+    tfm_dev_fail(d, TFM_E_MEMORY, "out of memory for %llu bytes",
+                 (unsigned long long)d->state_bytes);
   return d->status;
 }
 
 static void cpu_close(tfm_dev *d) {
-  cpu_release(d, d->state, CPU_SCRATCH);
+  cpu_release(d, d->state, d->state_bytes - 2 * CPU_ALIGN);
   d->state = NULL;
 }
 
@@ -438,11 +444,6 @@ static void cpu_kv_put(tfm_dev *d, const tfm_kv *kv, tfm_mat k, tfm_mat v, const
   tfm_backend_ref()->kv_put(d, kv, k, v, rows);
 }
 
-static void cpu_attn(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tfm_rows *rows,
-                     float *lse, const tfm_attn *p) {
-  tfm_backend_ref()->attn(d, y, q, kv, rows, lse, p);
-}
-
 static void cpu_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
   tfm_backend_ref()->glu(d, y, gate_up, act);
 }
@@ -530,6 +531,47 @@ static int32_t cpu_grain(int64_t work_per_item) {
   return (int32_t)(work_per_item < 32768 ? 32768 / (work_per_item + 1) + 1 : 1);
 }
 
+/* ---- Attention: what all instruction sets share ---- */
+
+typedef struct cpu_attn_job {
+  tfm_mat y, q;
+  const tfm_kv *kv;
+  const tfm_rows *rows;
+  const tfm_attn *p;
+  int32_t group;       /* query heads per kv head */
+  int32_t tile, tiles; /* rows in an item, items per kv head */
+  float *work;         /* of all threads */
+} cpu_attn_job;
+
+typedef struct cpu_run { /* rows of one sequence, at consecutive positions */
+  int32_t row, rows, pos, seq, head; /* first row and its position; kv head */
+} cpu_run;
+
+/* Rows begin .. end-1 start with a run; rows of padding are skipped. False: there is none. */
+static bool cpu_run_next(cpu_run *run, const tfm_rows *rows, int32_t begin, int32_t end) {
+  while (begin < end && rows->seq[begin] < 0) begin++;
+  if (begin == end) return false;
+  run->row = begin;
+  run->pos = rows->pos[begin];
+  run->seq = rows->seq[begin];
+  for (run->rows = 1; begin + run->rows < end; run->rows++)
+    if (rows->seq[begin + run->rows] != run->seq ||
+        rows->pos[begin + run->rows] != run->pos + run->rows) break;
+  return true;
+}
+
+/* The first position that a query at pos sees. */
+static int32_t cpu_first_key(const tfm_attn *p, int32_t pos) {
+  return p->window > 0 && pos >= p->window ? pos - p->window + 1 : 0;
+}
+
+/* Bytes from the start of the cache to the vector of (seq, pos, kv head). */
+static size_t cpu_kv_at(const tfm_kv *kv, int32_t seq, int32_t pos, int32_t head) {
+  int64_t page = kv->table[(int64_t)seq * kv->max_pages + pos / kv->page_tokens];
+  int64_t row = (page * kv->heads + head) * kv->page_tokens + pos % kv->page_tokens;
+  return cpu_span(kv->type, row * kv->width);
+}
+
 /* ---- The instruction sets ---- */
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -604,7 +646,7 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
 
 /* ---- The tables ---- */
 
-#define CPU_TABLE(matmul, matmul_moe)                                                             \
+#define CPU_TABLE(matmul, matmul_moe, attn)                                                       \
   {                                                                                               \
     TFM_BACKEND_ABI, "cpu", TFM_F32,                                                              \
     cpu_open, cpu_close, cpu_sync, cpu_alloc, cpu_release,                                        \
@@ -612,7 +654,7 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
     cpu_replay, cpu_record, cpu_forget,                                                           \
     cpu_pack_size, cpu_pack, cpu_unpack,                                                          \
     cpu_cast, cpu_embed, cpu_gather, cpu_norm, NULL /* norm2 */, matmul, cpu_rope, cpu_kv_put,    \
-    cpu_attn, cpu_glu, cpu_route, matmul_moe, cpu_combine, cpu_sample, cpu_top,                   \
+    attn, cpu_glu, cpu_route, matmul_moe, cpu_combine, cpu_sample, cpu_top,                       \
     NULL, NULL,                                     /* layer decode */                            \
     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, /* loss matmul_dx matmul_dw epilogue_bwd      \
                                                        norm_bwd attn_bwd glu_bwd embed_bwd */     \
@@ -620,11 +662,13 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
                                                        adamw */                                   \
   }
 
-static const tfm_backend cpu_table_none = CPU_TABLE(NULL, NULL); /* lacks a matmul: passed over */
+static const tfm_backend cpu_table_none = CPU_TABLE(NULL, NULL, NULL); /* lacks a matmul: passed over */
 
 #if defined(CPU_X86)
-static const tfm_backend cpu_table_avx2 = CPU_TABLE(cpu_matmul_avx2, cpu_matmul_moe_avx2);
-static const tfm_backend cpu_table_avx512 = CPU_TABLE(cpu_matmul_avx512, cpu_matmul_moe_avx512);
+static const tfm_backend cpu_table_avx2 = CPU_TABLE(cpu_matmul_avx2, cpu_matmul_moe_avx2,
+                                                       cpu_attn_avx2);
+static const tfm_backend cpu_table_avx512 = CPU_TABLE(cpu_matmul_avx512, cpu_matmul_moe_avx512,
+                                                         cpu_attn_avx512);
 
 const tfm_backend *tfm_backend_cpu(void) {
   cpu_features f = cpu_detect();
@@ -681,6 +725,14 @@ CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) { return _mm512_scalef_ps(a, n); 
 CPU_INLINE V(vec) V(halves)(const void *p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 }
+CPU_INLINE V(vec) V(brains)(const void *p) { /* bf16 */
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+CPU_INLINE __m256 V(low)(V(vec) a) { return _mm512_castps512_ps256(a); }
+CPU_INLINE __m256 V(high)(V(vec) a) { return _mm512_extractf32x8_ps(a, 1); }
+CPU_INLINE __m256 V(eight_max)(V(vec) a) { return _mm256_max_ps(V(low)(a), V(high)(a)); }
+CPU_INLINE __m256 V(eight_sum)(V(vec) a) { return _mm256_add_ps(V(low)(a), V(high)(a)); }
 CPU_INLINE V(ints) V(load_ints)(const void *p) { return _mm512_loadu_si512(p); }
 CPU_INLINE void V(store_ints)(int32_t *p, V(ints) a) { _mm512_storeu_si512(p, a); }
 CPU_INLINE V(ints) V(all_ints)(int32_t x) { return _mm512_set1_epi32(x); }
@@ -748,6 +800,13 @@ CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) { /* in two steps: 2^n itself may
 CPU_INLINE V(vec) V(halves)(const void *p) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
+CPU_INLINE V(vec) V(brains)(const void *p) {
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+CPU_INLINE __m256 V(low)(V(vec) a) { return a; }
+CPU_INLINE __m256 V(eight_max)(V(vec) a) { return a; }
+CPU_INLINE __m256 V(eight_sum)(V(vec) a) { return a; }
 CPU_INLINE V(ints) V(load_ints)(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
 CPU_INLINE void V(store_ints)(int32_t *p, V(ints) a) { _mm256_storeu_si256((__m256i *)p, a); }
 CPU_INLINE V(ints) V(all_ints)(int32_t x) { return _mm256_set1_epi32(x); }
@@ -776,6 +835,22 @@ CPU_INLINE V(ints) V(dot)(V(ints) sum, V(ints) w, V(ints) x) {
   return V(dot4)(sum, _mm256_abs_epi8(value), _mm256_sign_epi8(x, value));
 }
 #endif
+
+CPU_INLINE float V(max_of)(V(vec) v) {
+  __m256 a = V(eight_max)(v);
+  __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+}
+CPU_INLINE float V(first_of)(V(vec) v) {
+  return _mm_cvtss_f32(_mm256_castps256_ps128(V(low)(v)));
+}
+CPU_INLINE float V(sum_of)(V(vec) v) {
+  __m256 a = V(eight_sum)(v);
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
 
 /* e^x within 3 units in the last place: x = n log 2 + r (the coefficients are Cephes'). */
 CPU_INLINE V(vec) V(exp)(V(vec) x) {
@@ -1108,6 +1183,208 @@ static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                           const tfm_routing *r, bool spread) {
   cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0};
   V(product)(d, &t);
+}
+
+/* ---- attn ----
+   Keys are taken in tiles of 32 positions, from multiples of 32 on, whoever looks at them. A tile of
+   keys is made a panel of F32 weights, and so are its values, 32 columns at a time: the tiles of
+   matmul then multiply queries by keys, and probabilities by values. All query heads and rows that
+   see the tile share it. The softmax is computed as it comes (Milakov and Gimelshein 2018). */
+
+/* n floats from a float type. */
+static void V(widen)(float *to, const uint8_t *from, tfm_type type, int32_t n) {
+  float rest[CPU_LANES];
+  uint8_t last[2 * CPU_LANES] = {0};
+  int32_t i;
+  if (type == TFM_F32) {
+    memcpy(to, from, (size_t)n * sizeof *to);
+    return;
+  }
+  for (i = 0; i + CPU_LANES <= n; i += CPU_LANES)
+    V(store)(to + i, type == TFM_F16 ? V(halves)(from + 2 * i) : V(brains)(from + 2 * i));
+  if (i == n) return;
+  memcpy(last, from + 2 * i, 2 * (size_t)(n - i));
+  V(store)(rest, type == TFM_F16 ? V(halves)(last) : V(brains)(last));
+  memcpy(to + i, rest, (size_t)(n - i) * sizeof *to);
+}
+
+/* to[32 * i + j] = row[j][i], i, j < 8 */
+static void V(transpose)(float *to, const float *const *row) {
+  __m256 a[8], b[8];
+  int i;
+  for (i = 0; i < 8; i += 2) {
+    __m256 x = _mm256_loadu_ps(row[i]), y = _mm256_loadu_ps(row[i + 1]);
+    a[i] = _mm256_unpacklo_ps(x, y);
+    a[i + 1] = _mm256_unpackhi_ps(x, y);
+  }
+  for (i = 0; i < 8; i += 4) { /* columns i, i + 1, ... of four rows, in each half */
+    b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+    b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+    b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+    b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+  }
+  for (i = 0; i < 4; i++) {
+    _mm256_storeu_ps(to + CPU_ROWS * i, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+    _mm256_storeu_ps(to + CPU_ROWS * (i + 4), _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+  }
+}
+
+/* A panel of keys [width][32], whose places outside first .. end-1 are 0. rows: as much memory. */
+static void V(pack_keys)(float *panel, float *rows, const cpu_attn_job *t, const cpu_run *run,
+                         int32_t base, int32_t first, int32_t end) {
+  const int32_t width = t->kv->width, stride = (width + 7) / 8 * 8;
+  const float *row[8];
+  int32_t i, j, k;
+  memset(rows, 0, (size_t)(CPU_ROWS * stride) * sizeof *rows);
+  for (i = first; i < end; i++)
+    V(widen)(rows + i * stride, (const uint8_t *)t->kv->k + cpu_kv_at(t->kv, run->seq, base + i,
+                                                                      run->head),
+             t->kv->type, width);
+  for (i = 0; i < CPU_ROWS; i += 8)
+    for (k = 0; k < stride; k += 8) {
+      for (j = 0; j < 8; j++) row[j] = rows + (i + j) * stride + k;
+      V(transpose)(panel + CPU_ROWS * k + i, row);
+    }
+}
+
+/* Panels of values, 32 columns each: [32][32]. */
+static void V(pack_values)(float *panel, const cpu_attn_job *t, const cpu_run *run, int32_t base,
+                           int32_t first, int32_t end) {
+  const int32_t width = t->kv->width;
+  int32_t i, col;
+  memset(panel, 0, (size_t)(cpu_panels(width) * CPU_ROWS * CPU_ROWS) * sizeof *panel);
+  for (i = first; i < end; i++) {
+    size_t at = cpu_kv_at(t->kv, run->seq, base + i, run->head);
+    for (col = 0; col < width; col += CPU_ROWS)
+      V(widen)(panel + (col + i) * CPU_ROWS,
+               (const uint8_t *)t->kv->v + at + cpu_span(t->kv->type, col), t->kv->type,
+               cpu_min(CPU_ROWS, width - col));
+  }
+}
+
+typedef struct V(query) { /* one head of one row */
+  const float *q;
+  float *y;
+  float max, sum;
+  int32_t first, last; /* positions that it sees */
+} V(query);
+
+/* Scores of a tile become exponentials below the new maximum; returns what y has to be scaled by.
+   Places outside first .. end-1 are masked. */
+static float V(softmax)(V(query) *q, float *score, int32_t first, int32_t end, const tfm_attn *p) {
+  V(vec) top = V(all)(-3e38f), sum = V(all)(0.0f), x;
+  float best, correction;
+  int32_t i;
+  for (i = 0; i < CPU_ROWS; i += CPU_LANES)
+    V(store)(score + i, V(mul)(V(load)(score + i), V(all)(p->scale)));
+  for (i = 0; i < CPU_ROWS && p->softcap != 0; i++)
+    score[i] = p->softcap * tanhf(score[i] / p->softcap);
+  for (i = 0; i < first; i++) score[i] = -INFINITY;
+  for (i = end; i < CPU_ROWS; i++) score[i] = -INFINITY;
+  for (i = 0; i < CPU_ROWS; i += CPU_LANES) top = V(max)(top, V(load)(score + i));
+  best = V(max_of)(top);
+  best = best > q->max ? best : q->max;
+  correction = V(first_of)(V(exp)(V(all)(q->max - best)));
+  for (i = 0; i < CPU_ROWS; i += CPU_LANES) {
+    x = V(exp)(V(add)(V(load)(score + i), V(all)(-best)));
+    V(store)(score + i, x);
+    sum = V(add)(sum, x);
+  }
+  q->sum = q->sum * correction + V(sum_of)(sum);
+  q->max = best;
+  return correction;
+}
+
+/* y = y * correction + v */
+static void V(carry)(float *y, const float *v, int32_t n, float correction) {
+  int32_t i;
+  for (i = 0; i < n; i += CPU_LANES)
+    V(store_some)(y + i, V(fma)(V(load_some)(y + i, n - i), V(all)(correction), V(load)(v + i)),
+                  n - i);
+}
+
+/* As many queries as a tile of matmul has rows see the keys from `base` on; returns how many. */
+static int32_t V(attn_tile)(const cpu_attn_job *t, V(query) *q, int32_t queries, int32_t base,
+                            const float *keys, const float *values) {
+  const int32_t width = t->kv->width;
+  const size_t panel = CPU_ROWS * CPU_ROWS * sizeof *values;
+  float score[CPU_TILE * CPU_OUT], out[CPU_TILE * CPU_OUT], correction[CPU_TILE];
+  const void *x[CPU_TILE];
+  const cpu_tile_row *tile = V(tile_for)(TFM_F32, queries, 1);
+  int32_t i, col, n, rows = tile->rows;
+  for (i = 0; i < rows; i++) x[i] = q[i].q;
+  tile->run(score, x, (const uint8_t *)keys, 0, width);
+  for (i = 0; i < rows; i++) {
+    int32_t first = cpu_min(CPU_ROWS, q[i].first - base);
+    int32_t end = cpu_min(CPU_ROWS, q[i].last + 1 - base);
+    correction[i] = V(softmax)(&q[i], score + i * CPU_OUT, first, end, t->p);
+    x[i] = score + i * CPU_OUT;
+  }
+  for (col = 0; col < width; col += n * CPU_ROWS) {
+    n = width - col >= V(wide) * CPU_ROWS ? V(wide) : 1;
+    V(tile_for)(TFM_F32, rows, n)
+        ->run(out, x, (const uint8_t *)(values + col * CPU_ROWS), panel, CPU_ROWS);
+    for (i = 0; i < rows; i++)
+      V(carry)(q[i].y + col, out + i * CPU_OUT, cpu_min(n * CPU_ROWS, width - col), correction[i]);
+  }
+  return rows;
+}
+
+static void V(attn_run)(const cpu_attn_job *t, const cpu_run *run, float *keys) {
+  float *values = keys + CPU_WIDTH * CPU_ROWS;
+  int32_t queries = run->rows * t->group, last = run->pos + run->rows - 1, width = t->kv->width;
+  int32_t first = cpu_first_key(t->p, run->pos), base, i, j;
+  V(query) query[CPU_QUERIES];
+  for (i = 0; i < queries; i++) {
+    V(query) *q = &query[i];
+    int32_t row = run->row + i / t->group, at = (run->head * t->group + i % t->group) * width;
+    q->q = cpu_row(t->q, row) + at;
+    q->y = cpu_row(t->y, row) + at;
+    q->last = t->rows->pos[row];
+    q->first = cpu_first_key(t->p, q->last);
+    q->max = -3e38f;
+    q->sum = 0;
+    memset(q->y, 0, (size_t)width * sizeof *q->y);
+  }
+  for (base = first / CPU_ROWS * CPU_ROWS; base <= last; base += CPU_ROWS) {
+    int32_t begin = first > base ? first - base : 0, end = cpu_min(CPU_ROWS, last + 1 - base);
+    V(pack_keys)(keys, values, t, run, base, begin, end);
+    V(pack_values)(values, t, run, base, begin, end);
+    for (i = 0; i < queries && query[i].last < base;) i++;
+    while (i < queries) i += V(attn_tile)(t, query + i, queries - i, base, keys, values);
+  }
+  for (i = 0; i < queries; i++)
+    for (j = 0; j < width; j++) query[i].y[j] /= query[i].sum;
+}
+
+/* Items are (kv head, some rows), rows running fastest. */
+static void V(attn_items)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_attn_job *t = (const cpu_attn_job *)context;
+  float *work = t->work + (size_t)worker * (CPU_TILE_BYTES / sizeof *t->work);
+  int32_t item, row, last;
+  cpu_run run;
+  for (item = begin; item < end; item++) {
+    run.head = item / t->tiles;
+    row = item % t->tiles * t->tile;
+    last = cpu_min(row + t->tile, t->rows->n);
+    for (; cpu_run_next(&run, t->rows, row, last); row = run.row + run.rows)
+      V(attn_run)(t, &run, work);
+  }
+}
+
+/* What only training and debugging ask for, and odd shapes, are left to the reference. */
+static void V(attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tfm_rows *rows,
+                    float *lse, const tfm_attn *p) {
+  cpu_attn_job t = {y, q, kv, rows, p, p->heads / kv->heads, 1, 0,
+                    (float *)(void *)((char *)d->state + CPU_SCRATCH)};
+  if (lse || p->probs || p->dropout.rate > 0 || !kv->table || kv->width > CPU_WIDTH ||
+      t.group > CPU_QUERIES || cpu_layouts[kv->type].scale) {
+    tfm_backend_ref()->attn(d, y, q, kv, rows, lse, p);
+    return;
+  }
+  t.tile = CPU_QUERIES / t.group;
+  t.tiles = (rows->n + t.tile - 1) / t.tile;
+  tfm_parallel_for(d, kv->heads * t.tiles, 1, V(attn_items), &t);
 }
 
 #undef CPU_FLOAT_TILES

@@ -58,7 +58,8 @@ $B/asan/test_%: tests/test_%.c $(HEADERS) | $B/asan
 	$(CC) $(SANITIZE) $(WARN) -o $@ $< $(LIBS)
 
 $B/avx2/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/avx2
-	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AVX2_ONLY=1 -o $@ $< transformer_cpu.c $(LIBS)
+	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AVX2_ONLY=1 -DTFM_CPU_SCRATCH=2048 -o $@ $< \
+	  transformer_cpu.c $(LIBS)
 
 $B/tsan/test_%: tests/test_%.c $(HEADERS) | $B/tsan
 	$(CC) -O1 -g -fsanitize=thread $(WARN) -o $@ $< $(LIBS)

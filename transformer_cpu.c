@@ -34,22 +34,26 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#ifndef TFM_CPU_SCRATCH
+#define TFM_CPU_SCRATCH (1 << 19) /* bytes; a test has fewer */
+#endif
+#ifndef TFM_CPU_AVX2_ONLY
+#define TFM_CPU_AVX2_ONLY 0
+#endif
+
 enum {
   CPU_ALIGN = 64,         /* a cache line, and what tfm_backend.alloc promises */
   CPU_ROWS = 32,          /* rows of W in a panel; columns in a block of quantised values */
   CPU_OUT = 128,          /* columns of y that a tile may have */
   CPU_TILE = 6,           /* rows of x that a tile may have */
   CPU_AHEAD = 1024,       /* bytes: how far ahead of its use a weight is asked for */
-  CPU_SCRATCH = 1 << 19,  /* bytes for quantised activations; rows are worked off in parts of it */
+  CPU_SCRATCH = TFM_CPU_SCRATCH, /* for quantised activations; rows are worked off in parts of it */
   CPU_WIDTH = 256,        /* widest head of attention here */
   CPU_QUERIES = 64,       /* query heads that share a tile of keys */
   CPU_TILE_BYTES = 2 * CPU_WIDTH * CPU_ROWS * 4, /* keys and values of a tile, for each thread */
   CPU_HUGE = 4 << 20      /* bytes from which memory is worth huge pages */
 };
 
-#ifndef TFM_CPU_AVX2_ONLY
-#define TFM_CPU_AVX2_ONLY 0
-#endif
 #define CPU_INLINE static inline __attribute__((always_inline, unused))
 
 /* ---- Device ---- */
@@ -218,8 +222,8 @@ static tfm_pack_size cpu_pack_size(tfm_dev *d, const tfm_weight_source *s) {
   int32_t i;
   tfm_backend_ref()->pack_size(d, s); /* it knows what cannot be packed, and says so */
   if (d->status == TFM_OK && s->cols % 32 == 0 && cpu_quantised_bytes(s->cols) > CPU_SCRATCH)
-    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a matrix with %d columns: expected 419424 at most",
-                 (int)s->cols);
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a matrix with %d columns: expected %d at most",
+                 (int)s->cols, (int)CPU_SCRATCH / 40 * 32);
   if (d->status != TFM_OK) return failed;
   size.host_bytes = cpu_align(sizeof(cpu_weight) + (size_t)s->part_count * sizeof(cpu_stripe));
   for (i = 0; i < s->part_count; i++) size.device_bytes += cpu_part_bytes(s, &s->parts[i]);

@@ -666,7 +666,7 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
                                                        adamw */                                   \
   }
 
-static const tfm_backend cpu_table_none = CPU_TABLE(NULL, NULL, NULL); /* lacks a matmul: passed over */
+static const tfm_backend cpu_table_none = CPU_TABLE(NULL, NULL, NULL); /* incomplete: passed over */
 
 #if defined(CPU_X86)
 static const tfm_backend cpu_table_avx2 = CPU_TABLE(cpu_matmul_avx2, cpu_matmul_moe_avx2,
@@ -1190,8 +1190,8 @@ static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
 }
 
 /* ---- attn ----
-   Keys are taken in tiles of 32 positions, from multiples of 32 on, whoever looks at them. A tile of
-   keys is made a panel of F32 weights, and so are its values, 32 columns at a time: the tiles of
+   Keys are taken in tiles of 32 positions, from multiples of 32 on, whoever looks at them. A tile
+   of keys is made a panel of F32 weights, and so are its values, 32 columns at a time: the tiles of
    matmul then multiply queries by keys, and probabilities by values. All query heads and rows that
    see the tile share it. The softmax is computed as it comes (Milakov and Gimelshein 2018). */
 

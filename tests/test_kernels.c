@@ -128,8 +128,8 @@ static void expect(const matrix *y, int row, int col, double want, double scale)
 }
 
 /* What the tuned CPU table may be off by, as it multiplies quantised weights by activations rounded
-   to 8 bits: 6 deviations of a sum whose terms are off by up to half a step each. Blocks of 32 values
-   have a step of 127th of their largest. In units of `tolerance`. */
+   to 8 bits: 6 deviations of a sum whose terms are off by up to half a step each. A block of 32
+   values has steps of a 127th of its largest. In units of `tolerance`. */
 static double rounding(const device *t, tfm_type type, const float *x, const float *w, int n) {
   double variance = 0, top = 0, squares = 0;
   int i;

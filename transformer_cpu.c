@@ -311,16 +311,23 @@ static void cpu_pack_rows(void *context, int32_t begin, int32_t end, int32_t wor
       int32_t row = group * CPU_ROWS, rows = cpu_min(CPU_ROWS, t->part->rows - row);
       int32_t cols = cpu_min(32, t->cols - col);
       uint8_t *to = t->to + (size_t)row * row_bytes;
+      const uint8_t *from = tile;
+      size_t stride = cpu_span(t->type, 32);
       if (!t->panels) {
         to += cpu_span(t->type, col);
         cpu_pack_tile(t, cpu_view(to, t->type, rows, cols, t->cols), row, col);
         continue;
       }
-      memset(tile, 0, sizeof tile);
-      cpu_pack_tile(t, cpu_view(tile, t->type, rows, cols, 32), row, col);
       to += CPU_ROWS * cpu_span(t->type, col);
+      if (rows < CPU_ROWS) memset(tile, 0, sizeof tile);
+      if (t->transposed || t->type != t->part->type || rows < CPU_ROWS)
+        cpu_pack_tile(t, cpu_view(tile, t->type, rows, cols, 32), row, col);
+      else { /* as they lie in the file */
+        from = (const uint8_t *)t->part->data + (size_t)row * row_bytes + cpu_span(t->type, col);
+        stride = row_bytes;
+      }
       for (i = 0; i < CPU_ROWS; i++)
-        cpu_deal(to, tile + cpu_span(t->type, 32 * i), cols, i, t->type, false);
+        cpu_deal(to, (uint8_t *)(uintptr_t)from + (size_t)i * stride, cols, i, t->type, false);
     }
 }
 

@@ -10,7 +10,7 @@
    No compiler flags are needed. The kernels at the end of this file are compiled once per
    instruction set, by including the file into itself: for AVX2 with FMA and F16C, and for AVX-512
    with VNNI. tfm_backend_cpu asks the processor which to hand out. On a processor that has neither
-   the table does not open, and TFM_AUTO passes it over, with a line in the log. Define
+   the table lacks its matmul, and TFM_AUTO passes it over, with a line in the log. Define
    TFM_CPU_AVX2_ONLY as 1 to hide AVX-512, as a test does.
 
    Weights. A matrix lies in panels of 32 rows, dealt out like cards: unit 0 of each of the 32 rows,
@@ -20,8 +20,8 @@
    nothing but the two rows multiplied: not on how many rows of x share a tile, nor on threads.
 
    Quantised weights are multiplied by activations quantised to 8 bits, in blocks of 32 with a scale
-   each, as exact integers within a block. Nothing mutable is static; the quantised activations lie
-   in tfm_dev.state. */
+   each, as exact integers within a block. Nothing mutable is static: quantised activations, and the
+   tiles of keys and values that attention works on, lie in tfm_dev.state. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 

@@ -59,6 +59,9 @@
    of all others. An engine (>>engine) feeds the pass with rows of tokens from any number of
    sessions and keeps their keys and values in pages. */
 
+#if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FAST_MATH__)
+#error "transformer.h: -Ofast and -ffast-math break its arithmetic (infinities, NaN); use -O3"
+#endif
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE)
 #define _POSIX_C_SOURCE 200809L /* -std=c11 hides what POSIX adds to the C library's headers */
 #endif
@@ -85,8 +88,9 @@
    earlier sentence, so that a short program may check once, at its end.
 
    Threads. A model and a tokenizer are immutable once loaded: share them freely. An engine with its
-   sessions belongs to one thread at a time. tfm_cancel may be called from any thread and from a
-   signal handler. There is no global state but the error sentence, which is per thread. */
+   sessions belongs to one thread at a time, and does not survive fork: create it in the child.
+   tfm_cancel may be called from any thread and from a signal handler. There is no global state but
+   the error sentence, which is per thread. */
 
 #ifdef __cplusplus
 extern "C" {
@@ -184,8 +188,8 @@ typedef struct tfm_host {
   bool (*progress)(void *user, const char *phase, double done);
   /* Becomes nonzero when the work should stop; read often, so a signal handler may set it. */
   const volatile int32_t *cancel;
-  /* Runs job(context, 0 .. workers-1) and returns when all have returned, on the caller's own
-     threads, which must run concurrently. NULL: the engine keeps a pool of its own. */
+  /* Runs job(context, 0 .. workers-1), at the same time or one after another, on the caller's own
+     threads, and returns when all have returned. NULL: the engine keeps a pool of its own. */
   void (*parallel)(void *user, int32_t workers, void (*job)(void *context, int32_t worker),
                    void *context);
   uint64_t memory_limit_bytes; /* for this instance; 0: no limit */
@@ -331,7 +335,8 @@ typedef struct tfm_engine tfm_engine;
 typedef struct tfm_session tfm_session;
 
 /* Called after each named step of the forward pass with its result, float32 [rows, cols]; names as
-   in the forward section ("embed", "norm1", "qkv", "probs", ...); layer -1 outside the layers. */
+   in the forward section ("embed", "norm1", "qkv", "probs", ...); layer -1 outside the layers. The
+   rows are those of the pass, session by session; data is valid during the call. */
 typedef void (*tfm_tap)(void *user, const char *name, int32_t layer, const float *data,
                         int32_t rows, int32_t cols);
 
@@ -451,7 +456,8 @@ typedef struct tfm_plan {      /* exact: the instances' high-water marks equal t
 } tfm_plan;
 
 /* Reads the metadata of a model and tells what it and an engine would take, without allocating
-   either. Configs as for the constructors, NULL allowed. Threads' stacks are not counted. */
+   either. Configs as for the constructors, NULL allowed; memory limits are not applied, threads'
+   stacks not counted. */
 TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *model,
                                    const tfm_engine_config *engine, tfm_plan *out);
 
@@ -470,20 +476,23 @@ TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *mod
       in elements; a row itself is contiguous. Shapes in comments are [rows, cols].
    2. What varies from step to step (ids, positions, pages, sampling parameters) is read from device
       arrays, so that a recorded graph can be replayed. Scalars and pointers may be frozen into it.
-   3. Padding: a row whose `seq` is -1 is ignored by embed, rope, kv_put, attn and sample; what an
-      entry writes for it is undefined. So row counts can be rounded up to a few sizes.
+   3. Padding: the engine rounds passes up to `row_multiple` rows. A row whose `seq` is -1 is
+      ignored by embed, rope, kv_put, attn and sample; what an entry writes for it is undefined.
    4. Entries return nothing. A failure is kept in the device (tfm_dev_fail), everything enqueued
       after it may be skipped, and `sync` returns it, once. Arguments come from the library and are
       trusted.
    5. Unless its comment says otherwise an entry overwrites its outputs, reads and writes no padding
       between rows, and outputs do not overlap inputs. "may alias" means: the same view exactly.
    6. Activations have the table's type `activation`; logits, log-probabilities, statistics, losses,
-      norm weights and biases are F32. Gradients of weights accumulate; other outputs overwrite.
+      norm weights and biases are F32. The residual stream (what layers add to) has type `residual`.
+      Gradients of weights accumulate; other outputs overwrite.
    7. Rows are independent: the bits of a row may depend on neither the other rows of the call nor
-      the number of threads. The reference keeps this exactly.
+      the number of threads. The reference keeps this exactly; a table that offers a faster mode
+      without it says so and does not make it the default.
    8. An entry that is NULL is declined. Required for inference: device (all), pack, and forward but
-      `norm2`, `layer`, `decode`; required by the trainer: backward and optimiser. The engine and
-      the trainer name what is missing (TFM_E_UNSUPPORTED) when they are created, never later. */
+      `layer` and `decode`; required by the trainer: backward and optimiser. Loading and the trainer
+      name what is missing (TFM_E_UNSUPPORTED), never later. A table in host memory may forward an
+      entry to tfm_backend_ref()'s, which needs of a tfm_dev only what is declared here. */
 
 typedef struct tfm_backend tfm_backend;
 
@@ -510,11 +519,11 @@ typedef struct tfm_dev {
   bool host_visible;      /* memory from `alloc` must be addressable by the host (for override) */
   tfm_status status;      /* sticky until sync */
   char message[256];
+  void *work; /* an engine's: work_bytes of device memory for temporaries of entries; else NULL */
   void *state; /* the backend's own, from open to close */
-  size_t state_bytes; /* of the host's memory that open took: part of the plan */
 } tfm_dev;
 
-/* Keeps the first failure until sync. printf-like. */
+/* Keeps the first failure until sync. printf-like. By the thread that called the entry only. */
 TFM_API void tfm_dev_fail(tfm_dev *d, tfm_status status, const char *format, ...);
 /* Runs job on ranges that cover 0 .. n-1, each once, in `grain`-sized steps at least, and waits.
    The split depends on threads, so sums must not cross items. worker is 0 .. threads-1. */
@@ -543,6 +552,7 @@ typedef struct tfm_weight_source {
   int32_t part_count, rows, cols, experts; /* experts 0: a plain matrix */
   bool transposed;
   bool stable;    /* the bytes outlive the weight: it may use them in place */
+  bool on_device; /* the parts lie in the device's memory: packing again after an update */
   unsigned roles;
   tfm_type type;  /* convert to this; TFM_TYPE_DEFAULT: keep each part's */
 } tfm_weight_source;
@@ -589,9 +599,8 @@ typedef struct tfm_dropout {
   const int32_t *pos, *seq;  /* [rows] */
 } tfm_dropout;
 
-/* y = residual + dropout(cap(act(scale * x W^T + bias))) */
+/* y = residual + dropout(cap(act(x W^T + bias))) */
 typedef struct tfm_epilogue {
-  float scale;         /* 0: 1 */
   const float *bias;   /* [N]; NULL: none */
   tfm_act act;
   float softcap;       /* c tanh(v / c); 0: none */
@@ -620,8 +629,8 @@ typedef struct tfm_rows { /* the tokens of one forward pass */
 /* Keys and values of one layer: pages of page_tokens positions, page p at offset p * K *
    page_tokens * D, laid out [K, page_tokens, D]; table[seq, position / page_tokens] is a page
    number. A contiguous cache is the one-page case. table NULL: no cache; k and v are the rows of
-   this very call, as views [T, K*D] of key_rows and value_rows, and row r sees the rows before it
-   of its own seq. */
+   this very call, as views [T, K*D] of key_rows and value_rows; the rows of a sequence then lie
+   together in ascending positions, and row r sees those before it of its own seq. */
 typedef struct tfm_kv {
   void *k, *v;
   tfm_type type;
@@ -703,12 +712,17 @@ typedef struct tfm_net {
   tfm_layer *layer;         /* [L] */
 } tfm_net;
 
-typedef struct tfm_run_ahead { /* the state of a batch that decodes by itself; device arrays */
+/* The state of a batch that decodes by itself. Device arrays but for ids. Pages and history for
+   `steps` more positions are there. After each step rows.id, rows.pos and sampler.pos advance and
+   history grows; a sequence that met one of `end` goes on, its further ids are not looked at. What
+   ran ahead in vain is discarded by sync and a put of id, pos and seq: cached positions beyond a
+   sequence's length are never read. */
+typedef struct tfm_run_ahead {
   const tfm_net *net;
-  const tfm_kv *kv;      /* [L] */
-  tfm_rows rows;         /* one row per sequence: its last token and position, advanced in place */
-  tfm_sampler sampler;   /* history grows by each token */
-  int32_t *ids;          /* [steps, T] host-readable results; -1 until written */
+  const tfm_kv *kv;    /* [L] */
+  tfm_rows rows;       /* one row per sequence: its last token and position */
+  tfm_sampler sampler;
+  int32_t *ids; /* [steps, T] from alloc_shared; -1 until the device has stored the choice */
 } tfm_run_ahead;
 
 /* ---- The table ---- */
@@ -718,7 +732,9 @@ typedef struct tfm_run_ahead { /* the state of a batch that decodes by itself; d
 struct tfm_backend {
   uint32_t abi; /* TFM_BACKEND_ABI */
   const char *name;
-  tfm_type activation; /* type of activations */
+  tfm_type activation;  /* type of activations */
+  tfm_type residual;    /* of the residual stream; the same, or wider */
+  int32_t row_multiple; /* passes are padded to a multiple of this many rows; 1: never */
 
   /* Device. All may be called at any time after open; memory is zeroed by nobody. */
   /* fills d->state; on failure calls tfm_dev_fail and returns why */
@@ -734,10 +750,18 @@ struct tfm_backend {
   /* device to device, in order */
   void (*copy)(tfm_dev *d, void *dst, const void *src, size_t bytes);
   void (*zero)(tfm_dev *d, void *dst, size_t bytes);
-  bool (*replay)(tfm_dev *d, uint64_t key);             /* false: nothing recorded under this key */
-  /* brackets the calls to record; may ignore */
-  void (*record)(tfm_dev *d, uint64_t key, bool begin);
-  void (*forget)(tfm_dev *d);                           /* drops all recordings: the arena moved */
+  /* Memory that the host and the device both address; NULL: out of memory. */
+  void *(*alloc_shared)(tfm_dev *d, size_t bytes);
+  void (*release_shared)(tfm_dev *d, void *p, size_t bytes);
+  /* Bytes of tfm_dev.work that entries want for passes of up to `rows` rows over a context. */
+  size_t (*work_bytes)(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
+                       int32_t context);
+  /* Graphs. replay runs what was recorded under a key; false: nothing was. record(begin) starts a
+     recording, or returns false: the calls then just run. While recording, entries are not run but
+     kept, and put, get, sync and alloc are not called; record(end) keeps them under the key and
+     runs them once. The engine's key is the number of rows; its memory does not move. */
+  bool (*replay)(tfm_dev *d, uint64_t key);
+  bool (*record)(tfm_dev *d, uint64_t key, bool begin);
 
   /* Weights. Sizes first, then packing into memory of exactly those sizes. An unknown source type
      fails with TFM_E_UNSUPPORTED. unpack writes rows [first, first + y.rows) back as floats. */
@@ -758,9 +782,6 @@ struct tfm_backend {
      groups, 2]. */
   void (*norm)(tfm_dev *d, tfm_mat y, tfm_mat x, const float *w, const float *b, tfm_mat residual,
                float *stats, const tfm_norm *p);
-  /* Optional: sum = x + delta; y = norm(sum) in one pass; sum may alias x. */
-  void (*norm2)(tfm_dev *d, tfm_mat y, tfm_mat sum, tfm_mat x, tfm_mat delta, const float *w,
-                const float *b, float *stats, const tfm_norm *p);
   /* y = epilogue(x W^T). x [M, K], W [N, K], y [M, N]. */
   void (*matmul)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w, const tfm_epilogue *e);
   /* Rotates in place the heads of x [T, heads * D] (of q and k together: they lie side by side). */
@@ -782,9 +803,10 @@ struct tfm_backend {
                      bool spread);
   /* y[t] = residual[t] + sum over j of weight[t, j] * x[t * top_k + j], in order of j. */
   void (*combine)(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual, const tfm_routing *r);
-  /* ids[r] chosen from logits [R, V], which are left as they were. logprobs optional [R]. */
+  /* ids[r] chosen from logits [R, V], which are left as they were. logprobs optional [R]. Two
+     tables agree but where the random number lies within 1e-6 of a step of the cumulative sum. */
   void (*sample)(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, const tfm_sampler *s);
-  /* The k best of each row, descending, the lower id first in a tie: ids, logprobs [R, k]. */
+  /* The k >= 1 best of each row, descending, the lower id first in a tie: ids, logprobs [R, k]. */
   void (*top)(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, int32_t k);
   /* Optional fusions; false: declined, nothing done, the caller takes the entries above. layer: x
      [T, C] through one layer in place. decode: `steps` whole steps, sampling and next-token
@@ -804,7 +826,8 @@ struct tfm_backend {
   /* dw += dy^T x [N, K]; db += column sums of dy [N], when not NULL. dw.type: the gradients'
      type. */
   void (*matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x);
-  /* Backward of the epilogue up to x W^T: dy becomes scale * act'(aux) * dropout(dy), in place. */
+  /* Backward of the epilogue up to x W^T + bias: dy becomes act'(aux) * cap'(..) * dropout(dy), in
+     place; the residual's gradient is dy as it came. */
   void (*epilogue_bwd)(tfm_dev *d, tfm_mat dy, const tfm_epilogue *e);
   /* dx = residual + gradient through norm; dw, db += [cols / groups]. dx may alias dy or
      residual. */
@@ -1558,6 +1581,7 @@ struct tfm_model {
 static tfm_status tfmi_dev_open(tfm_dev *d, tfmi_heap *heap, tfm_device which, int32_t index,
                                 int32_t threads, const char *override, bool no_fallback);
 static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap);
+static void tfmi_pool_close(tfm_dev *d, tfmi_heap *heap); /* only its threads */
 
 /* The entry of the device's table, or the reference's where the model was loaded with .override:
    all calls of the forward pass read TFMI_OP(d, norm)(d, ...). */
@@ -1566,13 +1590,21 @@ static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap);
   (*((d)->override_mask & TFMI_ENTRY_BIT(entry) ? tfmi_reference_for(d)->entry \
                                                 : (d)->table->entry))
 
-/* The reference's table, once the device has finished what it reads; a failure stays in the
-   device. */
-static const tfm_backend *tfmi_reference_for(tfm_dev *d) {
+/* Waits in the middle of a pass; a failure stays in the device for the sync at its end. */
+static bool tfmi_dev_wait(tfm_dev *d) {
   tfm_status status = d->table->sync(d);
   if (status != TFM_OK) d->status = status;
+  return status == TFM_OK;
+}
+
+/* The reference's table, once the device has finished what it reads. */
+static const tfm_backend *tfmi_reference_for(tfm_dev *d) {
+  tfmi_dev_wait(d);
   return tfm_backend_ref();
 }
+
+/* The override mask, and a uint64_t's bits, hold all entries. */
+typedef char tfmi_entries_fit[sizeof(tfm_backend) / sizeof(void *) <= 64 ? 1 : -1];
 
 /* =================================================================================================
    >>json   a strict pull parser
@@ -6884,6 +6916,8 @@ static void tfmi_model_read(tfmi_model_request *r) {
                     c->override, c->no_fallback) != TFM_OK)
     tfmi_fail_again(&r->load);
   tfmi_builder_run(&r->builder);
+  tfmi_pool_close(&r->model->dev, &r->model->heap); /* engines have pools of their own */
+  r->model->dev.threads = 1;
 }
 
 static bool tfmi_model_try(tfmi_model_request *r) {
@@ -6920,6 +6954,7 @@ static tfm_model *tfmi_model_make(const char *path, const void *data, size_t byt
   }
   heap.host = c.host;
   heap.dry = dry;
+  if (dry) heap.host.memory_limit_bytes = 0; /* a plan tells what a limit would refuse */
   m = TFMI_NEW(tfm_model, tfmi_heap_get(&heap, sizeof *m));
   if (!m) return NULL;
   m->heap = heap;
@@ -7238,14 +7273,15 @@ static const tfmi_entry tfmi_entries[] = {
   TFMI_ENTRY(open, DEVICE), TFMI_ENTRY(close, DEVICE), TFMI_ENTRY(sync, DEVICE),
   TFMI_ENTRY(alloc, DEVICE), TFMI_ENTRY(release, DEVICE), TFMI_ENTRY(put, DEVICE),
   TFMI_ENTRY(get, DEVICE), TFMI_ENTRY(copy, DEVICE), TFMI_ENTRY(zero, DEVICE),
-  TFMI_ENTRY(replay, DEVICE), TFMI_ENTRY(record, DEVICE), TFMI_ENTRY(forget, DEVICE),
+  TFMI_ENTRY(alloc_shared, DEVICE), TFMI_ENTRY(release_shared, DEVICE),
+  TFMI_ENTRY(work_bytes, DEVICE), TFMI_ENTRY(replay, DEVICE), TFMI_ENTRY(record, DEVICE),
   TFMI_ENTRY(pack_size, DEVICE), TFMI_ENTRY(pack, DEVICE), TFMI_ENTRY(unpack, DEVICE),
   TFMI_ENTRY(cast, FORWARD), TFMI_ENTRY(embed, FORWARD), TFMI_ENTRY(gather, FORWARD),
   TFMI_ENTRY(norm, FORWARD), TFMI_ENTRY(matmul, FORWARD), TFMI_ENTRY(rope, FORWARD),
   TFMI_ENTRY(kv_put, FORWARD), TFMI_ENTRY(attn, FORWARD), TFMI_ENTRY(glu, FORWARD),
   TFMI_ENTRY(route, FORWARD), TFMI_ENTRY(matmul_moe, FORWARD), TFMI_ENTRY(combine, FORWARD),
   TFMI_ENTRY(sample, FORWARD), TFMI_ENTRY(top, FORWARD),
-  TFMI_ENTRY(norm2, OPTIONAL), TFMI_ENTRY(layer, OPTIONAL), TFMI_ENTRY(decode, OPTIONAL),
+  TFMI_ENTRY(layer, OPTIONAL), TFMI_ENTRY(decode, OPTIONAL),
   TFMI_ENTRY(loss, BACKWARD), TFMI_ENTRY(matmul_dx, BACKWARD), TFMI_ENTRY(matmul_dw, BACKWARD),
   TFMI_ENTRY(epilogue_bwd, BACKWARD), TFMI_ENTRY(norm_bwd, BACKWARD),
   TFMI_ENTRY(attn_bwd, BACKWARD), TFMI_ENTRY(glu_bwd, BACKWARD), TFMI_ENTRY(embed_bwd, BACKWARD),
@@ -7350,26 +7386,8 @@ static tfm_status tfmi_table_check(tfm_dev *d, const tfm_backend *table) {
   return d->status;
 }
 
-/* Opens d->table and counts what that took; on failure nothing is open. */
-static tfm_status tfmi_table_enter(tfm_dev *d, tfmi_heap *heap) {
-  tfm_status status = d->table->open(d);
-  if (status == TFM_OK && tfmi_heap_charge(heap, d->state_bytes) != TFM_OK) {
-    status = TFM_E_MEMORY;
-    tfm_dev_fail(d, status, "the memory limit leaves no room for its %llu bytes",
-                 (unsigned long long)d->state_bytes);
-    d->table->close(d);
-  }
-  if (status == TFM_OK) return status;
-  tfm_dev_fail(d, status, "it cannot be opened");
-  d->table = NULL;
-  d->state = NULL;
-  d->state_bytes = 0;
-  return status;
-}
-
 /* One table; on failure d->message says why and d is as before. */
-static tfm_status tfmi_table_open(tfm_dev *d, tfmi_heap *heap, const struct tfmi_table_row *row,
-                                  uint64_t mask) {
+static tfm_status tfmi_table_open(tfm_dev *d, const struct tfmi_table_row *row, uint64_t mask) {
   const tfm_backend *table = row->table ? row->table() : NULL;
   tfm_status status;
   d->status = TFM_OK;
@@ -7383,19 +7401,23 @@ static tfm_status tfmi_table_open(tfm_dev *d, tfmi_heap *heap, const struct tfmi
   status = tfmi_table_check(d, table);
   if (status != TFM_OK) return status;
   d->table = table;
-  return tfmi_table_enter(d, heap);
+  status = table->open(d);
+  if (status == TFM_OK) return TFM_OK;
+  tfm_dev_fail(d, status, "it cannot be opened");
+  d->table = NULL;
+  d->state = NULL;
+  return status;
 }
 
 /* Walks down the tables from the one asked for. */
-static tfm_status tfmi_table_choose(tfm_dev *d, tfmi_heap *heap, tfm_device which, uint64_t mask,
-                                    bool no_fallback) {
+static tfm_status tfmi_table_choose(tfm_dev *d, tfm_device which, uint64_t mask, bool no_fallback) {
   const struct tfmi_table_row *row = tfmi_tables, *end = row + TFMI_COUNT(tfmi_tables);
   tfm_status status = TFM_E_ARG;
   bool found = which == TFM_AUTO;
   for (; row < end; row++) {
     found = found || row->device == which;
     if (!found || (which == TFM_AUTO && !row->table)) continue;
-    status = tfmi_table_open(d, heap, row, mask);
+    status = tfmi_table_open(d, row, mask);
     if (status == TFM_OK) {
       tfmi_log(d->host, TFM_LOG_INFO, "device: %s, threads: %d", d->table->name, (int)d->threads);
       return TFM_OK;
@@ -7409,7 +7431,6 @@ static tfm_status tfmi_table_choose(tfm_dev *d, tfmi_heap *heap, tfm_device whic
 
 static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap) {
   if (d->table) d->table->close(d);
-  heap->used -= d->state_bytes;
   tfmi_pool_close(d, heap);
   memset(d, 0, sizeof *d);
 }
@@ -7422,7 +7443,7 @@ static tfm_status tfmi_dev_open(tfm_dev *d, tfmi_heap *heap, tfm_device which, i
   d->host = &heap->host;
   d->index = index;
   if (status == TFM_OK) status = tfmi_pool_open(d, heap, threads);
-  if (status == TFM_OK) status = tfmi_table_choose(d, heap, which, mask, no_fallback);
+  if (status == TFM_OK) status = tfmi_table_choose(d, which, mask, no_fallback);
   if (status != TFM_OK) tfmi_dev_close(d, heap);
   return status;
 }
@@ -7997,9 +8018,7 @@ static void tfmi_panel(float *out, const float *const *x, int32_t m, const tfm_w
 
 /* v[0 .. n-1], columns col and on of a row of x W^T, become that part of the row of y. */
 static void tfmi_epilogue(float *v, int32_t n, const tfm_epilogue *e, int32_t row, int32_t col) {
-  float scale = e->scale != 0 ? e->scale : 1.0f;
   int32_t j;
-  for (j = 0; j < n; j++) v[j] *= scale;
   if (e->bias)
     for (j = 0; j < n; j++) v[j] += e->bias[col + j];
   if (e->aux.data) memcpy(tfmi_row(e->aux, row) + col, v, (size_t)n * sizeof *v);
@@ -8040,8 +8059,8 @@ static void tfmi_matmul_columns(void *context, int32_t begin, int32_t end, int32
     }
 }
 
-/* W's rows cut evenly into shares that are worth a dispatch, in whole lanes: so an element of y is in
-   the same place of a vector, and of the loop over vectors, whatever the threads. */
+/* W's rows cut evenly into shares that are worth a dispatch, in whole lanes: so an element of y is
+   in the same place of a vector, and of the loop over vectors, whatever the threads. */
 static int32_t tfmi_matmul_grain(const tfm_dev *d, const tfm_weight *w, int32_t rows) {
   int64_t shares = (int64_t)w->rows * w->cols * rows / 16384 + 1, each;
   if (shares > d->threads) shares = d->threads;
@@ -8934,26 +8953,30 @@ static void tfmi_ref_zero(tfm_dev *d, void *dst, size_t bytes) {
   if (bytes) memset(dst, 0, bytes);
 }
 
+static size_t tfmi_ref_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
+                                  int32_t context) {
+  (void)d, (void)net, (void)rows, (void)sequences, (void)context;
+  return 0; /* what an entry needs beside its arguments is on the stack */
+}
+
 static bool tfmi_ref_replay(tfm_dev *d, uint64_t key) {
-  (void)d;
-  (void)key;
+  (void)d, (void)key;
   return false;
 }
 
-static void tfmi_ref_record(tfm_dev *d, uint64_t key, bool begin) {
-  (void)d;
-  (void)key;
-  (void)begin;
+static bool tfmi_ref_record(tfm_dev *d, uint64_t key, bool begin) {
+  (void)d, (void)key, (void)begin;
+  return false;
 }
-
-static void tfmi_ref_forget(tfm_dev *d) { (void)d; }
 
 /* ---- The table ---- */
 
 static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the types check */
   TFM_BACKEND_ABI,
   "ref",
-  TFM_F32,
+  TFM_F32, /* activation */
+  TFM_F32, /* residual */
+  1,       /* row_multiple */
   tfmi_ref_open,
   tfmi_ref_close,
   tfmi_ref_sync,
@@ -8963,9 +8986,11 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   tfmi_ref_copy, /* get */
   tfmi_ref_copy,
   tfmi_ref_zero,
+  tfmi_ref_alloc,   /* alloc_shared */
+  tfmi_ref_release, /* release_shared */
+  tfmi_ref_work_bytes,
   tfmi_ref_replay,
   tfmi_ref_record,
-  tfmi_ref_forget,
   tfmi_ref_pack_size,
   tfmi_ref_pack,
   tfmi_ref_unpack,
@@ -8973,7 +8998,6 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   tfmi_ref_embed,
   tfmi_ref_gather,
   tfmi_ref_norm,
-  NULL, /* norm2 */
   tfmi_ref_matmul,
   tfmi_ref_rope,
   tfmi_ref_kv_put,
@@ -9031,7 +9055,8 @@ typedef struct tfmi_pass { /* what one forward pass needs beside the network */
   tfmi_buffers buffers;        /* [T, ...] views */
   float *probs;                /* [T * H, context] when tapped, else NULL */
   int32_t context;
-  const volatile int32_t *cancel, *host_cancel; /* looked at before every layer; may be NULL */
+  const int32_t *cancel; /* the engine's, looked at before every layer; NULL: cannot be cancelled */
+  const volatile int32_t *host_cancel;
   tfm_tap tap;
   void *tap_user;
   float *tap_host;             /* [T, widest row] */
@@ -9062,8 +9087,7 @@ static tfm_mat tfmi_absent(void) {
 static void tfmi_tell(tfmi_pass *p, const char *name, int32_t layer, tfm_mat m) {
   tfm_mat line;
   int32_t row;
-  if (!p->tap) return;
-  p->dev->table->sync(p->dev);
+  if (!p->tap || !tfmi_dev_wait(p->dev)) return;
   for (row = 0; row < m.rows; row++) {
     line = tfmi_rows_of(m, row, 1);
     p->dev->table->get(p->dev, p->tap_host + (size_t)row * (size_t)m.cols, line.data,
@@ -9153,7 +9177,9 @@ static void tfmi_feed_forward(tfmi_pass *p, int32_t index) {
 }
 
 static bool tfmi_cancelled(const tfmi_pass *p) {
-  return (p->cancel && *p->cancel) || (p->host_cancel && *p->host_cancel);
+  if (!p->cancel) return false;
+  return __atomic_load_n(p->cancel, __ATOMIC_RELAXED) ||
+         (p->host_cancel && __atomic_load_n(p->host_cancel, __ATOMIC_RELAXED));
 }
 
 /* The rows through all layers: their residual stream ends up in buffers.out. False: cancelled. */
@@ -9191,15 +9217,19 @@ static void tfmi_head(tfmi_pass *p, tfm_mat logits, tfm_mat h, tfm_mat x) {
    =================================================================================================
 
    An engine takes all its memory when it is created: one host block and one device block, laid out
-   by tfmi_engine_lay_out, which runs twice: once to measure (that is also the plan), once to point.
+   by functions that run twice: once to measure (that is also the plan), once to point.
 
    The cache is a pool of pages. A sequence has a row of the page table; it takes pages as it grows
    and gives them back when it is rewound or freed, so pages are spent by tokens, not by slots.
 
    Each session is a list of tokens of which the first `done` are in the cache. tfmi_advance runs
    what is not done yet, of one session or of many, in passes of at most batch_rows rows: a prompt,
-   a step of a batch, or both mixed are the same thing. The residual row of each sequence's last
-   token is put aside in `last`; the head turns such rows into logits when somebody asks. */
+   a step of a batch, or both mixed are the same thing. The head turns the residual row of a
+   sequence's last token into logits when somebody asks; until then the row stays in the stream,
+   where the pass left it, or, when another pass needs the place, in the slot kept behind for it.
+
+   A device may fail at any point of a pass and tells at the end: then nothing that it holds is
+   trusted, and sessions run again from their tokens. */
 
 #define TFMI_TEXT_MAX 4096 /* longest text of one token that a session can hand out */
 #define TFMI_STOP_MAX 1024 /* longest stop string */
@@ -9208,19 +9238,20 @@ static void tfmi_head(tfmi_pass *p, tfm_mat logits, tfm_mat h, tfm_mat x) {
 struct tfm_session {
   tfm_engine *engine;
   bool open, owns_engine;
-  int32_t slot;          /* row of the page table, of `last` and of the history */
+  int32_t slot;          /* row of the page table and of the history */
   int32_t *tokens;       /* [context] */
   int32_t length, done;  /* tokens so far; of these, in the cache */
   int32_t pages;         /* taken */
   bool chosen;           /* the last token came from tfm_next: its logits are one position back */
-  int32_t last_at;       /* `last` holds the residual row after this many tokens; 0: none */
+  int32_t last_at;       /* the stream has the residual row after this many tokens; 0: it has not */
+  int32_t last_row;      /* ... in this row */
   int32_t logits_row;    /* of the engine's logits, when logits_epoch is the engine's */
   int32_t logits_at;     /* ... after this many tokens */
   uint64_t logits_epoch;
+  uint64_t call;         /* the last tfm_next_batch that named this session */
   const tfm_tokenizer *tokenizer;
   tfm_decoder decoder;
   char text[TFMI_TEXT_MAX];
-  char held[TFMI_TEXT_MAX + TFMI_STOP_MAX]; /* by tfm_generate: text that may begin a stop string */
 };
 
 struct tfm_engine {
@@ -9229,29 +9260,34 @@ struct tfm_engine {
   const tfm_model *model;
   tfm_engine_config config; /* with the defaults filled in */
   int32_t max_pages;        /* of one sequence */
-  volatile int32_t cancel;
+  int32_t rows;             /* batch_rows, padded to what the device wants */
+  int32_t cancel;           /* atomic */
   uint64_t epoch;           /* counts what overwrote the logits */
+  uint64_t calls;           /* of tfm_next_batch */
   tfm_stats stats;
   size_t host_bytes, device_bytes, cache_bytes;
   void *host_block, *device_block;
   /* host */
-  tfm_session *sessions;    /* [sequences] */
-  int32_t *id, *pos, *seq;  /* [batch_rows] of the pass being put together */
-  int32_t *table;           /* [sequences, max_pages] */
+  tfm_session *sessions;     /* [sequences] */
+  int32_t *id, *pos, *seq;   /* [rows] each, one after the other: the pass being put together */
+  int32_t *pick, *at, *slot; /* [sequences] each, likewise: rows of the stream, positions, slots */
+  int32_t *table;            /* [sequences, max_pages] */
   int32_t *free_pages, free_count;
-  int32_t *picked;          /* [max(sequences, batch_rows)] ids on their way to the caller */
-  tfm_session **batch;      /* [sequences] sessions of the call */
-  float *host_logits;       /* [V] */
+  int32_t *chosen;           /* [sequences] ids on their way to the caller */
+  float *host_logits;        /* [V] */
   float *tap_host;
-  tfm_kv *kv;               /* [L] */
-  tfm_sampling *host_params; /* [sequences] */
+  tfm_kv *kv;                /* [L] */
+  tfm_sampling *params;      /* [sequences] */
   /* device */
-  int32_t *d_id, *d_pos, *d_seq, *d_table, *d_history, *d_ids;
+  int32_t *d_pass, *d_pick;  /* [3, rows], [3, sequences] */
+  int32_t *d_table, *d_history, *d_chosen;
   tfm_sampling *d_params;
-  float *d_work;            /* [sequences, 2 V] */
+  float *d_work;             /* [sequences, 2 V] */
   float *d_probs;
   tfmi_buffers buffers;
-  tfm_mat last, logits;     /* [sequences, C], [logit_rows, V] */
+  tfm_mat stream;            /* [rows + sequences, C]: of the pass, then what was put aside */
+  tfm_mat picked, logits;    /* [sequences, C], [logit_rows, V] */
+  char held[TFMI_TEXT_MAX + TFMI_STOP_MAX]; /* by tfm_generate: may begin a stop string */
 };
 
 /* ---- Memory ---- */
@@ -9285,11 +9321,11 @@ static tfm_mat tfmi_take_mat(tfmi_arena *a, tfm_type type, int32_t rows, int32_t
 static int32_t tfmi_max32(int32_t a, int32_t b) { return a > b ? a : b; }
 
 /* The buffers of a layer, shared by all layers: see >>forward. */
-static tfmi_buffers tfmi_take_buffers(tfmi_arena *a, const tfm_net *net, tfm_type type,
-                                      int32_t rows, bool keep_up) {
+static tfmi_buffers tfmi_take_buffers(tfmi_arena *a, const tfm_net *net, tfm_mat stream,
+                                      tfm_type type, int32_t rows, bool keep_up) {
   tfmi_buffers b;
   int32_t qkv = (net->heads + 2 * net->kv_heads) * net->head_width;
-  b.in = b.mid = b.out = tfmi_take_mat(a, type, rows, net->width);
+  b.in = b.mid = b.out = stream;
   b.norm1 = b.norm2 = tfmi_take_mat(a, type, rows, net->width);
   b.qkv = tfmi_take_mat(a, type, rows, qkv);
   b.attn = tfmi_take_mat(a, type, rows, net->heads * net->head_width);
@@ -9323,55 +9359,67 @@ static void tfmi_take_cache(tfm_engine *e, tfmi_arena *a) {
   e->cache_bytes = a->used - begin;
 }
 
-/* Widest row that a tap can be shown, in floats. */
-static int32_t tfmi_tap_width(const tfm_engine *e) {
+/* Floats of the widest result that a tap can be shown. */
+static uint64_t tfmi_tap_floats(const tfm_engine *e) {
   const tfmi_buffers *b = &e->buffers;
-  int32_t probs = e->config.context * e->model->net.heads;
-  int32_t wide =
-      tfmi_max32(tfmi_max32(b->qkv.cols, b->up.cols), tfmi_max32(b->in.cols, b->act.cols));
-  return tfmi_max32(tfmi_max32(wide, probs), e->model->net.vocabulary);
+  uint64_t probs = (uint64_t)e->config.context * (uint64_t)e->model->net.heads;
+  int32_t wide = tfmi_max32(tfmi_max32(b->qkv.cols, b->up.cols), b->act.cols);
+  wide = tfmi_max32(tfmi_max32(wide, b->in.cols), e->model->net.vocabulary);
+  return (uint64_t)e->rows * (probs > (uint64_t)wide ? probs : (uint64_t)wide);
 }
 
-static void tfmi_engine_lay_out(tfm_engine *e, tfmi_arena *host, tfmi_arena *device) {
+static int32_t *tfmi_take_ints(tfmi_arena *a, uint64_t count, uint64_t times) {
+  return (int32_t *)tfmi_take(a, count * times, sizeof(int32_t));
+}
+
+static void tfmi_lay_out_device(tfm_engine *e, tfmi_arena *a) {
   const tfm_net *net = &e->model->net;
   const tfm_engine_config *c = &e->config;
-  tfm_type type = e->dev.table->activation;
-  uint64_t sequences = (uint64_t)c->sequences, rows = (uint64_t)c->batch_rows;
-  uint64_t context = (uint64_t)c->context, vocabulary = (uint64_t)net->vocabulary;
-  int32_t logit_rows = tfmi_max32(c->sequences, TFMI_EVAL_ROWS), s;
-
-  e->d_id = (int32_t *)tfmi_take(device, rows, sizeof(int32_t));
-  e->d_pos = (int32_t *)tfmi_take(device, rows, sizeof(int32_t));
-  e->d_seq = (int32_t *)tfmi_take(device, rows, sizeof(int32_t));
-  e->d_ids = (int32_t *)tfmi_take(device, rows, sizeof(int32_t));
-  e->d_table = (int32_t *)tfmi_take(device, sequences * (uint64_t)e->max_pages, sizeof(int32_t));
-  e->d_history = (int32_t *)tfmi_take(device, sequences * context, sizeof(int32_t));
-  e->d_params = (tfm_sampling *)tfmi_take(device, sequences, sizeof(tfm_sampling));
-  e->d_work = (float *)tfmi_take(device, sequences * vocabulary, 2 * sizeof(float));
-  e->buffers = tfmi_take_buffers(device, net, type, c->batch_rows, c->tap != NULL);
-  e->last = tfmi_take_mat(device, type, c->sequences, net->width);
-  e->logits = tfmi_take_mat(device, TFM_F32, logit_rows, net->vocabulary);
+  const tfm_backend *table = e->dev.table;
+  uint64_t sequences = (uint64_t)c->sequences, rows = (uint64_t)e->rows;
+  uint64_t context = (uint64_t)c->context;
+  int32_t logit_rows = tfmi_max32(c->sequences, TFMI_EVAL_ROWS);
+  e->d_pass = tfmi_take_ints(a, rows, 3);
+  e->d_pick = tfmi_take_ints(a, sequences, 3);
+  e->d_chosen = tfmi_take_ints(a, sequences, 1);
+  e->d_table = tfmi_take_ints(a, sequences, (uint64_t)e->max_pages);
+  e->d_history = tfmi_take_ints(a, sequences, context);
+  e->d_params = (tfm_sampling *)tfmi_take(a, sequences, sizeof(tfm_sampling));
+  e->d_work = (float *)tfmi_take(a, sequences * (uint64_t)net->vocabulary, 2 * sizeof(float));
+  e->stream = tfmi_take_mat(a, table->residual, e->rows + c->sequences, net->width);
+  e->buffers = tfmi_take_buffers(a, net, e->stream, table->activation, e->rows, c->tap != NULL);
+  e->picked = tfmi_take_mat(a, table->residual, c->sequences, net->width);
+  e->logits = tfmi_take_mat(a, TFM_F32, logit_rows, net->vocabulary);
   if (c->tap)
-    e->d_probs = (float *)tfmi_take(device, rows * context, (uint64_t)net->heads * sizeof(float));
+    e->d_probs = (float *)tfmi_take(a, rows * context, (uint64_t)net->heads * sizeof(float));
+  e->dev.work =
+      tfmi_take(a, table->work_bytes(&e->dev, net, e->rows, c->sequences, c->context), 1);
+  tfmi_take_cache(e, a);
+}
 
-  e->sessions = TFMI_NEW(tfm_session, tfmi_take(host, sequences, sizeof(tfm_session)));
-  e->id = (int32_t *)tfmi_take(host, rows, sizeof(int32_t));
-  e->pos = (int32_t *)tfmi_take(host, rows, sizeof(int32_t));
-  e->seq = (int32_t *)tfmi_take(host, rows, sizeof(int32_t));
-  e->picked = (int32_t *)tfmi_take(host, rows, sizeof(int32_t));
-  e->table = (int32_t *)tfmi_take(host, sequences * (uint64_t)e->max_pages, sizeof(int32_t));
-  e->free_pages = (int32_t *)tfmi_take(host, (uint64_t)c->pages, sizeof(int32_t));
-  e->batch = (tfm_session **)tfmi_take(host, sequences, sizeof(tfm_session *));
-  e->host_logits = (float *)tfmi_take(host, vocabulary, sizeof(float));
-  e->host_params = (tfm_sampling *)tfmi_take(host, sequences, sizeof(tfm_sampling));
-  e->kv = TFMI_NEW(tfm_kv, tfmi_take(host, (uint64_t)net->layers, sizeof(tfm_kv)));
+static void tfmi_lay_out_host(tfm_engine *e, tfmi_arena *a) {
+  const tfm_engine_config *c = &e->config;
+  uint64_t sequences = (uint64_t)c->sequences, rows = (uint64_t)e->rows;
+  int32_t s;
+  e->sessions = TFMI_NEW(tfm_session, tfmi_take(a, sequences, sizeof(tfm_session)));
+  e->id = tfmi_take_ints(a, rows, 3);
+  e->pick = tfmi_take_ints(a, sequences, 3);
+  e->chosen = tfmi_take_ints(a, sequences, 1);
+  e->table = tfmi_take_ints(a, sequences, (uint64_t)e->max_pages);
+  e->free_pages = tfmi_take_ints(a, (uint64_t)c->pages, 1);
+  e->host_logits = (float *)tfmi_take(a, (uint64_t)e->model->net.vocabulary, sizeof(float));
+  e->params = (tfm_sampling *)tfmi_take(a, sequences, sizeof(tfm_sampling));
+  e->kv = TFMI_NEW(tfm_kv, tfmi_take(a, (uint64_t)e->model->net.layers, sizeof(tfm_kv)));
   for (s = 0; s < c->sequences; s++) {
-    int32_t *tokens = (int32_t *)tfmi_take(host, context, sizeof(int32_t));
-    if (host->base) e->sessions[s].tokens = tokens;
+    int32_t *tokens = tfmi_take_ints(a, (uint64_t)c->context, 1);
+    if (a->base) e->sessions[s].tokens = tokens;
   }
-  if (c->tap)
-    e->tap_host = (float *)tfmi_take(host, rows * (uint64_t)tfmi_tap_width(e), sizeof(float));
-  tfmi_take_cache(e, device);
+  if (c->tap) e->tap_host = (float *)tfmi_take(a, tfmi_tap_floats(e), sizeof(float));
+  if (!a->base) return;
+  e->pos = e->id + e->rows;
+  e->seq = e->pos + e->rows;
+  e->at = e->pick + c->sequences;
+  e->slot = e->at + c->sequences;
 }
 
 /* ---- Creation ---- */
@@ -9388,9 +9436,10 @@ static tfm_status tfmi_dev_open_like(tfm_dev *d, tfmi_heap *heap, const tfm_dev 
   status = tfmi_pool_open(d, heap, threads);
   if (status != TFM_OK) return status;
   d->table = model->table;
-  status = tfmi_table_enter(d, heap);
+  status = d->table->open(d);
   if (status == TFM_OK) return TFM_OK;
-  tfmi_report(status, "device %s: %s", model->table->name, d->message);
+  tfmi_report(status, "device %s: %s", d->table->name, d->message);
+  d->table = NULL;
   tfmi_dev_close(d, heap);
   return status;
 }
@@ -9398,6 +9447,10 @@ static tfm_status tfmi_dev_open_like(tfm_dev *d, tfmi_heap *heap, const tfm_dev 
 static tfm_status tfmi_bad_config(const char *field, int64_t value, const char *expected) {
   return tfmi_report(TFM_E_ARG, "tfm_engine_config.%s is %lld; expected %s", field,
                      (long long)value, expected);
+}
+
+static int32_t tfmi_round_up(int32_t n, int32_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
 }
 
 /* Fills in the defaults: every 0 becomes what the comments of tfm_engine_config say. */
@@ -9418,6 +9471,7 @@ static tfm_status tfmi_engine_configure(tfm_engine *e) {
   if (c->sequences == 0) c->sequences = 1;
   if (c->batch_rows == 0) c->batch_rows = tfmi_min32(256, c->context);
   c->batch_rows = tfmi_max32(c->batch_rows, c->sequences);
+  e->rows = tfmi_round_up(c->batch_rows, e->dev.table->row_multiple);
   if (c->page_tokens == 0) c->page_tokens = 64;
   c->page_tokens = tfmi_min32(c->page_tokens, c->context);
   e->max_pages = (c->context - 1) / c->page_tokens + 1;
@@ -9431,28 +9485,32 @@ static tfm_status tfmi_engine_configure(tfm_engine *e) {
     return tfmi_report(TFM_E_UNSUPPORTED,
                        "tfm_engine_config.cache is %s; expected F32, F16 or BF16",
                        tfm_type_name(c->cache));
-  if (c->tap && e->dev.table->activation != TFM_F32)
+  if (c->tap && (e->dev.table->activation != TFM_F32 || e->dev.table->residual != TFM_F32))
     return tfmi_report(TFM_E_UNSUPPORTED,
-                       "tap: device %s has activations of type %s; a tap needs F32",
+                       "tap: device %s has activations of type %s; a tap needs F32 throughout",
                        e->dev.table->name, tfm_type_name(e->dev.table->activation));
   return TFM_OK;
 }
 
-/* Opens the device, fills in the defaults and measures; on failure nothing is left open. */
+/* Opens the device, fills in the defaults and measures; on failure nothing is left open. dry: for a
+   plan, which starts no threads and knows no limit. */
 static tfm_status tfmi_engine_begin(tfm_engine *e, const tfm_model *model,
-                                    const tfm_engine_config *config) {
+                                    const tfm_engine_config *config, bool dry) {
   tfmi_arena host = {NULL, 0, false}, device = {NULL, 0, false};
   tfm_status status;
   memset(e, 0, sizeof *e);
   if (config) e->config = *config;
   e->heap.host = e->config.host;
+  e->heap.dry = dry;
+  if (dry) e->heap.host.memory_limit_bytes = 0;
   e->model = model;
   status = tfmi_heap_charge(&e->heap, sizeof *e);
   if (status == TFM_OK)
     status = tfmi_dev_open_like(&e->dev, &e->heap, &model->dev, e->config.threads);
   if (status != TFM_OK) return status;
   status = tfmi_engine_configure(e);
-  if (status == TFM_OK) tfmi_engine_lay_out(e, &host, &device);
+  if (status == TFM_OK) tfmi_lay_out_device(e, &device);
+  if (status == TFM_OK) tfmi_lay_out_host(e, &host);
   if (status == TFM_OK && (host.overflow || device.overflow))
     status = tfmi_report(TFM_E_MEMORY,
                          "engine: %d sequences of %d positions are more than the address "
@@ -9469,7 +9527,7 @@ static tfm_status tfmi_engine_begin(tfm_engine *e, const tfm_model *model,
 static tfm_status tfmi_engine_plan(const tfm_model *model, const tfm_engine_config *config,
                                    tfm_plan *out) {
   tfm_engine e;
-  tfm_status status = tfmi_engine_begin(&e, model, config);
+  tfm_status status = tfmi_engine_begin(&e, model, config, true);
   if (status != TFM_OK) return status;
   out->engine_bytes = e.heap.peak;
   out->cache_bytes = e.cache_bytes;
@@ -9492,7 +9550,8 @@ static tfm_status tfmi_engine_allocate(tfm_engine *e) {
   memset(e->host_block, 0, e->host_bytes + TFMI_SLACK);
   host.base = (char *)e->host_block + (64 - (uintptr_t)e->host_block % 64);
   device.base = (char *)e->device_block;
-  tfmi_engine_lay_out(e, &host, &device);
+  tfmi_lay_out_host(e, &host); /* first: the device's part fills in kv */
+  tfmi_lay_out_device(e, &device);
   for (i = 0; i < e->config.pages; i++) e->free_pages[i] = e->config.pages - 1 - i;
   e->free_count = e->config.pages;
   for (i = 0; i < e->config.sequences; i++) {
@@ -9530,7 +9589,7 @@ TFM_API tfm_engine *tfm_engine_create(const tfm_model *model, const tfm_engine_c
                 (unsigned long long)sizeof *e);
     return NULL;
   }
-  if (tfmi_engine_begin(e, model, config) != TFM_OK) {
+  if (tfmi_engine_begin(e, model, config, false) != TFM_OK) {
     tfmi_host_realloc(&host, e, sizeof *e, 0);
     return NULL;
   }
@@ -9541,6 +9600,12 @@ TFM_API tfm_engine *tfm_engine_create(const tfm_model *model, const tfm_engine_c
 
 /* ---- Pages ---- */
 
+static void tfmi_put_pages(tfm_session *s) {
+  tfm_engine *e = s->engine;
+  size_t at = (size_t)s->slot * (size_t)e->max_pages;
+  e->dev.table->put(&e->dev, e->d_table + at, e->table + at, (size_t)s->pages * sizeof *e->table);
+}
+
 /* Makes room in the cache for the first `tokens` of a session. False: the pool is empty. */
 static bool tfmi_pages_grow(tfm_session *s, int32_t tokens) {
   tfm_engine *e = s->engine;
@@ -9549,8 +9614,7 @@ static bool tfmi_pages_grow(tfm_session *s, int32_t tokens) {
   if (wanted <= s->pages) return true;
   if (wanted - s->pages > e->free_count) return false;
   while (s->pages < wanted) row[s->pages++] = e->free_pages[--e->free_count];
-  e->dev.table->put(&e->dev, e->d_table + (size_t)s->slot * (size_t)e->max_pages, row,
-                    (size_t)s->pages * sizeof *row);
+  tfmi_put_pages(s);
   return true;
 }
 
@@ -9573,9 +9637,9 @@ static tfmi_pass tfmi_engine_pass(tfm_engine *e, int32_t rows) {
   p.net = &e->model->net;
   p.kv = e->kv;
   p.rows.n = rows;
-  p.rows.id = e->d_id;
-  p.rows.pos = e->d_pos;
-  p.rows.seq = e->d_seq;
+  p.rows.id = e->d_pass;
+  p.rows.pos = e->d_pass + e->rows;
+  p.rows.seq = e->d_pass + 2 * (size_t)e->rows;
   p.buffers = e->buffers;
   view[0] = &p.buffers.in, view[1] = &p.buffers.norm1, view[2] = &p.buffers.qkv;
   view[3] = &p.buffers.attn, view[4] = &p.buffers.mid, view[5] = &p.buffers.norm2;
@@ -9591,15 +9655,30 @@ static tfmi_pass tfmi_engine_pass(tfm_engine *e, int32_t rows) {
   return p;
 }
 
-/* Waits; the device's first failure becomes the error sentence. */
+static void tfmi_put_history(tfm_session *s, int32_t first) { /* tokens from `first` on */
+  tfm_engine *e = s->engine;
+  size_t at = (size_t)s->slot * (size_t)e->config.context + (size_t)first;
+  e->dev.table->put(&e->dev, e->d_history + at, s->tokens + first,
+                    (size_t)(s->length - first) * sizeof *s->tokens);
+}
+
+/* Waits; the device's first failure becomes the error sentence, and what it holds is forgotten. */
 static tfm_status tfmi_engine_sync(tfm_engine *e) {
   tfm_status status = e->dev.table->sync(&e->dev);
+  int32_t i;
   if (status == TFM_OK) return TFM_OK;
+  e->epoch++;
+  for (i = 0; i < e->config.sequences; i++) {
+    tfm_session *s = &e->sessions[i];
+    s->done = s->last_at = 0;
+    tfmi_put_pages(s);
+    tfmi_put_history(s, 0);
+  }
   return tfmi_report(status, "device %s: %s", e->dev.table->name, e->dev.message);
 }
 
 static tfm_status tfmi_engine_cancelled(tfm_engine *e) {
-  e->cancel = 0;
+  __atomic_store_n(&e->cancel, 0, __ATOMIC_RELAXED);
   return tfmi_report(TFM_E_CANCELLED, "cancelled: by tfm_cancel, the cancel flag or a callback");
 }
 
@@ -9615,22 +9694,41 @@ static int32_t tfmi_pass_fill(tfm_engine *e, const tfm_session *s, int32_t rows)
   return rows + n;
 }
 
-/* Runs the rows that have been put together. False: cancelled. */
-static bool tfmi_engine_run(tfm_engine *e, tfmi_pass *p, int32_t rows) {
-  size_t bytes = (size_t)rows * sizeof(int32_t);
-  *p = tfmi_engine_pass(e, rows);
-  e->dev.table->put(&e->dev, e->d_id, e->id, bytes);
-  e->dev.table->put(&e->dev, e->d_pos, e->pos, bytes);
-  e->dev.table->put(&e->dev, e->d_seq, e->seq, bytes);
-  return tfmi_forward(p);
+/* Before a pass overwrites the stream: rows that may still be asked for go behind it. */
+static void tfmi_put_aside(tfm_engine *e) {
+  size_t bytes = (size_t)e->stream.cols * (size_t)tfmi_types[e->stream.type].block_bytes;
+  int32_t i;
+  for (i = 0; i < e->config.sequences; i++) {
+    tfm_session *s = &e->sessions[i];
+    int32_t row = s->last_row;
+    if (s->last_at != s->length) s->last_at = 0;
+    if (s->last_at == 0 || row >= e->rows) continue;
+    s->last_row = e->rows + i;
+    e->dev.table->copy(&e->dev, tfmi_rows_of(e->stream, s->last_row, 1).data,
+                       tfmi_rows_of(e->stream, row, 1).data, bytes);
+  }
 }
 
-/* Keeps the residual row of a session's last token for later. */
-static void tfmi_put_aside(tfm_engine *e, tfm_session *s, int32_t row) {
-  tfm_mat from = tfmi_rows_of(e->buffers.out, row, 1), to = tfmi_rows_of(e->last, s->slot, 1);
-  e->dev.table->copy(&e->dev, to.data, from.data,
-                     (size_t)from.cols * (size_t)tfmi_types[from.type].block_bytes);
-  s->last_at = s->length;
+/* Runs the rows that have been put together, as a recorded graph where the device keeps some.
+   False: cancelled. */
+static bool tfmi_engine_run(tfm_engine *e, tfmi_pass *p, int32_t rows) {
+  const tfm_backend *table = e->dev.table;
+  int32_t padded = tfmi_round_up(rows, table->row_multiple), i;
+  bool recording, done;
+  for (i = rows; i < padded; i++) {
+    e->id[i] = e->pos[i] = 0;
+    e->seq[i] = -1;
+  }
+  tfmi_put_aside(e);
+  table->put(&e->dev, e->d_pass, e->id, (2 * (size_t)e->rows + (size_t)padded) * sizeof *e->id);
+  *p = tfmi_engine_pass(e, padded);
+  if (tfmi_cancelled(p)) return false;
+  if (!p->tap && table->replay(&e->dev, (uint64_t)padded)) return true;
+  recording = !p->tap && table->record(&e->dev, (uint64_t)padded, true);
+  if (recording) p->cancel = NULL; /* half a graph is none */
+  done = tfmi_forward(p);
+  if (recording) table->record(&e->dev, (uint64_t)padded, false);
+  return done;
 }
 
 typedef struct tfmi_advance_job { /* where tfmi_advance is */
@@ -9640,18 +9738,20 @@ typedef struct tfmi_advance_job { /* where tfmi_advance is */
   const char *phase;  /* for progress; NULL: too short to tell */
 } tfmi_advance_job;
 
-/* Logits of all rows of a pass, to the caller's memory. */
-static void tfmi_eval_rows(tfm_engine *e, tfmi_pass *p, float *out) {
+/* Logits of the first `rows` rows of a pass, to the caller's memory. False: cancelled. */
+static bool tfmi_eval_rows(tfm_engine *e, tfmi_pass *p, int32_t rows, float *out) {
   size_t row_bytes = (size_t)e->logits.cols * sizeof(float);
-  int32_t row, rows = p->rows.n;
+  int32_t row;
   e->epoch++;
   for (row = 0; row < rows; row += e->logits.rows) {
     int32_t n = tfmi_min32(e->logits.rows, rows - row);
+    if (tfmi_cancelled(p)) return false;
     tfmi_head(p, tfmi_rows_of(e->logits, 0, n), tfmi_rows_of(p->buffers.norm1, row, n),
               tfmi_rows_of(p->buffers.out, row, n));
     e->dev.table->get(&e->dev, out + (size_t)row * (size_t)e->logits.cols, e->logits.data,
                       (size_t)n * row_bytes);
   }
+  return true;
 }
 
 /* One pass over the sessions that have tokens to run. *still: whether some are left for another. */
@@ -9665,7 +9765,7 @@ static tfm_status tfmi_advance_once(tfm_engine *e, tfmi_advance_job *job, bool *
   if (rows == 0) return TFM_OK;
   if (!tfmi_engine_run(e, &pass, rows)) return tfmi_engine_cancelled(e);
   if (job->logits) {
-    tfmi_eval_rows(e, &pass, job->logits);
+    if (!tfmi_eval_rows(e, &pass, rows, job->logits)) return tfmi_engine_cancelled(e);
     job->logits += (size_t)rows * (size_t)e->logits.cols;
   }
   rows = 0;
@@ -9674,13 +9774,16 @@ static tfm_status tfmi_advance_once(tfm_engine *e, tfmi_advance_job *job, bool *
     int32_t n = tfmi_min32(s->length - s->done, e->config.batch_rows - rows);
     rows += n;
     s->done += n;
-    if (n && s->done == s->length) tfmi_put_aside(e, s, rows - 1);
-    else if (s->done < s->length) *still = true;
+    if (s->done < s->length) *still = true;
+    if (n == 0 || s->done < s->length) continue;
+    s->last_at = s->length;
+    s->last_row = rows - 1;
   }
   return TFM_OK;
 }
 
-/* Runs whatever the sessions have not run yet. On failure their `done` tells how far it got. */
+/* Runs whatever the sessions have not run yet; the caller syncs. On failure their `done` tells how
+   far it got. */
 static tfm_status tfmi_advance(tfm_engine *e, tfmi_advance_job *job) {
   int64_t total = 0, left;
   bool still = true;
@@ -9695,32 +9798,36 @@ static tfm_status tfmi_advance(tfm_engine *e, tfmi_advance_job *job) {
         !tfmi_goes_on(&e->heap.host, job->phase, total ? 1 - (double)left / (double)total : 1))
       return tfmi_engine_cancelled(e);
   }
-  return tfmi_engine_sync(e);
+  return TFM_OK;
 }
 
-/* Logits of n sessions, each after all its tokens, into rows 0 .. n-1 of the engine's. */
+/* Logits of n sessions, each after all its tokens, into rows 0 .. n-1 of the engine's; the caller
+   syncs. Leaves rows, positions and slots of the sessions on the device, for the sampler. */
 static tfm_status tfmi_logits_of(tfm_engine *e, tfm_session *const *sessions, size_t n) {
   tfmi_advance_job job = {sessions, n, NULL, NULL};
+  tfm_mat x = tfmi_rows_of(e->picked, 0, (int32_t)n);
   tfmi_pass p;
-  size_t i, row_bytes;
+  size_t i;
   for (i = 0; i < n; i++) { /* a row that is not there is computed again from the last token */
     tfm_session *s = sessions[i];
     if (s->done == s->length && s->last_at != s->length) s->done--;
   }
   if (tfmi_advance(e, &job) != TFM_OK) return tfmi_error.status;
-  p = tfmi_engine_pass(e, (int32_t)n);
-  row_bytes = (size_t)e->last.cols * (size_t)tfmi_types[e->last.type].block_bytes;
-  for (i = 0; i < n; i++)
-    e->dev.table->copy(&e->dev, tfmi_rows_of(p.buffers.out, (int32_t)i, 1).data,
-                       tfmi_rows_of(e->last, sessions[i]->slot, 1).data, row_bytes);
   e->epoch++;
-  tfmi_head(&p, tfmi_rows_of(e->logits, 0, (int32_t)n), p.buffers.norm1, p.buffers.out);
   for (i = 0; i < n; i++) {
+    e->pick[i] = sessions[i]->last_row;
+    e->at[i] = sessions[i]->length;
+    e->slot[i] = sessions[i]->slot;
     sessions[i]->logits_row = (int32_t)i;
     sessions[i]->logits_at = sessions[i]->length;
     sessions[i]->logits_epoch = e->epoch;
   }
-  return tfmi_engine_sync(e);
+  e->dev.table->put(&e->dev, e->d_pick, e->pick,
+                    (2 * (size_t)e->config.sequences + n) * sizeof *e->pick);
+  TFMI_OP(&e->dev, gather)(&e->dev, x, e->stream, e->d_pick);
+  p = tfmi_engine_pass(e, (int32_t)n);
+  tfmi_head(&p, tfmi_rows_of(e->logits, 0, (int32_t)n), p.buffers.norm1, x);
+  return TFM_OK;
 }
 
 /* =================================================================================================
@@ -9805,6 +9912,7 @@ static void tfmi_session_cut(tfm_session *s, int32_t n) {
   s->length = n;
   s->done = tfmi_min32(s->done, n);
   if (s->last_at > n) s->last_at = 0;
+  if (s->logits_at > n) s->logits_epoch = 0;
   s->chosen = false;
   tfmi_pages_shrink(s, n);
 }
@@ -9813,12 +9921,13 @@ static void tfmi_session_cut(tfm_session *s, int32_t n) {
    that running them cannot find the cache full. */
 static tfm_status tfmi_session_append(tfm_session *s, const int32_t *ids, size_t n) {
   tfm_engine *e = s->engine;
-  if (n > (size_t)(e->config.context - s->length)) return tfmi_full(s, n);
-  if (!tfmi_pages_grow(s, s->length + (int32_t)n)) return tfmi_out_of_pages(s);
-  memmove(s->tokens + s->length, ids, n * sizeof *ids);
-  e->dev.table->put(&e->dev, e->d_history + (size_t)s->slot * (size_t)e->config.context + s->length,
-                    s->tokens + s->length, n * sizeof *ids);
+  int32_t first = s->length;
+  if (n > (size_t)(e->config.context - first)) return tfmi_full(s, n);
+  if (n == 0) return TFM_OK;
+  if (!tfmi_pages_grow(s, first + (int32_t)n)) return tfmi_out_of_pages(s);
+  memmove(s->tokens + first, ids, n * sizeof *ids);
   s->length += (int32_t)n;
+  tfmi_put_history(s, first);
   return TFM_OK;
 }
 
@@ -9840,6 +9949,7 @@ static tfm_status tfmi_feed_ids(tfm_session *s, const int32_t *ids, size_t n, fl
   job.logits = logits;
   job.phase = "prompt";
   status = tfmi_advance(e, &job);
+  if (status == TFM_OK) status = tfmi_engine_sync(e);
   if (status != TFM_OK) {
     tfmi_session_cut(s, before);
     s->chosen = chosen;
@@ -9905,11 +10015,12 @@ TFM_API tfm_status tfm_feed_text(tfm_session *session, const tfm_tokenizer *toke
   if (!text) return tfmi_report(TFM_E_ARG, "tfm_feed_text: text is NULL; \"\" starts from BOS");
   if (session->tokenizer != tokenizer && (status = tfmi_attach(session, tokenizer)) != TFM_OK)
     return status;
-  flags = session->length == 0 ? TFM_ENCODE_SPECIAL : 0;
+  flags = session->length == 0 ? (unsigned)TFM_ENCODE_SPECIAL : 0;
   ids = session->tokens + session->length; /* encoded where they will stand */
   room = session->engine->config.context - session->length;
   n = tfm_encode(tokenizer, text, strlen(text), flags, ids, (size_t)room);
   if (n < 0) return (tfm_status)n;
+  if (flags) n -= tokenizer->after_count; /* an EOS would end the text before it begins */
   if (n == 0 && session->length == 0) {
     ids[0] = tfmi_tokenizer_start_id(tokenizer);
     if (ids[0] < 0) ids[0] = session->engine->model->bos;
@@ -9930,8 +10041,7 @@ TFM_API tfm_status tfm_session_rewind(tfm_session *session, size_t n) {
   if (n == (size_t)session->length) return TFM_OK;
   tfmi_session_cut(session, (int32_t)n);
   memset(&session->decoder, 0, sizeof session->decoder);
-  session->decoder.started = n > 0;
-  session->text[0] = 0;
+  tfmi_decode_past(session, n); /* the new end may lie inside a character */
   return TFM_OK;
 }
 
@@ -9959,52 +10069,43 @@ static tfm_status tfmi_check_sampling(const tfm_sampling *p) {
 
 static tfm_status tfmi_check_batch(tfm_session *const *sessions, size_t n,
                                    const tfm_sampling *sampling) {
-  size_t i, j;
-  const tfm_engine *e;
+  tfm_engine *e;
+  size_t i;
   if (!sessions || n == 0 || !sessions[0]) return tfmi_null_object("tfm_next_batch");
   e = sessions[0]->engine;
-  if (n > (size_t)e->config.sequences)
-    return tfmi_report(TFM_E_ARG, "tfm_next_batch: %llu sessions; the engine has %d",
-                       (unsigned long long)n, e->config.sequences);
+  e->calls++;
   for (i = 0; i < n; i++) {
-    if (!sessions[i]) return tfmi_null_object("tfm_next_batch");
-    if (sessions[i]->engine != e)
+    tfm_session *s = sessions[i];
+    if (!s) return tfmi_null_object("tfm_next_batch");
+    if (s->engine != e)
       return tfmi_report(TFM_E_ARG, "tfm_next_batch: session %llu belongs to another engine",
                          (unsigned long long)i);
-    for (j = 0; j < i; j++)
-      if (sessions[i] == sessions[j])
-        return tfmi_report(TFM_E_ARG, "tfm_next_batch: sessions %llu and %llu are the same",
-                           (unsigned long long)j, (unsigned long long)i);
-    if (sessions[i]->length == 0)
+    if (s->call == e->calls)
+      return tfmi_report(TFM_E_ARG, "tfm_next_batch: session %llu is there twice",
+                         (unsigned long long)i);
+    s->call = e->calls;
+    if (s->length == 0)
       return tfmi_report(TFM_E_STATE, "tfm_next: the session is empty; feed it something first");
     if (sampling && tfmi_check_sampling(&sampling[i]) != TFM_OK) return TFM_E_ARG;
   }
   return TFM_OK;
 }
 
-/* Samples rows 0 .. n-1 of the logits into e->picked. */
-static tfm_status tfmi_sample(tfm_engine *e, tfm_session *const *sessions, size_t n,
-                              const tfm_sampling *sampling) {
+/* Samples rows 0 .. n-1 of the logits that tfmi_logits_of has just computed into e->chosen. */
+static tfm_status tfmi_sample(tfm_engine *e, size_t n, const tfm_sampling *sampling) {
   tfm_sampler sampler;
-  size_t i, bytes = n * sizeof(int32_t);
-  memset(e->host_params, 0, n * sizeof *e->host_params);
-  if (sampling) memcpy(e->host_params, sampling, n * sizeof *sampling);
-  for (i = 0; i < n; i++) {
-    e->pos[i] = sessions[i]->length;
-    e->seq[i] = sessions[i]->slot;
-  }
-  e->dev.table->put(&e->dev, e->d_params, e->host_params, n * sizeof *e->host_params);
-  e->dev.table->put(&e->dev, e->d_pos, e->pos, bytes);
-  e->dev.table->put(&e->dev, e->d_seq, e->seq, bytes);
+  memset(e->params, 0, n * sizeof *e->params);
+  if (sampling) memcpy(e->params, sampling, n * sizeof *sampling);
+  e->dev.table->put(&e->dev, e->d_params, e->params, n * sizeof *e->params);
   sampler.params = e->d_params;
-  sampler.pos = e->d_pos;
-  sampler.seq = e->d_seq;
+  sampler.pos = e->d_pick + e->config.sequences;
+  sampler.seq = e->d_pick + 2 * (size_t)e->config.sequences;
   sampler.history = e->d_history;
   sampler.history_stride = e->config.context;
   sampler.work = e->d_work;
-  TFMI_OP(&e->dev, sample)
-  (&e->dev, e->d_ids, NULL, tfmi_rows_of(e->logits, 0, (int32_t)n), &sampler);
-  e->dev.table->get(&e->dev, e->picked, e->d_ids, bytes);
+  TFMI_OP(&e->dev, sample)(&e->dev, e->d_chosen, NULL, tfmi_rows_of(e->logits, 0, (int32_t)n),
+                           &sampler);
+  e->dev.table->get(&e->dev, e->chosen, e->d_chosen, n * sizeof *e->chosen);
   return tfmi_engine_sync(e);
 }
 
@@ -10019,6 +10120,7 @@ static bool tfmi_is_end(const tfm_model *m, int32_t id) {
 static int32_t tfmi_accept(tfm_session *s, int32_t id) {
   tfm_status status;
   s->text[0] = 0;
+  s->chosen = false;
   if (tfmi_is_end(s->engine->model, id)) {
     if (s->tokenizer) tfm_decode_next(s->tokenizer, &s->decoder, -1, s->text, sizeof s->text);
     return TFM_END;
@@ -10041,10 +10143,10 @@ TFM_API tfm_status tfm_next_batch(tfm_session *const *sessions, size_t n,
                                (unsigned long long)n);
   e = sessions[0]->engine;
   status = tfmi_logits_of(e, sessions, n);
-  if (status == TFM_OK) status = tfmi_sample(e, sessions, n, sampling);
+  if (status == TFM_OK) status = tfmi_sample(e, n, sampling);
   if (status != TFM_OK) return status;
   for (i = 0; i < n; i++) {
-    ids[i] = tfmi_accept(sessions[i], e->picked[i]);
+    ids[i] = tfmi_accept(sessions[i], e->chosen[i]);
     if (ids[i] >= 0) e->stats.generated_tokens++;
   }
   e->stats.generate_seconds += tfmi_seconds() - start;
@@ -10078,6 +10180,7 @@ static tfm_status tfmi_current_row(tfm_session *s, int32_t *row) {
     s->length = wanted; /* for a moment the chosen token is not there */
     s->done = tfmi_min32(s->done, wanted);
     status = tfmi_logits_of(s->engine, &s, 1);
+    if (status == TFM_OK) status = tfmi_engine_sync(s->engine);
     s->length = length;
   }
   *row = s->logits_row;
@@ -10100,14 +10203,8 @@ TFM_API const float *tfm_logits(tfm_session *session) {
 
 TFM_API float tfm_logprob(tfm_session *session, int32_t id) {
   const float *logits = tfm_logits(session);
-  int32_t i, vocabulary;
-  double sum = 0, highest = -DBL_MAX;
-  if (!logits) return NAN;
-  vocabulary = session->engine->model->net.vocabulary;
-  if (tfmi_check_ids(session, &id, 1) != TFM_OK) return NAN;
-  for (i = 0; i < vocabulary; i++) highest = logits[i] > highest ? logits[i] : highest;
-  for (i = 0; i < vocabulary; i++) sum += exp(logits[i] - highest);
-  return (float)(logits[id] - highest - log(sum));
+  if (!logits || tfmi_check_ids(session, &id, 1) != TFM_OK) return NAN;
+  return logits[id] - tfmi_log_sum_exp(logits, session->engine->logits.cols);
 }
 
 TFM_API int32_t tfm_top(tfm_session *session, int32_t k, int32_t *ids, float *logprobs) {
@@ -10121,6 +10218,7 @@ TFM_API int32_t tfm_top(tfm_session *session, int32_t k, int32_t *ids, float *lo
   if (status != TFM_OK) return status;
   e = session->engine;
   k = tfmi_min32(k, e->logits.cols);
+  if (k == 0) return 0;
   d_ids = (int32_t *)(void *)e->d_work; /* the sampler's scratch holds both results */
   d_logprobs = e->d_work + e->logits.cols;
   TFMI_OP(&e->dev, top)(&e->dev, d_ids, d_logprobs, tfmi_rows_of(e->logits, row, 1), k);
@@ -10139,7 +10237,7 @@ TFM_API const int32_t *tfm_session_tokens(const tfm_session *session, size_t *n)
 }
 
 TFM_API void tfm_cancel(tfm_session *session) {
-  if (session) session->engine->cancel = 1;
+  if (session) __atomic_store_n(&session->engine->cancel, 1, __ATOMIC_RELAXED);
 }
 
 TFM_API tfm_status tfm_session_stats(const tfm_session *session, tfm_stats *out) {
@@ -10229,7 +10327,7 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
   o.n = 0;
   o.ended = false;
   if (!session) return tfmi_null_object("tfm_generate");
-  o.held = session->held;
+  o.held = session->engine->held;
   status = tfmi_check_stops(o.config);
   if (status == TFM_OK) status = tfm_feed_text(session, tokenizer, prompt);
   if (status != TFM_OK) return status;

@@ -21,7 +21,7 @@
 
    Quantised weights are multiplied by activations quantised to 8 bits, in blocks of 32 with a scale
    each, as exact integers within a block. Nothing mutable is static: quantised activations, and the
-   tiles of keys and values that attention works on, lie in tfm_dev.state. */
+   tiles of keys and values that attention works on, lie in tfm_dev.work. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 
@@ -95,21 +95,12 @@ static void cpu_release(tfm_dev *d, void *p, size_t bytes) {
   cpu_realloc(d->host, raw, bytes + 2 * CPU_ALIGN, 0);
 }
 
-/* The state is scratch memory: quantised activations, and a tile for each thread. */
 static tfm_status cpu_open(tfm_dev *d) {
-  size_t bytes = CPU_SCRATCH + (size_t)d->threads * CPU_TILE_BYTES;
-  d->state = cpu_alloc(d, bytes);
-  d->state_bytes = bytes + 2 * CPU_ALIGN;
-  if (!d->state)
-    tfm_dev_fail(d, TFM_E_MEMORY, "out of memory for %llu bytes",
-                 (unsigned long long)d->state_bytes);
-  return d->status;
+  d->state = NULL;
+  return TFM_OK;
 }
 
-static void cpu_close(tfm_dev *d) {
-  cpu_release(d, d->state, d->state_bytes - 2 * CPU_ALIGN);
-  d->state = NULL;
-}
+static void cpu_close(tfm_dev *d) { (void)d; }
 
 /* Everything is done when its entry returns; only the sticky failure is left to hand over. */
 static tfm_status cpu_sync(tfm_dev *d) {
@@ -133,15 +124,48 @@ static bool cpu_replay(tfm_dev *d, uint64_t key) {
   return false;
 }
 
-static void cpu_record(tfm_dev *d, uint64_t key, bool begin) { (void)d, (void)key, (void)begin; }
-
-static void cpu_forget(tfm_dev *d) { (void)d; }
+static bool cpu_record(tfm_dev *d, uint64_t key, bool begin) {
+  (void)d, (void)key, (void)begin;
+  return false;
+}
 
 /* ---- Small things ---- */
 
 static int32_t cpu_min(int32_t a, int32_t b) { return a < b ? a : b; }
 
 static size_t cpu_align(size_t n) { return (n + CPU_ALIGN - 1) & ~(size_t)(CPU_ALIGN - 1); }
+
+/* Bytes that a row of activations takes when it is quantised: values, scales, sums. */
+static size_t cpu_quantised_bytes(int32_t cols) { /* never 0 */
+  return cpu_align((size_t)cols / 32 * 40 + 1);
+}
+
+/* Of rows as long, so many are quantised at a time. */
+static int32_t cpu_quantised_rows(int32_t rows, int32_t cols) {
+  size_t most = CPU_SCRATCH / cpu_quantised_bytes(cols);
+  return most < 1 ? 1 : most < (size_t)rows ? (int32_t)most : rows;
+}
+
+/* tfm_dev.work: a tile for each thread, then quantised activations. */
+static uint8_t *cpu_quantised_at(const tfm_dev *d) {
+  return (uint8_t *)d->work + (size_t)d->threads * CPU_TILE_BYTES;
+}
+
+static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
+                             int32_t context) {
+  const int32_t cols[] = {net->width, net->heads * net->head_width, net->ffn_width,
+                          net->expert_width};
+  size_t most = 0, bytes, i;
+  int32_t slots = rows > sequences ? rows : sequences;
+  (void)context;
+  if (slots < 16) slots = 16; /* rows that the engine turns to logits together */
+  if (net->experts_used > 1) slots *= net->experts_used;
+  for (i = 0; i < sizeof cols / sizeof *cols; i++) {
+    bytes = (size_t)cpu_quantised_rows(slots, cols[i]) * cpu_quantised_bytes(cols[i]);
+    if (bytes > most) most = bytes;
+  }
+  return (size_t)d->threads * CPU_TILE_BYTES + most;
+}
 
 static float *cpu_row(tfm_mat m, int64_t row) { return (float *)m.data + row * m.stride; }
 
@@ -214,16 +238,10 @@ static size_t cpu_part_bytes(const tfm_weight_source *s, const tfm_part *p) {
   return in_place ? 0 : cpu_align((size_t)rows * cpu_span(type, s->cols));
 }
 
-/* Bytes that a row of activations takes when it is quantised: values, scales, sums. */
-static size_t cpu_quantised_bytes(int32_t cols) { return cpu_align((size_t)cols / 32 * 40); }
-
 static tfm_pack_size cpu_pack_size(tfm_dev *d, const tfm_weight_source *s) {
   tfm_pack_size size = {0, 0}, failed = {0, 0};
   int32_t i;
   tfm_backend_ref()->pack_size(d, s); /* it knows what cannot be packed, and says so */
-  if (d->status == TFM_OK && s->cols % 32 == 0 && cpu_quantised_bytes(s->cols) > CPU_SCRATCH)
-    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a matrix with %d columns: expected %d at most",
-                 (int)s->cols, (int)CPU_SCRATCH / 40 * 32);
   if (d->status != TFM_OK) return failed;
   size.host_bytes = cpu_align(sizeof(cpu_weight) + (size_t)s->part_count * sizeof(cpu_stripe));
   for (i = 0; i < s->part_count; i++) size.device_bytes += cpu_part_bytes(s, &s->parts[i]);
@@ -485,7 +503,7 @@ typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. 
   const tfm_routing *routing; /* NULL: a plain matrix */
   bool spread;
   int32_t first, rows;
-  uint8_t *quantised;         /* [rows] of these rows; the state */
+  uint8_t *quantised;         /* [rows] of these rows */
   size_t quantised_bytes;     /* of a row */
 } cpu_product;
 
@@ -659,12 +677,12 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
 
 #define CPU_TABLE(matmul, matmul_moe, attn)                                                       \
   {                                                                                               \
-    TFM_BACKEND_ABI, "cpu", TFM_F32,                                                              \
+    TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1,                                                  \
     cpu_open, cpu_close, cpu_sync, cpu_alloc, cpu_release,                                        \
     cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */    \
-    cpu_replay, cpu_record, cpu_forget,                                                           \
+    cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,                               \
     cpu_pack_size, cpu_pack, cpu_unpack,                                                          \
-    cpu_cast, cpu_embed, cpu_gather, cpu_norm, NULL /* norm2 */, matmul, cpu_rope, cpu_kv_put,    \
+    cpu_cast, cpu_embed, cpu_gather, cpu_norm, matmul, cpu_rope, cpu_kv_put,                      \
     attn, cpu_glu, cpu_route, matmul_moe, cpu_combine, cpu_sample, cpu_top,                       \
     NULL, NULL,                                     /* layer decode */                            \
     NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, /* loss matmul_dx matmul_dw epilogue_bwd      \
@@ -923,10 +941,10 @@ static void V(epilogue)(float *y, const float *v, int32_t n, const tfm_epilogue 
                         int32_t col) {
   const float *residual = e->residual.data ? cpu_row(e->residual, row) + col : NULL;
   float *aux = e->aux.data ? cpu_row(e->aux, row) + col : NULL;
-  V(vec) factor = V(all)(e->scale != 0 ? e->scale : 1.0f), x;
+  V(vec) x;
   int32_t j;
   for (j = 0; j < n; j += CPU_LANES) {
-    x = V(mul)(V(load)(v + j), factor);
+    x = V(load)(v + j);
     if (e->bias) x = V(add)(x, V(load_some)(e->bias + col + j, n - j));
     if (aux) V(store_some)(aux + j, x, n - j);
     x = V(act)(x, e->act);
@@ -1172,9 +1190,9 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
 static void V(product)(tfm_dev *d, cpu_product *t) {
   const cpu_weight *w = cpu_weight_of(t->w);
   int32_t most = t->x.rows, grain;
-  t->quantised = cpu_is_quantised(t->w) ? (uint8_t *)d->state : NULL;
+  t->quantised = cpu_is_quantised(t->w) ? cpu_quantised_at(d) : NULL;
   t->quantised_bytes = cpu_quantised_bytes(t->x.cols);
-  if (t->quantised) most = cpu_min(most, (int32_t)(CPU_SCRATCH / t->quantised_bytes));
+  if (t->quantised) most = cpu_quantised_rows(most, t->x.cols);
   for (t->first = 0; t->first < t->x.rows; t->first += t->rows) {
     t->rows = cpu_min(most, t->x.rows - t->first);
     if (t->quantised)
@@ -1387,7 +1405,7 @@ static void V(attn_items)(void *context, int32_t begin, int32_t end, int32_t wor
 static void V(attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tfm_rows *rows,
                     float *lse, const tfm_attn *p) {
   cpu_attn_job t = {y, q, kv, rows, p, p->heads / kv->heads, 1, 0,
-                    (float *)(void *)((char *)d->state + CPU_SCRATCH)};
+                    (float *)d->work};
   if (lse || p->probs || p->dropout.rate > 0 || !kv->table || kv->width > CPU_WIDTH ||
       t.group > CPU_QUERIES || cpu_layouts[kv->type].scale) {
     tfm_backend_ref()->attn(d, y, q, kv, rows, lse, p);

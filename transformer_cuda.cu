@@ -114,17 +114,30 @@ static void cuda_zero(tfm_dev *d, void *dst, size_t bytes) {
     cuda_check(d, cudaMemsetAsync(dst, 0, bytes, cuda_stream(d)), "cudaMemsetAsync");
 }
 
+/* Pinned, and at the same address on both sides. */
+static void *cuda_alloc_shared(tfm_dev *d, size_t bytes) {
+  void *p = NULL;
+  if (!cuda_enter(d)) return NULL;
+  if (cudaHostAlloc(&p, bytes, cudaHostAllocDefault) == cudaSuccess) return p;
+  (void)cudaGetLastError();
+  return NULL;
+}
+
+static void cuda_release_shared(tfm_dev *d, void *p, size_t) {
+  if (p && cuda_enter(d)) cuda_check(d, cudaFreeHost(p), "cudaFreeHost");
+}
+
+static size_t cuda_work_bytes(tfm_dev *, const tfm_net *, int32_t, int32_t, int32_t) { return 0; }
 static bool cuda_replay(tfm_dev *, uint64_t) { return false; }
-static void cuda_record(tfm_dev *, uint64_t, bool) {}
-static void cuda_forget(tfm_dev *) {}
+static bool cuda_record(tfm_dev *, uint64_t, bool) { return false; }
 
 static const tfm_backend cuda_table = {
-  TFM_BACKEND_ABI, "cuda", TFM_F32, /* 16 bits once .override, which is F32, is not needed */
+  TFM_BACKEND_ABI, "cuda", TFM_F32, TFM_F32, 1,
   cuda_open, cuda_close, cuda_sync, cuda_alloc, cuda_release,
   cuda_put, cuda_get, cuda_copy, cuda_zero,
-  cuda_replay, cuda_record, cuda_forget,
+  cuda_alloc_shared, cuda_release_shared, cuda_work_bytes, cuda_replay, cuda_record,
   NULL, NULL, NULL,                                     /* pack_size, pack, unpack */
-  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, /* cast embed gather norm norm2 matmul rope
+  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* cast embed gather norm matmul rope
                                                            kv_put attn */
   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* glu route matmul_moe combine sample top
                                                            layer decode */

@@ -171,6 +171,7 @@ TEST(probabilities) {
   CHECK_EQ_INT(tfm_next(s, NULL), ids[0]);
   CHECK(isnan(tfm_logprob(s, v)));
   CHECK_EQ_INT(tfm_top(s, -1, ids, NULL), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_top(s, 0, ids, NULL), 0);
   tfm_session_free(s);
   tfm_model_free(m);
 }
@@ -390,7 +391,7 @@ TEST(ids_outside_the_vocabulary_are_refused) {
   ids[2] = -1;
   CHECK_EQ_INT(tfm_feed(s, ids, 3), TFM_E_ARG);
   CHECK_EQ_INT(tfm_feed(s, NULL, 3), TFM_E_ARG);
-  CHECK_EQ_INT(tfm_feed(s, ids, 0), TFM_OK);
+  CHECK_EQ_INT(tfm_feed(s, NULL, 0), TFM_OK);
   tfm_session_free(s);
   tfm_model_free(m);
 }
@@ -488,9 +489,9 @@ TEST(an_empty_prompt_starts_from_bos) {
   tfm_model *m = model_open(TINY);
   tfm_tokenizer *t = tfm_tokenizer_load(TINY, NULL);
   tfm_session *s = tfm_session_create(m, NULL);
-  tfm_tokenizer_info info;
+  tfm_tokenizer_info info = {0, 0, 0, 0, 0, 0, false, false};
   size_t n;
-  tfm_tokenizer_describe(t, &info);
+  CHECK_EQ_INT(tfm_tokenizer_describe(t, &info), TFM_OK);
   CHECK_EQ_INT(tfm_feed_text(s, t, ""), TFM_OK);
   CHECK_EQ_INT(tfm_session_tokens(s, &n)[0], info.bos);
   CHECK_EQ_INT(n, 1);
@@ -694,6 +695,49 @@ TEST(a_model_is_shared_by_threads) {
   for (i = 1; i < 3; i++)
     CHECK(memcmp(out[0], out[i], 13 * (size_t)vocabulary_of(m) * sizeof(float)) == 0);
   for (i = 0; i < 3; i++) free(out[i]);
+  tfm_model_free(m);
+}
+
+static void *cancel_often(void *context) {
+  int i;
+  for (i = 0; i < 2000; i++) tfm_cancel((tfm_session *)context);
+  return NULL;
+}
+
+TEST(cancelling_from_another_thread) {
+  tfm_model *m = model_open(LLAMA);
+  tfm_session *s = tfm_session_create(m, NULL);
+  pthread_t thread;
+  int cancelled = 0, i;
+  size_t n;
+  pthread_create(&thread, NULL, cancel_often, s);
+  for (i = 0; i < 200; i++) {
+    cancelled += tfm_feed(s, prompt, PROMPT) == TFM_E_CANCELLED;
+    tfm_session_rewind(s, 0);
+  }
+  pthread_join(thread, NULL);
+  tfm_feed(s, prompt, 1); /* whether or not a last cancel was left */
+  CHECK_EQ_INT(tfm_feed(s, prompt, PROMPT), TFM_OK);
+  CHECK(tfm_session_tokens(s, &n) && n >= PROMPT);
+  CHECK(cancelled <= 200);
+  tfm_session_free(s);
+  tfm_model_free(m);
+}
+
+/* The new end may lie inside a character: its first bytes wait for the rest. */
+TEST(rewinding_into_a_character_keeps_its_bytes) {
+  tfm_model *m = model_open(TINY);
+  tfm_tokenizer *t = tfm_tokenizer_load(TINY, NULL);
+  tfm_session *s = tfm_session_create(m, NULL);
+  const char *text = "a \xf0\x9f\x98\x80";
+  size_t n, before;
+  CHECK_EQ_INT(tfm_feed_text(s, t, text), TFM_OK);
+  tfm_session_tokens(s, &n);
+  before = n - 1; /* without the last byte of the emoji */
+  CHECK_EQ_INT(tfm_session_rewind(s, before), TFM_OK);
+  CHECK(s->decoder.pending_bytes > 0);
+  tfm_session_free(s);
+  tfm_tokenizer_free(t);
   tfm_model_free(m);
 }
 

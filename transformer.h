@@ -39,8 +39,8 @@
      >>backend    the table of kernels              >>device     opening a table; the thread pool
      >>base       errors, memory, files             >>kernels    the reference, in portable C
      >>objects    what the sections share           >>forward    one pass through the network
-     >>json       a strict pull parser              >>engine     memory, pages, many sequences
-     >>unicode    letters, numbers, white space     >>session    feeding, choosing, text
+     >>unicode    letters, numbers, white space     >>engine     memory, pages, many sequences
+     >>json       a strict pull parser              >>session    feeding, choosing, text
      >>gguf       the GGUF container                >>generate   prompt in, text out
      >>tokenizer  text to ids and back
      >>formats    safetensors, shards, llama2.c
@@ -180,7 +180,8 @@ typedef struct tfm_io {
 typedef struct tfm_host {
   void *user; /* passed to every callback below */
   /* As realloc, with the old size told; bytes 0 frees; results are aligned for any C object.
-     NULL: TFM_REALLOC and TFM_FREE. Called by the thread that called the library, only. */
+     NULL: TFM_REALLOC and TFM_FREE. Called by the thread that called the library, only: by every
+     thread that encodes with a tokenizer that they share. */
   void *(*alloc)(void *user, void *old, size_t old_bytes, size_t bytes);
   /* One line, no newline at its end. NULL: silence. */
   void (*log)(void *user, tfm_log_level level, const char *line);
@@ -192,7 +193,7 @@ typedef struct tfm_host {
      threads, and returns when all have returned. NULL: the engine keeps a pool of its own. */
   void (*parallel)(void *user, int32_t workers, void (*job)(void *context, int32_t worker),
                    void *context);
-  uint64_t memory_limit_bytes; /* for this instance; 0: no limit */
+  uint64_t memory_limit_bytes; /* for this instance; 0: no limit. tfm_encode: for each call */
   const tfm_io *io;            /* NULL: the file system */
 } tfm_host;
 
@@ -268,7 +269,8 @@ typedef struct tfm_tokenizer_config {
    it, SentencePiece BPE .model, llama2.c tokenizer.bin, or the vocabulary inside a GGUF file. Given
    a folder, or a model file without a vocabulary, looks there and beside it for tokenizer.json,
    tokenizer.model, tokenizer.bin, tok512.bin, vocab.json + merges.txt, in this order. What cannot
-   be reproduced exactly is refused. NULL on failure. */
+   be reproduced exactly is refused. Files must not change while they are loaded. NULL on
+   failure. */
 TFM_API tfm_tokenizer *tfm_tokenizer_load(const char *path, const tfm_tokenizer_config *config);
 /* The same from memory, which may be released afterwards; the kind is recognised by its bytes. */
 TFM_API tfm_tokenizer *tfm_tokenizer_load_memory(const void *data, size_t bytes,
@@ -297,7 +299,9 @@ enum {
 /* Encodes `bytes` bytes of UTF-8 into ids[0 .. cap-1]. Returns how many ids the text has, which may
    exceed cap (then only cap are written; cap 0 with ids NULL asks), or a negative status. Without
    flags, text that looks like a special token stays text. Bytes that are not UTF-8 are encoded as
-   bytes where the vocabulary has bytes, else as U+FFFD. Time is near linear in `bytes`. */
+   bytes where the vocabulary has bytes, else as U+FFFD. Time is near linear in `bytes`. Work memory
+   comes from the tokenizer's host.alloc, on the calling thread, whichever threads share it; its
+   memory limit holds for each call by itself. */
 TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
                            unsigned flags, int32_t *ids, size_t cap);
 /* The text of n ids as UTF-8, snprintf fashion: returns its length in bytes, writes at most cap - 1
@@ -880,6 +884,7 @@ extern const tfm_backend *tfm_backend_cuda(void);
 #ifndef TFMI_IMPLEMENTED
 #define TFMI_IMPLEMENTED
 
+#include <errno.h>
 #include <float.h>
 #include <limits.h>
 #include <math.h>
@@ -1222,6 +1227,7 @@ static float tfmi_f32(const void *p) {
 static bool tfmi_read_all(int fd, uint8_t *data, size_t bytes) {
   while (bytes) {
     ssize_t n = read(fd, data, bytes < (1u << 30) ? bytes : (1u << 30));
+    if (n < 0 && errno == EINTR) continue;
     if (n <= 0) return false;
     data += n;
     bytes -= (size_t)n;
@@ -1355,7 +1361,7 @@ static double tfmi_seconds(void) {
 }
 
 /* ---- stb_ds, privately ---- Dynamic arrays of the load phase: stbds_arrput and friends, on
-   scratch memory of the current load (a thread-local, set by TFMI_STB_BEGIN), so that they go when
+   scratch memory of the current load (tfmi_stb_load, a thread-local), so that they go when
    the load ends and failure jumps. Its hash maps are not used: they share a seed between threads.
    The include is hidden from the application, which may use stb_ds too, before or after us: other
    names, its guard restored. */
@@ -1577,6 +1583,10 @@ struct tfm_model {
   size_t device_bytes;
 };
 
+/* >>formats: what a file of weights begins with. */
+static bool tfmi_is_safetensors(const uint8_t *data, size_t bytes);
+static bool tfmi_is_llama2(const uint8_t *data, size_t bytes);
+
 /* >>device: opens `which` (or what AUTO finds) with its pool; the pool's memory comes from heap. */
 static tfm_status tfmi_dev_open(tfm_dev *d, tfmi_heap *heap, tfm_device which, int32_t index,
                                 int32_t threads, const char *override, bool no_fallback);
@@ -1605,439 +1615,6 @@ static const tfm_backend *tfmi_reference_for(tfm_dev *d) {
 
 /* The override mask, and a uint64_t's bits, hold all entries. */
 typedef char tfmi_entries_fit[sizeof(tfm_backend) / sizeof(void *) <= 64 ? 1 : -1];
-
-/* =================================================================================================
-   >>json   a strict pull parser
-   =================================================================================================
-
-   Reads RFC 8259 text straight through, without a tree, recursion or limits but a depth of 64. The
-   caller asks for what it expects; anything else fails the load with what, the position and what
-   was expected. Numbers do not depend on the locale.
-
-     tfmi_json_object(&j);
-     while (tfmi_json_member(&j, &key))
-       if (tfmi_text_is(key, "n_layer")) layers = tfmi_json_integer(&j, 1, 4096); else
-       tfmi_json_skip(&j);                                                                     */
-
-typedef struct tfmi_text { /* bytes, not terminated; may hold NULs */
-  const char *at;
-  size_t n;
-} tfmi_text;
-
-typedef enum tfmi_json_kind {
-  TFMI_JSON_OBJECT, TFMI_JSON_ARRAY, TFMI_JSON_STRING, TFMI_JSON_NUMBER, TFMI_JSON_TRUE,
-  TFMI_JSON_FALSE, TFMI_JSON_NULL
-} tfmi_json_kind;
-
-typedef struct tfmi_json {
-  tfmi_load *load;
-  const char *what; /* "config.json" */
-  const char *begin, *at, *end;
-  int depth;
-  bool first; /* nothing has been read yet of the innermost object or array */
-} tfmi_json;
-
-static bool tfmi_text_is(tfmi_text text, const char *word);
-static void tfmi_json_init(tfmi_json *j, tfmi_load *l, const char *what, const void *text,
-                           size_t n);
-/* Fails with what, the byte offset and the message. */
-static TFMI_NORETURN TFMI_PRINTF(3, 4) void tfmi_json_fail(tfmi_json *j, tfm_status status,
-                                                           const char *format, ...);
-static tfmi_json_kind tfmi_json_peek(tfmi_json *j); /* of the next value; fails on anything else */
-static void tfmi_json_object(tfmi_json *j);         /* enters {; then tfmi_json_member */
-static bool tfmi_json_member(tfmi_json *j, tfmi_text *key); /* false: } has been read */
-static void tfmi_json_array(tfmi_json *j);          /* enters [; then tfmi_json_element */
-static bool tfmi_json_element(tfmi_json *j);        /* false: ] has been read */
-static tfmi_text tfmi_json_string(tfmi_json *j);    /* in place, or scratch when it has escapes */
-static double tfmi_json_number(tfmi_json *j);
-static int64_t tfmi_json_integer(tfmi_json *j, int64_t low, int64_t high); /* 12, not 12.0 or 1e3 */
-static bool tfmi_json_bool(tfmi_json *j);
-static bool tfmi_json_null(tfmi_json *j);           /* reads null if it is next */
-static void tfmi_json_skip(tfmi_json *j);           /* one value of any kind */
-static void tfmi_json_finish(tfmi_json *j);         /* nothing but white space may follow */
-static bool tfmi_text_is(tfmi_text text, const char *word) {
-  return strlen(word) == text.n && memcmp(text.at, word, text.n) == 0;
-}
-
-static void tfmi_json_init(tfmi_json *j, tfmi_load *l, const char *what, const void *text,
-                           size_t n) {
-  memset(j, 0, sizeof *j);
-  j->load = l;
-  j->what = what;
-  j->begin = j->at = (const char *)text;
-  j->end = j->begin + n;
-}
-
-static TFMI_NORETURN TFMI_PRINTF(3, 4) void tfmi_json_fail(tfmi_json *j, tfm_status status,
-                                                           const char *format, ...) {
-  char text[320];
-  va_list args;
-  va_start(args, format);
-  vsnprintf(text, sizeof text, format, args);
-  va_end(args);
-  tfmi_fail(j->load, status, "%s, byte %llu: %s", j->what, (unsigned long long)(j->at - j->begin),
-            text);
-}
-
-/* ---- Characters ---- */
-
-static char tfmi_json_next(tfmi_json *j) { /* the next character that is not white space, or NUL */
-  while (j->at < j->end && (*j->at == ' ' || *j->at == '\t' || *j->at == '\n' || *j->at == '\r'))
-    j->at++;
-  return (char)(j->at < j->end ? *j->at : 0);
-}
-
-static TFMI_NORETURN void tfmi_json_expected(tfmi_json *j, const char *expected) {
-  char found = tfmi_json_next(j);
-  if (j->at == j->end)
-    tfmi_json_fail(j, TFM_E_FORMAT, "expected %s, found the end of the text", expected);
-  if (found > ' ' && found < 127)
-    tfmi_json_fail(j, TFM_E_FORMAT, "expected %s, found '%c'", expected, found);
-  tfmi_json_fail(j, TFM_E_FORMAT, "expected %s, found byte 0x%02x", expected, (uint8_t)found);
-}
-
-static void tfmi_json_word(tfmi_json *j, const char *word) { /* white space is behind us */
-  size_t n = strlen(word);
-  if ((size_t)(j->end - j->at) < n || memcmp(j->at, word, n) != 0) tfmi_json_expected(j, word);
-  j->at += n;
-}
-
-static tfmi_json_kind tfmi_json_peek(tfmi_json *j) {
-  switch (tfmi_json_next(j)) {
-    case '{': return TFMI_JSON_OBJECT;
-    case '[': return TFMI_JSON_ARRAY;
-    case '"': return TFMI_JSON_STRING;
-    case 't': return TFMI_JSON_TRUE;
-    case 'f': return TFMI_JSON_FALSE;
-    case 'n': return TFMI_JSON_NULL;
-    case '-': case '0': case '1': case '2': case '3': case '4': case '5': case '6': case '7':
-    case '8': case '9': return TFMI_JSON_NUMBER;
-    default: tfmi_json_expected(j, "a value");
-  }
-}
-
-/* ---- Objects and arrays ---- */
-
-static void tfmi_json_enter(tfmi_json *j, char bracket, const char *expected) {
-  if (tfmi_json_next(j) != bracket) tfmi_json_expected(j, expected);
-  if (j->depth == 64)
-    tfmi_json_fail(j, TFM_E_FORMAT, "objects and arrays lie more than 64 deep in each other");
-  j->depth++;
-  j->at++;
-  j->first = true;
-}
-
-/* Steps over the comma to the next item; false when the closing bracket has been read. */
-static bool tfmi_json_item(tfmi_json *j, char bracket, const char *expected) {
-  char c = tfmi_json_next(j);
-  if (c == bracket) {
-    j->at++;
-    j->depth--;
-    j->first = false;
-    return false;
-  }
-  if (!j->first) {
-    if (c != ',') tfmi_json_expected(j, expected);
-    j->at++;
-  }
-  j->first = false;
-  return true;
-}
-
-static void tfmi_json_object(tfmi_json *j) { tfmi_json_enter(j, '{', "an object"); }
-static void tfmi_json_array(tfmi_json *j) { tfmi_json_enter(j, '[', "an array"); }
-static bool tfmi_json_element(tfmi_json *j) { return tfmi_json_item(j, ']', "',' or ']'"); }
-
-static bool tfmi_json_member(tfmi_json *j, tfmi_text *key) {
-  if (!tfmi_json_item(j, '}', "',' or '}'")) return false;
-  *key = tfmi_json_string(j);
-  if (tfmi_json_next(j) != ':') tfmi_json_expected(j, "':'");
-  j->at++;
-  return true;
-}
-
-/* ---- Strings ---- */
-
-/* Bytes of the UTF-8 sequence at p (RFC 3629: no overlong forms, no surrogates); 0: not UTF-8. */
-static size_t tfmi_json_utf8(const char *p, const char *end) {
-  const uint8_t *b = (const uint8_t *)p;
-  size_t n = b[0] < 0x80 ? 1 : b[0] < 0xe0 ? 2 : b[0] < 0xf0 ? 3 : 4, i;
-  if ((b[0] > 0x7f && b[0] < 0xc2) || b[0] > 0xf4) return 0;
-  if ((size_t)(end - p) < n) return 0;
-  for (i = 1; i < n; i++)
-    if ((b[i] & 0xc0) != 0x80) return 0;
-  if (b[0] == 0xe0 && b[1] < 0xa0) return 0;
-  if (b[0] == 0xed && b[1] > 0x9f) return 0;
-  if (b[0] == 0xf0 && b[1] < 0x90) return 0;
-  if (b[0] == 0xf4 && b[1] > 0x8f) return 0;
-  return n;
-}
-
-static uint32_t tfmi_json_hex4(tfmi_json *j) {
-  uint32_t value = 0;
-  int i;
-  for (i = 0; i < 4; i++, j->at++) {
-    char c = (char)(j->at < j->end ? *j->at : 0);
-    if (c >= '0' && c <= '9') value = value << 4 | (uint32_t)(c - '0');
-    else if (c >= 'a' && c <= 'f') value = value << 4 | (uint32_t)(c - 'a' + 10);
-    else if (c >= 'A' && c <= 'F') value = value << 4 | (uint32_t)(c - 'A' + 10);
-    else tfmi_json_fail(j, TFM_E_FORMAT, "expected four hexadecimal digits after \\u");
-  }
-  return value;
-}
-
-/* The code point of \uXXXX, or of a surrogate pair; half a pair has no UTF-8 form. */
-static uint32_t tfmi_json_code_point(tfmi_json *j) {
-  uint32_t high = tfmi_json_hex4(j), low = 0;
-  if (high < 0xd800 || high > 0xdfff) return high;
-  if (high < 0xdc00 && j->end - j->at >= 6 && j->at[0] == '\\' && j->at[1] == 'u') {
-    j->at += 2;
-    low = tfmi_json_hex4(j);
-  }
-  if (low < 0xdc00 || low > 0xdfff)
-    tfmi_json_fail(j, TFM_E_FORMAT, "\\u%04x is half of a surrogate pair", (unsigned)high);
-  return 0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00);
-}
-
-static char *tfmi_json_put_utf8(char *to, uint32_t c) {
-  if (c < 0x80) {
-    *to++ = (char)c;
-    return to;
-  }
-  if (c < 0x800) {
-    *to++ = (char)(0xc0 | c >> 6);
-  } else {
-    if (c < 0x10000) {
-      *to++ = (char)(0xe0 | c >> 12);
-    } else {
-      *to++ = (char)(0xf0 | c >> 18);
-      *to++ = (char)(0x80 | (c >> 12 & 0x3f));
-    }
-    *to++ = (char)(0x80 | (c >> 6 & 0x3f));
-  }
-  *to++ = (char)(0x80 | (c & 0x3f));
-  return to;
-}
-
-static char *tfmi_json_escape(tfmi_json *j, char *to) { /* at the character after the backslash */
-  static const char from[] = "\"\\/bfnrt", into[] = "\"\\/\b\f\n\r\t";
-  char c = (char)(j->at < j->end ? *j->at : 0);
-  const char *found = c ? strchr(from, c) : NULL;
-  if (c == 'u') {
-    j->at++;
-    return tfmi_json_put_utf8(to, tfmi_json_code_point(j));
-  }
-  if (!found) tfmi_json_fail(j, TFM_E_FORMAT, "unknown escape after a backslash in a string");
-  j->at++;
-  *to++ = into[found - from];
-  return to;
-}
-
-/* Finds the closing quote and checks what lies before it; true when there are escapes. */
-static bool tfmi_json_scan_string(tfmi_json *j) {
-  bool escapes = false;
-  char ignored[4];
-  while (j->at < j->end && *j->at != '"') {
-    size_t n = tfmi_json_utf8(j->at, j->end);
-    if ((uint8_t)*j->at < ' ')
-      tfmi_json_fail(j, TFM_E_FORMAT, "control character 0x%02x in a string", (uint8_t)*j->at);
-    if (n == 0) tfmi_json_fail(j, TFM_E_FORMAT, "a string is not UTF-8");
-    j->at += n;
-    if (j->at[-1] != '\\') continue;
-    tfmi_json_escape(j, ignored);
-    escapes = true;
-  }
-  if (j->at == j->end) tfmi_json_fail(j, TFM_E_FORMAT, "a string does not end");
-  return escapes;
-}
-
-static tfmi_text tfmi_json_string(tfmi_json *j) {
-  tfmi_text text;
-  const char *begin, *end;
-  char *to;
-  if (tfmi_json_next(j) != '"') tfmi_json_expected(j, "a string");
-  text.at = begin = ++j->at;
-  if (!tfmi_json_scan_string(j)) {
-    text.n = (size_t)(j->at++ - begin);
-    return text;
-  }
-  end = j->at;
-  text.at = to = (char *)tfmi_scratch(j->load, (uint64_t)(end - begin), 1); /* text only shrinks */
-  for (j->at = begin; j->at < end;)
-    if (*j->at == '\\') {
-      j->at++;
-      to = tfmi_json_escape(j, to);
-    } else {
-      *to++ = *j->at++;
-    }
-  text.n = (size_t)(to - text.at);
-  j->at = end + 1;
-  return text;
-}
-
-/* ---- Numbers ---- */
-
-typedef struct tfmi_json_digits { /* (-1)^negative * mantissa * 10^exponent */
-  uint64_t mantissa;
-  int64_t exponent;
-  bool negative, whole; /* whole: neither a point nor an exponent, and nothing dropped */
-} tfmi_json_digits;
-
-/* One run of digits. Beyond 19 they no longer fit the mantissa: dropped, the exponent tells. */
-static void tfmi_json_run(tfmi_json *j, tfmi_json_digits *d, bool fraction) {
-  if (j->at == j->end || *j->at < '0' || *j->at > '9') tfmi_json_expected(j, "a digit");
-  for (; j->at < j->end && *j->at >= '0' && *j->at <= '9'; j->at++) {
-    bool fits = d->mantissa < UINT64_C(1000000000000000000);
-    if (fits) d->mantissa = d->mantissa * 10 + (uint64_t)(*j->at - '0');
-    else d->whole = false;
-    d->exponent += (fits ? 0 : 1) - (fraction ? 1 : 0);
-  }
-}
-
-static int64_t tfmi_json_exponent(tfmi_json *j) {
-  tfmi_json_digits e = {0, 0, false, true};
-  if (j->at < j->end && (*j->at == '+' || *j->at == '-')) e.negative = *j->at++ == '-';
-  tfmi_json_run(j, &e, false);
-  if (!e.whole || e.mantissa > 1000000) e.mantissa = 1000000; /* infinite, or zero, either way */
-  return e.negative ? -(int64_t)e.mantissa : (int64_t)e.mantissa;
-}
-
-static tfmi_json_digits tfmi_json_digits_of(tfmi_json *j) {
-  tfmi_json_digits d = {0, 0, false, true};
-  if (tfmi_json_peek(j) != TFMI_JSON_NUMBER) tfmi_json_expected(j, "a number");
-  if (*j->at == '-') {
-    d.negative = true;
-    j->at++;
-  }
-  if (j->at + 1 < j->end && *j->at == '0' && j->at[1] >= '0' && j->at[1] <= '9')
-    tfmi_json_fail(j, TFM_E_FORMAT, "a number begins with a superfluous 0");
-  tfmi_json_run(j, &d, false);
-  if (j->at < j->end && *j->at == '.') {
-    d.whole = false;
-    j->at++;
-    tfmi_json_run(j, &d, true);
-  }
-  if (j->at < j->end && (*j->at == 'e' || *j->at == 'E')) {
-    d.whole = false;
-    j->at++;
-    d.exponent += tfmi_json_exponent(j);
-  }
-  return d;
-}
-
-/* mantissa * 10^exponent rounded once: in 128 bits, the highest of them set, so that the truncation
-   of all steps together stays far below half a unit of the 53 bits kept. */
-static double tfmi_decimal(uint64_t mantissa, int64_t exponent) {
-  uint32_t w[5] = {0, 0, 0, 0, 0}; /* least significant first; w[4] is room for a carry */
-  uint64_t top, rest, sticky = 0;
-  int binary = 0, i;
-  if (mantissa == 0 || exponent < -400) return 0;
-  if (exponent > 400) return HUGE_VAL;
-  w[2] = (uint32_t)mantissa;
-  w[3] = (uint32_t)(mantissa >> 32);
-  for (;;) {
-    while (w[4]) { /* right, to 128 bits */
-      sticky |= w[0] & 1;
-      for (i = 0; i < 4; i++) w[i] = w[i] >> 1 | w[i + 1] << 31;
-      w[4] >>= 1;
-      binary++;
-    }
-    while (!(w[3] >> 31)) { /* left, to 128 bits */
-      for (i = 3; i > 0; i--) w[i] = w[i] << 1 | w[i - 1] >> 31;
-      w[0] <<= 1;
-      binary--;
-    }
-    if (exponent == 0) break;
-    rest = 0;
-    if (exponent > 0) {
-      for (i = 0; i < 5; i++, rest >>= 32) w[i] = (uint32_t)(rest += (uint64_t)w[i] * 10);
-      exponent--;
-    } else {
-      for (i = 3; i >= 0; i--) {
-        rest = (rest % 10) << 32 | w[i];
-        w[i] = (uint32_t)(rest / 10);
-      }
-      sticky |= rest % 10;
-      exponent++;
-    }
-  }
-  top = (uint64_t)w[3] << 32 | w[2];
-  sticky |= w[1] | w[0];
-  rest = top & 0x7ff;
-  top >>= 11;
-  if (rest > 0x400 || (rest == 0x400 && (sticky || (top & 1)))) top++;
-  return ldexp((double)top, binary + 11);
-}
-
-static double tfmi_json_number(tfmi_json *j) {
-  tfmi_json_digits d = tfmi_json_digits_of(j);
-  double value = tfmi_decimal(d.mantissa, d.exponent);
-  if (value > DBL_MAX) tfmi_json_fail(j, TFM_E_FORMAT, "a number is too large for a double");
-  return d.negative ? -value : value;
-}
-
-static int64_t tfmi_json_integer(tfmi_json *j, int64_t low, int64_t high) {
-  tfmi_json_digits d = tfmi_json_digits_of(j);
-  int64_t value = d.negative ? -(int64_t)d.mantissa : (int64_t)d.mantissa;
-  if (!d.whole || d.mantissa > INT64_MAX)
-    tfmi_json_fail(j, TFM_E_FORMAT, "expected a whole number, found a fraction or over 18 digits");
-  if (value < low || value > high)
-    tfmi_json_fail(j, TFM_E_FORMAT, "expected a number from %lld to %lld, found %lld",
-                   (long long)low, (long long)high, (long long)value);
-  return value;
-}
-
-/* ---- Words, and what nobody asked for ---- */
-
-static bool tfmi_json_bool(tfmi_json *j) {
-  tfmi_json_kind kind = tfmi_json_peek(j);
-  if (kind != TFMI_JSON_TRUE && kind != TFMI_JSON_FALSE) tfmi_json_expected(j, "true or false");
-  tfmi_json_word(j, kind == TFMI_JSON_TRUE ? "true" : "false");
-  return kind == TFMI_JSON_TRUE;
-}
-
-static bool tfmi_json_null(tfmi_json *j) {
-  if (tfmi_json_peek(j) != TFMI_JSON_NULL) return false;
-  tfmi_json_word(j, "null");
-  return true;
-}
-
-static void tfmi_json_skip_string(tfmi_json *j) {
-  j->at++;
-  tfmi_json_scan_string(j);
-  j->at++;
-}
-
-/* Iterative: bit d of `object` tells what encloses at depth d below the start. */
-static void tfmi_json_skip(tfmi_json *j) {
-  uint64_t object = 0;
-  int start = j->depth;
-  tfmi_text key;
-  do {
-    bool more = true;
-    switch (tfmi_json_peek(j)) {
-      case TFMI_JSON_OBJECT:
-        tfmi_json_object(j);
-        object |= UINT64_C(1) << (j->depth - 1);
-        break;
-      case TFMI_JSON_ARRAY:
-        tfmi_json_array(j);
-        object &= ~(UINT64_C(1) << (j->depth - 1));
-        break;
-      case TFMI_JSON_STRING: tfmi_json_skip_string(j); break;
-      case TFMI_JSON_NUMBER: tfmi_json_digits_of(j); break;
-      case TFMI_JSON_NULL: tfmi_json_null(j); break;
-      default: tfmi_json_bool(j);
-    }
-    while (j->depth > start && more) /* up, through all that ends here, to the next value */
-      more = !(object >> (j->depth - 1) & 1 ? tfmi_json_member(j, &key) : tfmi_json_element(j));
-  } while (j->depth > start);
-}
-
-static void tfmi_json_finish(tfmi_json *j) {
-  tfmi_json_next(j);
-  if (j->at != j->end) tfmi_json_expected(j, "the end of the text");
-}
 
 /* =================================================================================================
    >>unicode   UTF-8, and the classes of characters that splitting patterns tell apart
@@ -2251,6 +1828,434 @@ static tfmi_rune tfmi_rune_at(const char *p, size_t n) {
   return r;
 }
 
+static char *tfmi_put_utf8(char *to, uint32_t c) {
+  if (c < 0x80) {
+    *to++ = (char)c;
+    return to;
+  }
+  if (c < 0x800) {
+    *to++ = (char)(0xc0 | c >> 6);
+  } else {
+    if (c < 0x10000) {
+      *to++ = (char)(0xe0 | c >> 12);
+    } else {
+      *to++ = (char)(0xf0 | c >> 18);
+      *to++ = (char)(0x80 | (c >> 12 & 0x3f));
+    }
+    *to++ = (char)(0x80 | (c >> 6 & 0x3f));
+  }
+  *to++ = (char)(0x80 | (c & 0x3f));
+  return to;
+}
+
+/* =================================================================================================
+   >>json   a strict pull parser
+   =================================================================================================
+
+   Reads RFC 8259 text straight through, without a tree, recursion or limits but a depth of 64. The
+   caller asks for what it expects; anything else fails the load with what, the position and what
+   was expected. Numbers do not depend on the locale.
+
+     tfmi_json_object(&j);
+     while (tfmi_json_member(&j, &key))
+       if (tfmi_text_is(key, "n_layer")) layers = tfmi_json_integer(&j, 1, 4096); else
+       tfmi_json_skip(&j);                                                                     */
+
+typedef struct tfmi_text { /* bytes, not terminated; may hold NULs */
+  const char *at;
+  size_t n;
+} tfmi_text;
+
+typedef enum tfmi_json_kind {
+  TFMI_JSON_OBJECT, TFMI_JSON_ARRAY, TFMI_JSON_STRING, TFMI_JSON_NUMBER, TFMI_JSON_TRUE,
+  TFMI_JSON_FALSE, TFMI_JSON_NULL
+} tfmi_json_kind;
+
+typedef struct tfmi_json {
+  tfmi_load *load;
+  const char *what; /* "config.json" */
+  const char *begin, *at, *end;
+  int depth;
+  bool first; /* nothing has been read yet of the innermost object or array */
+} tfmi_json;
+
+static tfmi_text tfmi_text_of(const char *word);
+static bool tfmi_text_is(tfmi_text text, const char *word);
+static void tfmi_json_init(tfmi_json *j, tfmi_load *l, const char *what, const void *text,
+                           size_t n);
+/* Fails with what, the byte offset and the message. */
+static TFMI_NORETURN TFMI_PRINTF(3, 4) void tfmi_json_fail(tfmi_json *j, tfm_status status,
+                                                           const char *format, ...);
+static tfmi_json_kind tfmi_json_peek(tfmi_json *j); /* of the next value; fails on anything else */
+static void tfmi_json_object(tfmi_json *j);         /* enters {; then tfmi_json_member */
+static bool tfmi_json_member(tfmi_json *j, tfmi_text *key); /* false: } has been read */
+static void tfmi_json_array(tfmi_json *j);          /* enters [; then tfmi_json_element */
+static bool tfmi_json_element(tfmi_json *j);        /* false: ] has been read */
+static tfmi_text tfmi_json_string(tfmi_json *j);    /* in place, or scratch when it has escapes */
+static double tfmi_json_number(tfmi_json *j);
+static int64_t tfmi_json_integer(tfmi_json *j, int64_t low, int64_t high); /* 12, not 12.0 or 1e3 */
+static bool tfmi_json_bool(tfmi_json *j);
+static bool tfmi_json_null(tfmi_json *j);           /* reads null if it is next */
+static void tfmi_json_skip(tfmi_json *j);           /* one value of any kind */
+static void tfmi_json_finish(tfmi_json *j);         /* nothing but white space may follow */
+
+static tfmi_text tfmi_text_of(const char *word) {
+  tfmi_text text;
+  text.at = word;
+  text.n = strlen(word);
+  return text;
+}
+
+static bool tfmi_text_is(tfmi_text text, const char *word) {
+  return strlen(word) == text.n && memcmp(text.at, word, text.n) == 0;
+}
+
+static void tfmi_json_init(tfmi_json *j, tfmi_load *l, const char *what, const void *text,
+                           size_t n) {
+  memset(j, 0, sizeof *j);
+  j->load = l;
+  j->what = what;
+  j->begin = j->at = (const char *)text;
+  j->end = j->begin + n;
+}
+
+static TFMI_NORETURN TFMI_PRINTF(3, 4) void tfmi_json_fail(tfmi_json *j, tfm_status status,
+                                                           const char *format, ...) {
+  char text[320];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  tfmi_fail(j->load, status, "%s, byte %llu: %s", j->what, (unsigned long long)(j->at - j->begin),
+            text);
+}
+
+/* ---- Characters ---- */
+
+static char tfmi_json_next(tfmi_json *j) { /* the next character that is not white space, or NUL */
+  while (j->at < j->end && (*j->at == ' ' || *j->at == '\t' || *j->at == '\n' || *j->at == '\r'))
+    j->at++;
+  return (char)(j->at < j->end ? *j->at : 0);
+}
+
+static TFMI_NORETURN void tfmi_json_expected(tfmi_json *j, const char *expected) {
+  char found = tfmi_json_next(j);
+  if (j->at == j->end)
+    tfmi_json_fail(j, TFM_E_FORMAT, "expected %s, found the end of the text", expected);
+  if (found > ' ' && found < 127)
+    tfmi_json_fail(j, TFM_E_FORMAT, "expected %s, found '%c'", expected, found);
+  tfmi_json_fail(j, TFM_E_FORMAT, "expected %s, found byte 0x%02x", expected, (uint8_t)found);
+}
+
+static void tfmi_json_word(tfmi_json *j, const char *word) { /* white space is behind us */
+  size_t n = strlen(word);
+  if ((size_t)(j->end - j->at) < n || memcmp(j->at, word, n) != 0) tfmi_json_expected(j, word);
+  j->at += n;
+}
+
+static tfmi_json_kind tfmi_json_peek(tfmi_json *j) {
+  switch (tfmi_json_next(j)) {
+    case '{': return TFMI_JSON_OBJECT;
+    case '[': return TFMI_JSON_ARRAY;
+    case '"': return TFMI_JSON_STRING;
+    case 't': return TFMI_JSON_TRUE;
+    case 'f': return TFMI_JSON_FALSE;
+    case 'n': return TFMI_JSON_NULL;
+    case '-': case '0': case '1': case '2': case '3': case '4': case '5': case '6': case '7':
+    case '8': case '9': return TFMI_JSON_NUMBER;
+    default: tfmi_json_expected(j, "a value");
+  }
+}
+
+/* ---- Objects and arrays ---- */
+
+static void tfmi_json_enter(tfmi_json *j, char bracket, const char *expected) {
+  if (tfmi_json_next(j) != bracket) tfmi_json_expected(j, expected);
+  if (j->depth == 64)
+    tfmi_json_fail(j, TFM_E_FORMAT, "objects and arrays lie more than 64 deep in each other");
+  j->depth++;
+  j->at++;
+  j->first = true;
+}
+
+/* Steps over the comma to the next item; false when the closing bracket has been read. */
+static bool tfmi_json_item(tfmi_json *j, char bracket, const char *expected) {
+  char c = tfmi_json_next(j);
+  if (c == bracket) {
+    j->at++;
+    j->depth--;
+    j->first = false;
+    return false;
+  }
+  if (!j->first) {
+    if (c != ',') tfmi_json_expected(j, expected);
+    j->at++;
+  }
+  j->first = false;
+  return true;
+}
+
+static void tfmi_json_object(tfmi_json *j) { tfmi_json_enter(j, '{', "an object"); }
+static void tfmi_json_array(tfmi_json *j) { tfmi_json_enter(j, '[', "an array"); }
+static bool tfmi_json_element(tfmi_json *j) { return tfmi_json_item(j, ']', "',' or ']'"); }
+
+static bool tfmi_json_member(tfmi_json *j, tfmi_text *key) {
+  if (!tfmi_json_item(j, '}', "',' or '}'")) return false;
+  *key = tfmi_json_string(j);
+  if (tfmi_json_next(j) != ':') tfmi_json_expected(j, "':'");
+  j->at++;
+  return true;
+}
+
+/* ---- Strings ---- */
+
+static uint32_t tfmi_json_hex4(tfmi_json *j) {
+  uint32_t value = 0;
+  int i;
+  for (i = 0; i < 4; i++, j->at++) {
+    char c = (char)(j->at < j->end ? *j->at : 0);
+    if (c >= '0' && c <= '9') value = value << 4 | (uint32_t)(c - '0');
+    else if (c >= 'a' && c <= 'f') value = value << 4 | (uint32_t)(c - 'a' + 10);
+    else if (c >= 'A' && c <= 'F') value = value << 4 | (uint32_t)(c - 'A' + 10);
+    else tfmi_json_fail(j, TFM_E_FORMAT, "expected four hexadecimal digits after \\u");
+  }
+  return value;
+}
+
+/* The code point of \uXXXX, or of a surrogate pair; half a pair has no UTF-8 form. */
+static uint32_t tfmi_json_code_point(tfmi_json *j) {
+  uint32_t high = tfmi_json_hex4(j), low = 0;
+  if (high < 0xd800 || high > 0xdfff) return high;
+  if (high < 0xdc00 && j->end - j->at >= 6 && j->at[0] == '\\' && j->at[1] == 'u') {
+    j->at += 2;
+    low = tfmi_json_hex4(j);
+  }
+  if (low < 0xdc00 || low > 0xdfff)
+    tfmi_json_fail(j, TFM_E_FORMAT, "\\u%04x is half of a surrogate pair", (unsigned)high);
+  return 0x10000 + ((high - 0xd800) << 10) + (low - 0xdc00);
+}
+
+static char *tfmi_json_escape(tfmi_json *j, char *to) { /* at the character after the backslash */
+  static const char from[] = "\"\\/bfnrt", into[] = "\"\\/\b\f\n\r\t";
+  char c = (char)(j->at < j->end ? *j->at : 0);
+  const char *found = c ? strchr(from, c) : NULL;
+  if (c == 'u') {
+    j->at++;
+    return tfmi_put_utf8(to, tfmi_json_code_point(j));
+  }
+  if (!found) tfmi_json_fail(j, TFM_E_FORMAT, "unknown escape after a backslash in a string");
+  j->at++;
+  *to++ = into[found - from];
+  return to;
+}
+
+/* Finds the closing quote and checks what lies before it; true when there are escapes. */
+static bool tfmi_json_scan_string(tfmi_json *j) {
+  bool escapes = false;
+  char ignored[4];
+  while (j->at < j->end && *j->at != '"') {
+    tfmi_rune r = tfmi_rune_at(j->at, (size_t)(j->end - j->at));
+    if ((uint8_t)*j->at < ' ')
+      tfmi_json_fail(j, TFM_E_FORMAT, "control character 0x%02x in a string", (uint8_t)*j->at);
+    if (r.state != TFMI_RUNE_WHOLE) tfmi_json_fail(j, TFM_E_FORMAT, "a string is not UTF-8");
+    j->at += r.bytes;
+    if (j->at[-1] != '\\') continue;
+    tfmi_json_escape(j, ignored);
+    escapes = true;
+  }
+  if (j->at == j->end) tfmi_json_fail(j, TFM_E_FORMAT, "a string does not end");
+  return escapes;
+}
+
+static tfmi_text tfmi_json_string(tfmi_json *j) {
+  tfmi_text text;
+  const char *begin, *end;
+  char *to;
+  if (tfmi_json_next(j) != '"') tfmi_json_expected(j, "a string");
+  text.at = begin = ++j->at;
+  if (!tfmi_json_scan_string(j)) {
+    text.n = (size_t)(j->at++ - begin);
+    return text;
+  }
+  end = j->at;
+  text.at = to = (char *)tfmi_scratch(j->load, (uint64_t)(end - begin), 1); /* text only shrinks */
+  for (j->at = begin; j->at < end;)
+    if (*j->at == '\\') {
+      j->at++;
+      to = tfmi_json_escape(j, to);
+    } else {
+      *to++ = *j->at++;
+    }
+  text.n = (size_t)(to - text.at);
+  j->at = end + 1;
+  return text;
+}
+
+/* ---- Numbers ---- */
+
+typedef struct tfmi_json_digits { /* (-1)^negative * mantissa * 10^exponent */
+  uint64_t mantissa;
+  int64_t exponent;
+  bool negative, whole; /* whole: neither a point nor an exponent, and nothing dropped */
+} tfmi_json_digits;
+
+/* One run of digits. Beyond 19 they no longer fit the mantissa: dropped, the exponent tells. */
+static void tfmi_json_run(tfmi_json *j, tfmi_json_digits *d, bool fraction) {
+  if (j->at == j->end || *j->at < '0' || *j->at > '9') tfmi_json_expected(j, "a digit");
+  for (; j->at < j->end && *j->at >= '0' && *j->at <= '9'; j->at++) {
+    bool fits = d->mantissa < UINT64_C(1000000000000000000);
+    if (fits) d->mantissa = d->mantissa * 10 + (uint64_t)(*j->at - '0');
+    else d->whole = false;
+    d->exponent += (fits ? 0 : 1) - (fraction ? 1 : 0);
+  }
+}
+
+static int64_t tfmi_json_exponent(tfmi_json *j) {
+  tfmi_json_digits e = {0, 0, false, true};
+  if (j->at < j->end && (*j->at == '+' || *j->at == '-')) e.negative = *j->at++ == '-';
+  tfmi_json_run(j, &e, false);
+  if (!e.whole || e.mantissa > 1000000) e.mantissa = 1000000; /* infinite, or zero, either way */
+  return e.negative ? -(int64_t)e.mantissa : (int64_t)e.mantissa;
+}
+
+static tfmi_json_digits tfmi_json_digits_of(tfmi_json *j) {
+  tfmi_json_digits d = {0, 0, false, true};
+  if (tfmi_json_peek(j) != TFMI_JSON_NUMBER) tfmi_json_expected(j, "a number");
+  if (*j->at == '-') {
+    d.negative = true;
+    j->at++;
+  }
+  if (j->at + 1 < j->end && *j->at == '0' && j->at[1] >= '0' && j->at[1] <= '9')
+    tfmi_json_fail(j, TFM_E_FORMAT, "a number begins with a superfluous 0");
+  tfmi_json_run(j, &d, false);
+  if (j->at < j->end && *j->at == '.') {
+    d.whole = false;
+    j->at++;
+    tfmi_json_run(j, &d, true);
+  }
+  if (j->at < j->end && (*j->at == 'e' || *j->at == 'E')) {
+    d.whole = false;
+    j->at++;
+    d.exponent += tfmi_json_exponent(j);
+  }
+  return d;
+}
+
+/* mantissa * 10^exponent rounded once: in 128 bits, the highest of them set, so that the truncation
+   of all steps together stays far below half a unit of the 53 bits kept. */
+static double tfmi_decimal(uint64_t mantissa, int64_t exponent) {
+  uint32_t w[5] = {0, 0, 0, 0, 0}; /* least significant first; w[4] is room for a carry */
+  uint64_t top, rest, sticky = 0;
+  int binary = 0, i;
+  if (mantissa == 0 || exponent < -400) return 0;
+  if (exponent > 400) return HUGE_VAL;
+  w[2] = (uint32_t)mantissa;
+  w[3] = (uint32_t)(mantissa >> 32);
+  for (;;) {
+    while (w[4]) { /* right, to 128 bits */
+      sticky |= w[0] & 1;
+      for (i = 0; i < 4; i++) w[i] = w[i] >> 1 | w[i + 1] << 31;
+      w[4] >>= 1;
+      binary++;
+    }
+    while (!(w[3] >> 31)) { /* left, to 128 bits */
+      for (i = 3; i > 0; i--) w[i] = w[i] << 1 | w[i - 1] >> 31;
+      w[0] <<= 1;
+      binary--;
+    }
+    if (exponent == 0) break;
+    rest = 0;
+    if (exponent > 0) {
+      for (i = 0; i < 5; i++, rest >>= 32) w[i] = (uint32_t)(rest += (uint64_t)w[i] * 10);
+      exponent--;
+    } else {
+      for (i = 3; i >= 0; i--) {
+        rest = (rest % 10) << 32 | w[i];
+        w[i] = (uint32_t)(rest / 10);
+      }
+      sticky |= rest % 10;
+      exponent++;
+    }
+  }
+  top = (uint64_t)w[3] << 32 | w[2];
+  sticky |= w[1] | w[0];
+  rest = top & 0x7ff;
+  top >>= 11;
+  if (rest > 0x400 || (rest == 0x400 && (sticky || (top & 1)))) top++;
+  return ldexp((double)top, binary + 11);
+}
+
+static double tfmi_json_number(tfmi_json *j) {
+  tfmi_json_digits d = tfmi_json_digits_of(j);
+  double value = tfmi_decimal(d.mantissa, d.exponent);
+  if (value > DBL_MAX) tfmi_json_fail(j, TFM_E_FORMAT, "a number is too large for a double");
+  return d.negative ? -value : value;
+}
+
+static int64_t tfmi_json_integer(tfmi_json *j, int64_t low, int64_t high) {
+  tfmi_json_digits d = tfmi_json_digits_of(j);
+  int64_t value;
+  if (!d.whole || d.mantissa > INT64_MAX)
+    tfmi_json_fail(j, TFM_E_FORMAT, "expected a whole number, found a fraction or over 18 digits");
+  value = d.negative ? -(int64_t)d.mantissa : (int64_t)d.mantissa;
+  if (value < low || value > high)
+    tfmi_json_fail(j, TFM_E_FORMAT, "expected a number from %lld to %lld, found %lld",
+                   (long long)low, (long long)high, (long long)value);
+  return value;
+}
+
+/* ---- Words, and what nobody asked for ---- */
+
+static bool tfmi_json_bool(tfmi_json *j) {
+  tfmi_json_kind kind = tfmi_json_peek(j);
+  if (kind != TFMI_JSON_TRUE && kind != TFMI_JSON_FALSE) tfmi_json_expected(j, "true or false");
+  tfmi_json_word(j, kind == TFMI_JSON_TRUE ? "true" : "false");
+  return kind == TFMI_JSON_TRUE;
+}
+
+static bool tfmi_json_null(tfmi_json *j) {
+  if (tfmi_json_peek(j) != TFMI_JSON_NULL) return false;
+  tfmi_json_word(j, "null");
+  return true;
+}
+
+static void tfmi_json_skip_string(tfmi_json *j) {
+  j->at++;
+  tfmi_json_scan_string(j);
+  j->at++;
+}
+
+/* Iterative: bit d of `object` tells what encloses at depth d below the start. */
+static void tfmi_json_skip(tfmi_json *j) {
+  uint64_t object = 0;
+  int start = j->depth;
+  tfmi_text key;
+  do {
+    bool more = true;
+    switch (tfmi_json_peek(j)) {
+      case TFMI_JSON_OBJECT:
+        tfmi_json_object(j);
+        object |= UINT64_C(1) << (j->depth - 1);
+        break;
+      case TFMI_JSON_ARRAY:
+        tfmi_json_array(j);
+        object &= ~(UINT64_C(1) << (j->depth - 1));
+        break;
+      case TFMI_JSON_STRING: tfmi_json_skip_string(j); break;
+      case TFMI_JSON_NUMBER: tfmi_json_digits_of(j); break;
+      case TFMI_JSON_NULL: tfmi_json_null(j); break;
+      default: tfmi_json_bool(j);
+    }
+    while (j->depth > start && more) /* up, through all that ends here, to the next value */
+      more = !(object >> (j->depth - 1) & 1 ? tfmi_json_member(j, &key) : tfmi_json_element(j));
+  } while (j->depth > start);
+}
+
+static void tfmi_json_finish(tfmi_json *j) {
+  tfmi_json_next(j);
+  if (j->at != j->end) tfmi_json_expected(j, "the end of the text");
+}
+
 /* =================================================================================================
    >>gguf   the GGUF container, version 3
    =================================================================================================
@@ -2376,6 +2381,19 @@ static void tfmi_sort(void *items, size_t n, size_t size, tfmi_order order) {
       tfmi_swap(a + root * size, a + child * size, size);
     }
   }
+}
+
+static int tfmi_name_order(const void *a, const void *b) {
+  return tfmi_text_order(*(const tfmi_text *)a, *(const tfmi_text *)b);
+}
+
+/* Sorts names; the same one twice fails. */
+static void tfmi_names_unique(tfmi_load *l, const char *what, tfmi_text *name, uint64_t count) {
+  uint64_t i;
+  tfmi_sort(name, (size_t)count, sizeof *name, tfmi_name_order);
+  for (i = 1; i < count; i++)
+    if (tfmi_text_order(name[i - 1], name[i]) == 0)
+      tfmi_fail(l, TFM_E_FORMAT, "%s: \"%s\" is there twice", what, tfmi_plain(name[i]).text);
 }
 
 static int tfmi_tensor_name_order(const void *a, const void *b) {
@@ -2507,9 +2525,7 @@ static void tfmi_gguf_read_entries(tfmi_gguf *g) {
 
 static const tfmi_gguf_value *tfmi_gguf_find(const tfmi_gguf *g, const char *key) {
   uint64_t low = 0, high = g->entries;
-  tfmi_text text;
-  text.at = key;
-  text.n = strlen(key);
+  tfmi_text text = tfmi_text_of(key);
   while (low < high) {
     uint64_t middle = low + (high - low) / 2;
     int order = tfmi_text_order(text, g->entry[middle].key);
@@ -2835,6 +2851,7 @@ typedef struct tfmi_token {
   uint32_t at, n;           /* the vocabulary's spelling, in the arena */
   uint32_t said_at, said_n; /* what it decodes to */
   tfmi_speech speech;
+  bool added;               /* not one of the model's own: never a symbol */
 } tfmi_token;
 
 typedef struct tfmi_added {
@@ -2879,6 +2896,12 @@ struct tfm_tokenizer {
   int32_t *before, *after;  /* what TFM_ENCODE_SPECIAL adds */
   int32_t before_count, after_count;
 };
+
+/* The id of a text that the model itself knows, or -1. */
+static int32_t tfmi_own_id(const tfm_tokenizer *t, const char *p, size_t n) {
+  int32_t id = tfmi_text_find(&t->spelled, p, n);
+  return id >= 0 && !t->token[id].added ? id : -1;
+}
 
 /* ---- Splitting patterns ----
    Written by hand after the regular expressions, which are compared as strings while loading. Every
@@ -3288,7 +3311,7 @@ static void tfmi_encode_characters(tfmi_encoder *e, const char *p, size_t n) {
     size_t bytes = c == replacement ? 3 : r.bytes;
     int32_t id = broken && t->byte_fallback ? -1
                  : r.code < 128             ? t->ascii_id[r.code]
-                                            : tfmi_text_find(&t->spelled, c, bytes);
+                                            : tfmi_own_id(t, c, bytes);
     if (id >= 0) tfmi_symbol_add(e, id, n);
     else tfmi_add_unknown(e, c, bytes, n);
     at += r.bytes;
@@ -3330,29 +3353,29 @@ static void tfmi_encode_pieces(tfmi_encoder *e, const char *p, size_t n) {
   }
 }
 
+/* The first of the sorted tokens low .. high-1 whose byte at `depth` is not below `byte`. */
+static int32_t tfmi_added_bound(const tfm_tokenizer *t, const tfmi_added_set *set, int32_t low,
+                                int32_t high, size_t depth, int byte) {
+  while (low < high) {
+    int32_t middle = low + (high - low) / 2;
+    if ((uint8_t)t->arena[set->token[middle].at + depth] < byte) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
 /* The longest token of the set at p: the candidates are a range of the sorted tokens, which each
    further byte narrows. */
 static const tfmi_added *tfmi_added_match(const tfm_tokenizer *t, const tfmi_added_set *set,
                                           const char *p, size_t n) {
-  const tfmi_added *best = NULL, *token = set->token;
+  const tfmi_added *best = NULL;
   int32_t low = 0, high = set->count;
   size_t depth;
   for (depth = 0; low < high && depth < n; depth++) {
-    uint8_t byte = (uint8_t)p[depth];
-    int32_t begin = low, end = high;
-    while (begin < end) { /* the first token whose byte here is not smaller */
-      int32_t middle = begin + (end - begin) / 2;
-      if ((uint8_t)t->arena[token[middle].at + depth] < byte) begin = middle + 1;
-      else end = middle;
-    }
-    low = begin;
-    for (end = high; begin < end;) { /* the first whose byte is greater */
-      int32_t middle = begin + (end - begin) / 2;
-      if ((uint8_t)t->arena[token[middle].at + depth] <= byte) begin = middle + 1;
-      else end = middle;
-    }
-    high = begin;
-    if (low < high && token[low].n == depth + 1) best = &token[low++];
+    int byte = (uint8_t)p[depth];
+    low = tfmi_added_bound(t, set, low, high, depth, byte);
+    high = tfmi_added_bound(t, set, low, high, depth, byte + 1);
+    if (low < high && set->token[low].n == depth + 1) best = &set->token[low++];
   }
   return best;
 }
@@ -3385,6 +3408,7 @@ static void tfmi_encode_added(tfmi_encoder *e, const tfmi_added_set *set, const 
     }
     stop = at += a->n;
     if (a->special && !(e->flags & TFM_ENCODE_PARSE_SPECIAL)) continue;
+    if (a->left_blanks && stop <= done) continue; /* swallowed whole by the one before */
     if (a->left_blanks)
       start = done + tfmi_before_blanks(p + done, start > done ? start - done : 0);
     if (a->right_blanks) stop += tfmi_run_of(p + stop, n - stop, TFMI_SPACE);
@@ -3443,8 +3467,11 @@ TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, siz
   bool special = (flags & TFM_ENCODE_SPECIAL) != 0;
   int32_t i;
   if (!tokenizer) return tfmi_null_object("tfm_encode");
-  if ((bytes && !text) || (cap && !ids) || bytes > SIZE_MAX / 8)
+  if ((bytes && !text) || (cap && !ids))
     return tfmi_report(TFM_E_ARG, "tfm_encode: text or ids is NULL, but its size is not 0");
+  if (bytes > SIZE_MAX / 8)
+    return tfmi_report(TFM_E_ARG, "tfm_encode: %llu bytes of text, expected at most %llu; cut it",
+                       (unsigned long long)bytes, (unsigned long long)(SIZE_MAX / 8));
   if (flags & ~(unsigned)(TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL))
     return tfmi_report(TFM_E_ARG, "tfm_encode: flags are 0x%x, expected 0 to 3", flags);
   memset(&e, 0, offsetof(tfmi_encoder, few_symbols));
@@ -3616,9 +3643,12 @@ static int32_t tfmi_tokenizer_start_id(const tfm_tokenizer *t) {
 
 enum { /* types of pieces, numbered as by SentencePiece and GGUF */
   TFMI_PIECE_NORMAL = 1, TFMI_PIECE_UNKNOWN, TFMI_PIECE_CONTROL, TFMI_PIECE_USER,
-  TFMI_PIECE_UNUSED, TFMI_PIECE_BYTE, TFMI_PIECE_PHANTOM
+  TFMI_PIECE_UNUSED, TFMI_PIECE_BYTE, TFMI_PIECE_PHANTOM, TFMI_PIECE_ADDED
 };
-enum { TFMI_VOCABULARY_MAX = 1 << 22, TFMI_PIECE_BYTES_MAX = 512 };
+enum {
+  TFMI_VOCABULARY_MAX = 1 << 22, TFMI_PIECE_BYTES_MAX = 512, TFMI_PROBES_MAX = 2000,
+  TFMI_AFFIX_MAX = 64 /* bytes of what a normaliser puts in */
+};
 
 typedef struct tfmi_piece {
   tfmi_text text;
@@ -3671,13 +3701,6 @@ typedef struct tfmi_make { /* a load of a tokenizer */
 
 static const char tfmi_low_line[] = "\xe2\x96\x81"; /* U+2581, SentencePiece's blank */
 
-static tfmi_text tfmi_text_of(const char *word) {
-  tfmi_text text;
-  text.at = word;
-  text.n = strlen(word);
-  return text;
-}
-
 static tfmi_piece *tfmi_make_piece(tfmi_make *m, tfmi_text text, int64_t id, int32_t type,
                                    float score) {
   tfmi_piece p;
@@ -3710,7 +3733,7 @@ static void tfmi_arena_make(tfmi_make *m) {
     bytes += 2 * (uint64_t)tfmi_normal_bound(m->t, m->added[i].text.at, m->added[i].text.n);
   if (bytes > UINT32_MAX)
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the vocabulary's texts take %llu bytes, expected less "
-              "than 2^31", (unsigned long long)bytes);
+              "than 2^32", (unsigned long long)bytes);
   m->t->arena = (char *)tfmi_keep(&m->load, bytes, 1);
   m->arena_cap = (uint32_t)bytes;
   m->arena_bytes = 0;
@@ -3724,10 +3747,19 @@ static void tfmi_text_table_make(tfmi_make *m, tfmi_text_table *table, uint64_t 
   for (i = 0; i < slots; i++) table->slot[i].id = -1;
 }
 
+/* Keys that crowd one place of a table, far from where their hash has them, were made to do so. */
+static void tfmi_check_probes(tfmi_make *m, ptrdiff_t slot, uint64_t hash, uint64_t mask) {
+  if ((((uint64_t)slot - hash) & mask) > TFMI_PROBES_MAX)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "more than %d of the vocabulary's texts or merges have "
+              "the same hash", TFMI_PROBES_MAX);
+}
+
 /* The id that already has this text, or -1 and now it is `id`. */
-static int32_t tfmi_text_table_put(tfmi_text_table *table, uint32_t at, uint32_t n, int32_t id) {
+static int32_t tfmi_text_table_put(tfmi_make *m, tfmi_text_table *table, uint32_t at, uint32_t n,
+                                   int32_t id) {
   uint32_t hash = tfmi_text_hash(table->arena + at, n);
   tfmi_text_slot *s = tfmi_text_slot_of(table, table->arena + at, n, hash);
+  tfmi_check_probes(m, s - table->slot, hash, table->mask);
   if (s->id >= 0) return s->id;
   s->hash = hash;
   s->at = at;
@@ -3756,9 +3788,10 @@ static void tfmi_place_piece(tfmi_make *m, const tfmi_piece *p) {
               m->t->arena + token->at, (int)p->id);
   tfmi_check_utf8(m, p);
   token->speech = TFMI_SPEECH_TEXT;
+  token->added = p->type == TFMI_PIECE_ADDED;
   token->n = (uint32_t)p->text.n;
   token->at = tfmi_arena_put(m, p->text.at, p->text.n);
-  other = tfmi_text_table_put(&m->t->spelled, token->at, token->n, p->id);
+  other = tfmi_text_table_put(m, &m->t->spelled, token->at, token->n, p->id);
   if (other >= 0)
     tfmi_fail(&m->load, TFM_E_FORMAT, "token \"%s\" is there twice, with the ids %d and %d",
               tfmi_plain(p->text).text, (int)other, (int)p->id);
@@ -3786,37 +3819,40 @@ static void tfmi_place(tfmi_make *m) {
 
 /* ---- Making: phantoms ---- */
 
-static int tfmi_text_place_order(const void *a, const void *b) {
-  return tfmi_text_order(*(const tfmi_text *)a, *(const tfmi_text *)b);
-}
-
 static bool tfmi_is_long(tfmi_text text) { /* more than one character */
   return text.n > 0 && tfmi_rune_at(text.at, text.n).bytes < text.n;
 }
 
+enum { TFMI_CODES = 0x110000 };
+
+static void tfmi_make_character(tfmi_make *m, uint32_t code, int64_t id, int32_t type) {
+  char *spelled = (char *)tfmi_scratch(&m->load, 4, 1);
+  tfmi_text c;
+  c.at = spelled;
+  c.n = (size_t)(tfmi_put_utf8(spelled, code) - spelled);
+  tfmi_make_piece(m, c, id, type, 0);
+}
+
 /* Characters of pieces to be merged that are no pieces themselves. */
 static void tfmi_make_phantoms(tfmi_make *m) {
-  tfmi_text *found = NULL, c;
+  uint8_t *wanted = (uint8_t *)tfmi_scratch(&m->load, TFMI_CODES, 1);
+  int32_t id = m->t->vocabulary;
+  uint32_t code;
   ptrdiff_t i;
   size_t at;
   for (i = 0; i < stbds_arrlen(m->piece); i++) {
     tfmi_text text = m->piece[i].text;
+    tfmi_rune r;
     if (m->piece[i].type != TFMI_PIECE_NORMAL || !tfmi_is_long(text)) continue;
-    for (at = 0; at < text.n; at += c.n) {
-      c.at = text.at + at;
-      c.n = tfmi_rune_at(c.at, text.n - at).bytes;
-      if (tfmi_text_find(&m->t->spelled, c.at, c.n) < 0) stbds_arrput(found, c);
+    for (at = 0; at < text.n; at += r.bytes) {
+      r = tfmi_rune_at(text.at + at, text.n - at);
+      if (tfmi_text_find(&m->t->spelled, text.at + at, r.bytes) < 0) wanted[r.code] = 1;
     }
   }
-  tfmi_sort(found, (size_t)stbds_arrlen(found), sizeof *found, tfmi_text_place_order);
-  for (i = 0; i < stbds_arrlen(found); i++)
-    if (i == 0 || tfmi_text_order(found[i - 1], found[i]) != 0) {
-      const tfmi_piece *last = &m->piece[stbds_arrlen(m->piece) - 1];
-      int32_t id = last->type == TFMI_PIECE_PHANTOM ? last->id + 1 : m->t->vocabulary;
-      tfmi_make_piece(m, found[i], id, TFMI_PIECE_PHANTOM, 0);
-    }
-  if (stbds_arrlen(found)) tfmi_place(m);
-  stbds_arrfree(found);
+  for (code = 0; code < TFMI_CODES; code++)
+    if (wanted[code]) tfmi_make_character(m, code, id++, TFMI_PIECE_PHANTOM);
+  tfmi_release(&m->load, wanted);
+  if (id > m->t->vocabulary) tfmi_place(m);
 }
 
 /* ---- Making: merges ---- */
@@ -3824,25 +3860,27 @@ static void tfmi_make_phantoms(tfmi_make *m) {
 static void tfmi_merge_table_make(tfmi_make *m, uint64_t count) {
   tfmi_merge_table *table = &m->t->merges;
   uint64_t slots = tfmi_slots(count), i;
+  if (slots > INT32_MAX) tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "more than 2^29 merges");
   table->slot = TFMI_NEW(tfmi_merge, tfmi_keep(&m->load, slots, sizeof *table->slot));
   table->mask = slots - 1;
   table->ranks = 0;
-  if (slots > INT32_MAX) tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "more than 2^29 merges");
   for (i = 0; i < slots; i++) table->slot[i].into = -1;
 }
 
 static void tfmi_merge_put(tfmi_make *m, int32_t left, int32_t right, int32_t into, uint32_t rank) {
-  tfmi_merge *slot = tfmi_merge_slot_of(&m->t->merges, left, right);
+  tfmi_merge_table *table = &m->t->merges;
+  tfmi_merge *slot = tfmi_merge_slot_of(table, left, right);
+  tfmi_check_probes(m, slot - table->slot, tfmi_mix(tfmi_pair_key(left, right)), table->mask);
   if (slot->into < 0) m->merge_count++;
   slot->left = left;
   slot->right = right;
   slot->into = into;
-  if (rank >= m->t->merges.ranks) m->t->merges.ranks = (int64_t)rank + 1;
+  if (rank >= table->ranks) table->ranks = (int64_t)rank + 1;
   slot->rank = rank; /* of the last, when a pair is listed twice, as in the reference */
 }
 
 static int32_t tfmi_merge_part(tfmi_make *m, ptrdiff_t i, tfmi_text part, const char *which) {
-  int32_t id = tfmi_text_find(&m->t->spelled, part.at, part.n);
+  int32_t id = tfmi_own_id(m->t, part.at, part.n);
   if (id < 0)
     tfmi_fail(&m->load, TFM_E_FORMAT, "merge %lld: its %s, \"%s\", is not in the vocabulary",
               (long long)i, which, tfmi_plain(part).text);
@@ -3901,16 +3939,21 @@ static int32_t tfmi_symbol_find(tfmi_make *m, const uint8_t *mergeable, const ch
   return id >= 0 && (mergeable[id] || tfmi_rune_at(p, n).bytes == n) ? id : -1;
 }
 
-static void tfmi_merges_of_piece(tfmi_make *m, const uint8_t *mergeable, const tfmi_piece *p,
-                                 uint32_t rank) {
+/* The merges that give the piece, put into the table unless it is still to be made; how many. */
+static uint64_t tfmi_merges_of_piece(tfmi_make *m, const uint8_t *mergeable, const tfmi_piece *p,
+                                     uint32_t rank) {
   tfmi_text text = p->text;
+  uint64_t count = 0;
   size_t at = tfmi_rune_at(text.at, text.n).bytes;
   for (; at < text.n; at += tfmi_rune_at(text.at + at, text.n - at).bytes) {
     int32_t left = tfmi_symbol_find(m, mergeable, text.at, at), right;
     if (left < 0) continue;
     right = tfmi_symbol_find(m, mergeable, text.at + at, text.n - at);
-    if (right >= 0) tfmi_merge_put(m, left, right, p->id, rank);
+    if (right < 0) continue;
+    if (m->t->merges.slot) tfmi_merge_put(m, left, right, p->id, rank);
+    count++;
   }
+  return count;
 }
 
 static void tfmi_check_scored(tfmi_make *m, const tfmi_piece *p) {
@@ -3926,9 +3969,9 @@ static void tfmi_merges_from_scores(tfmi_make *m) {
   uint8_t *mergeable = (uint8_t *)tfmi_scratch(
       &m->load, (uint64_t)m->t->vocabulary + (uint64_t)stbds_arrlen(m->piece), 1);
   tfmi_scored *order = NULL, s;
-  uint64_t splits = 0;
+  uint64_t merges = 0;
   uint32_t rank = 0;
-  ptrdiff_t i;
+  ptrdiff_t i, count;
   for (i = 0; i < stbds_arrlen(m->piece); i++) {
     const tfmi_piece *p = &m->piece[i];
     if (p->type != TFMI_PIECE_NORMAL || !tfmi_is_long(p->text)) continue;
@@ -3937,29 +3980,18 @@ static void tfmi_merges_from_scores(tfmi_make *m) {
     s.score = p->score;
     s.piece = (int32_t)i;
     stbds_arrput(order, s);
-    splits += p->text.n;
   }
-  tfmi_sort(order, (size_t)stbds_arrlen(order), sizeof *order, tfmi_score_order);
-  tfmi_merge_table_make(m, splits);
-  for (i = 0; i < stbds_arrlen(order); i++) {
+  count = stbds_arrlen(order);
+  tfmi_sort(order, (size_t)count, sizeof *order, tfmi_score_order);
+  for (i = 0; i < count; i++)
+    merges += tfmi_merges_of_piece(m, mergeable, &m->piece[order[i].piece], 0);
+  tfmi_merge_table_make(m, merges);
+  for (i = 0; i < count; i++) {
     if (i && order[i].score != order[i - 1].score) rank = (uint32_t)i;
     tfmi_merges_of_piece(m, mergeable, &m->piece[order[i].piece], rank);
   }
   stbds_arrfree(order);
   tfmi_release(&m->load, mergeable);
-}
-
-/* Copies the merges into a table of the right size: the first was sized for the worst case. */
-static void tfmi_merges_fit(tfmi_make *m) {
-  tfmi_merge_table old = m->t->merges;
-  uint64_t i;
-  if (tfmi_slots(m->merge_count) > old.mask) return;
-  tfmi_merge_table_make(m, m->merge_count);
-  m->t->merges.ranks = old.ranks;
-  for (i = 0; i <= old.mask; i++)
-    if (old.slot[i].into >= 0)
-      *tfmi_merge_slot_of(&m->t->merges, old.slot[i].left, old.slot[i].right) = old.slot[i];
-  tfmi_release(&m->load, old.slot);
 }
 
 /* ---- Making: joins ---- */
@@ -3972,8 +4004,17 @@ static int tfmi_edge_symbols(const tfm_tokenizer *t, int32_t id, bool end, int32
   edge[0] = id;
   if (n == 0) return 1;
   while (end && at && ((uint8_t)p[at] & 0xc0) == 0x80) at--;
-  edge[1] = tfmi_text_find(&t->spelled, p + at, tfmi_rune_at(p + at, n - at).bytes);
+  edge[1] = tfmi_own_id(t, p + at, tfmi_rune_at(p + at, n - at).bytes);
   return edge[1] < 0 || edge[1] == id ? 1 : 2;
+}
+
+/* True when the pair was not there. */
+static bool tfmi_join_put(tfmi_make *m, tfmi_join_table *table, uint64_t key) {
+  uint64_t *slot = tfmi_join_slot_of(table, (int32_t)(key >> 32), (int32_t)(uint32_t)key);
+  bool fresh = *slot == UINT64_MAX;
+  tfmi_check_probes(m, slot - table->slot, tfmi_mix(key), table->mask);
+  *slot = key;
+  return fresh;
 }
 
 static void tfmi_join_table_make(tfmi_join_table *table, void *slots, uint64_t count) {
@@ -3995,18 +4036,13 @@ static void tfmi_make_joins(tfmi_make *m) {
     if (merges->slot[i].into < 0) continue;
     a = tfmi_edge_symbols(m->t, merges->slot[i].left, true, ends);
     b = tfmi_edge_symbols(m->t, merges->slot[i].right, false, begins);
-    for (k = 0; k < a * b; k++) {
-      uint64_t *slot = tfmi_join_slot_of(&all, ends[k / b], begins[k % b]);
-      distinct += *slot == UINT64_MAX;
-      *slot = tfmi_pair_key(ends[k / b], begins[k % b]);
-    }
+    for (k = 0; k < a * b; k++)
+      distinct += tfmi_join_put(m, &all, tfmi_pair_key(ends[k / b], begins[k % b]));
   }
   slots = tfmi_slots(distinct);
   tfmi_join_table_make(&m->t->joins, tfmi_keep(&m->load, slots, sizeof *all.slot), slots);
   for (i = 0; i <= all.mask; i++)
-    if (all.slot[i] != UINT64_MAX)
-      *tfmi_join_slot_of(&m->t->joins, (int32_t)(all.slot[i] >> 32),
-                         (int32_t)(uint32_t)all.slot[i]) = all.slot[i];
+    if (all.slot[i] != UINT64_MAX) tfmi_join_put(m, &m->t->joins, all.slot[i]);
   tfmi_release(&m->load, all.slot);
 }
 
@@ -4025,7 +4061,7 @@ static size_t tfmi_spell_byte(const tfm_tokenizer *t, uint32_t byte, char spelle
                : byte >= 0x7f && byte <= 0xa0 ? byte - 0x7f + 0x121
                : byte == 0xad                 ? 0x143
                                               : byte;
-  if (t->from_bytes) return (size_t)(tfmi_json_put_utf8(spelled, c) - spelled);
+  if (t->from_bytes) return (size_t)(tfmi_put_utf8(spelled, c) - spelled);
   return (size_t)snprintf(spelled, 8, "<0x%02X>", (unsigned)byte);
 }
 
@@ -4035,7 +4071,7 @@ static void tfmi_make_symbols(tfmi_make *m) {
   char spelled[8];
   for (i = 0; i < 256; i++) {
     size_t n = tfmi_spell_byte(t, (uint32_t)i, spelled);
-    t->byte_id[i] = tfmi_text_find(&t->spelled, spelled, n);
+    t->byte_id[i] = tfmi_own_id(t, spelled, n);
     found += t->byte_id[i] >= 0;
   }
   if (t->byte_fallback && found > 0 && found < 256)
@@ -4044,7 +4080,7 @@ static void tfmi_make_symbols(tfmi_make *m) {
   t->byte_fallback = t->byte_fallback && found;
   for (i = 0; i < 128; i++) {
     char c = (char)i;
-    t->ascii_id[i] = tfmi_text_find(&t->spelled, &c, 1);
+    t->ascii_id[i] = tfmi_own_id(t, &c, 1);
   }
 }
 
@@ -4117,7 +4153,7 @@ static void tfmi_make_whole(tfmi_make *m) {
   for (i = 0; i < m->vocabulary_pieces; i++) {
     const tfmi_token *token = &t->token[m->piece[i].id];
     if (token->n && tfmi_unspell(t->arena + token->at, token->n, out, &n))
-      tfmi_text_table_put(&t->whole, token->said_at, token->said_n, m->piece[i].id);
+      tfmi_text_table_put(m, &t->whole, token->said_at, token->said_n, m->piece[i].id);
   }
   tfmi_release(&m->load, out);
 }
@@ -4146,6 +4182,9 @@ static void tfmi_make_added_set(tfmi_make *m, tfmi_added_set *set, bool normalis
   ptrdiff_t i;
   for (i = 0; i < stbds_arrlen(m->added); i++) {
     tfmi_added_text a = m->added[i];
+    if (a.text.n > TFMI_PIECE_BYTES_MAX)
+      tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "added token \"%s\" has %llu bytes, expected at most "
+                "%d", tfmi_plain(a.text).text, (unsigned long long)a.text.n, TFMI_PIECE_BYTES_MAX);
     a.text = tfmi_added_pattern(m, &a);
     if (a.normalised == normalised && a.text.n) stbds_arrput(list, a);
   }
@@ -4181,20 +4220,19 @@ static void tfmi_make_added(tfmi_make *m, tfmi_text text, int32_t id, bool speci
 
 /* ---- Making: the template, and the whole ---- */
 
-static int32_t *tfmi_keep_ids(tfmi_make *m, const int32_t *ids, int32_t count) {
-  int32_t *kept = TFMI_NEW(int32_t, tfmi_keep(&m->load, (uint64_t)count, sizeof *kept));
-  if (count) memcpy(kept, ids, (size_t)count * sizeof *kept);
-  return kept;
+static void tfmi_keep_ids(tfmi_make *m, const int32_t *ids, int32_t count, int32_t **kept,
+                          int32_t *kept_count) {
+  *kept = TFMI_NEW(int32_t, tfmi_keep(&m->load, (uint64_t)count, sizeof **kept));
+  if (count) memcpy(*kept, ids, (size_t)count * sizeof **kept);
+  *kept_count = count;
 }
 
+/* What TFM_ENCODE_SPECIAL adds. */
 static void tfmi_make_before(tfmi_make *m, const int32_t *ids, int32_t count) {
-  m->t->before = tfmi_keep_ids(m, ids, count);
-  m->t->before_count = count;
+  tfmi_keep_ids(m, ids, count, &m->t->before, &m->t->before_count);
 }
-
 static void tfmi_make_after(tfmi_make *m, const int32_t *ids, int32_t count) {
-  m->t->after = tfmi_keep_ids(m, ids, count);
-  m->t->after_count = count;
+  tfmi_keep_ids(m, ids, count, &m->t->after, &m->t->after_count);
 }
 
 /* An id from a file, or -1 where it names no token. */
@@ -4226,7 +4264,7 @@ static void tfmi_guess_ids(tfmi_make *m) {
 
 static void tfmi_make_unk(tfmi_make *m) {
   if (!m->unk.n) return;
-  m->t->unk = tfmi_text_find(&m->t->spelled, m->unk.at, m->unk.n);
+  m->t->unk = tfmi_own_id(m->t, m->unk.at, m->unk.n);
   if (m->t->unk < 0)
     tfmi_fail(&m->load, TFM_E_FORMAT, "the unknown token, \"%s\", is not in the vocabulary",
               tfmi_plain(m->unk).text);
@@ -4242,7 +4280,6 @@ static void tfmi_make_tables(tfmi_make *m) {
   tfmi_make_symbols(m);
   if (m->scored) tfmi_merges_from_scores(m);
   else tfmi_merges_from_texts(m);
-  tfmi_merges_fit(m);
   if (!t->from_bytes) tfmi_make_joins(m);
   for (i = 0; i < t->vocabulary; i++)
     if (t->token[i].speech != TFMI_SPEECH_NONE)
@@ -4320,9 +4357,10 @@ static void tfmi_part_pattern(tfmi_json *j, tfmi_part *part) { /* {"String": " "
 
 /* [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}] */
 static void tfmi_json_template(tfmi_make *m, tfmi_json *j) {
-  tfmi_text key, inner, name = {NULL, 0};
+  tfmi_text key, inner;
   tfmi_json_array(j);
   while (tfmi_json_element(j)) {
+    tfmi_text name = {NULL, 0};
     bool text = false;
     tfmi_json_object(j);
     while (tfmi_json_member(j, &key)) {
@@ -4332,6 +4370,7 @@ static void tfmi_json_template(tfmi_make *m, tfmi_json *j) {
         if (tfmi_text_is(inner, "id")) name = tfmi_json_string(j);
         else tfmi_json_skip(j);
     }
+    if (!name.at) tfmi_json_fail(j, TFM_E_FORMAT, "a part of the template has no id");
     if (text && !tfmi_text_is(name, "A"))
       tfmi_json_fail(j, TFM_E_UNSUPPORTED, "a template for one text names the sequence \"%s\"",
                      tfmi_plain(name).text);
@@ -4418,9 +4457,9 @@ static void tfmi_json_normalise(tfmi_make *m, tfmi_json_parts *parts) {
   for (i = 0; i < stbds_arrlen(parts->normalise); i++) {
     const tfmi_part *p = &parts->normalise[i];
     bool prepends = tfmi_text_is(p->type, "Prepend") && !m->t->prefix.n && p->prepend.n &&
-                    !memchr(p->prepend.at, ' ', p->prepend.n);
+                    p->prepend.n <= TFMI_AFFIX_MAX && !memchr(p->prepend.at, ' ', p->prepend.n);
     bool replaces = tfmi_text_is(p->type, "Replace") && !m->t->blank.n && p->content.n &&
-                    !p->regex && tfmi_text_is(p->pattern, " ");
+                    p->content.n <= TFMI_AFFIX_MAX && !p->regex && tfmi_text_is(p->pattern, " ");
     if (prepends) m->t->prefix = tfmi_keep_bytes(m, p->prepend);
     else if (replaces) m->t->blank = tfmi_keep_bytes(m, p->content);
     else tfmi_part_refuse(parts->json, p, "normalizer");
@@ -4611,9 +4650,10 @@ static void tfmi_json_empty_text(tfmi_json *j, tfmi_text key) { /* null or "" */
 
 static void tfmi_json_model(tfmi_make *m, tfmi_json *j) {
   tfm_tokenizer *t = m->t;
-  tfmi_text key, type = tfmi_text_of("BPE"); /* old files do not tell */
+  tfmi_text key, type = tfmi_text_of("BPE"), *keys = NULL; /* old files do not tell the type */
   tfmi_json_object(j);
   while (tfmi_json_member(j, &key)) {
+    stbds_arrput(keys, key);
     if (tfmi_text_is(key, "type")) type = tfmi_json_string(j);
     if (!tfmi_text_is(type, "BPE") || (tfmi_text_is(key, "vocab") &&
                                        tfmi_json_peek(j) == TFMI_JSON_ARRAY))
@@ -4632,6 +4672,8 @@ static void tfmi_json_model(tfmi_make *m, tfmi_json *j) {
       tfmi_json_fail(j, TFM_E_UNSUPPORTED, "dropout makes tokens random");
     else if (!tfmi_text_is(key, "unk_token") && !tfmi_text_is(key, "dropout")) tfmi_json_skip(j);
   }
+  tfmi_names_unique(&m->load, "the model in tokenizer.json", keys, (uint64_t)stbds_arrlen(keys));
+  stbds_arrfree(keys);
 }
 
 /* The reference gives ids by its own rule, whatever the file says: those of the model's tokens of
@@ -4645,7 +4687,7 @@ static void tfmi_json_added_ids(tfmi_make *m) {
     int64_t id = tfmi_text_find(&m->t->spelled, a->text.at, a->text.n);
     if (id < 0) {
       id = largest >= size ? largest + 1 : size;
-      tfmi_make_piece(m, a->text, id, TFMI_PIECE_USER, 0);
+      tfmi_make_piece(m, a->text, id, TFMI_PIECE_ADDED, 0);
     }
     if (id != a->id)
       tfmi_fail(&m->load, TFM_E_FORMAT, "added token \"%s\" has id %d, expected %lld by its place "
@@ -4654,22 +4696,38 @@ static void tfmi_json_added_ids(tfmi_make *m) {
   }
 }
 
+/* What shapes batches in the reference; here the application does that. */
+static void tfmi_json_ignored(tfmi_make *m, tfmi_json *j, tfmi_text key) {
+  if (tfmi_json_null(j)) return;
+  tfmi_json_skip(j);
+  tfmi_log(&m->heap.host, TFM_LOG_WARNING, "%s: its %s is not applied", m->load.object,
+           tfmi_plain(key).text);
+}
+
 static void tfmi_read_json(tfmi_make *m, tfmi_text file) {
   tfmi_json_parts parts = {NULL, NULL, NULL, NULL, NULL};
   tfmi_json j;
-  tfmi_text key;
+  tfmi_text key, *keys = NULL;
   tfmi_json_init(&j, &m->load, "tokenizer.json", file.at, file.n);
   parts.json = &j;
   tfmi_json_object(&j);
-  while (tfmi_json_member(&j, &key))
+  while (tfmi_json_member(&j, &key)) {
+    stbds_arrput(keys, key);
     if (tfmi_text_is(key, "model")) tfmi_json_model(m, &j);
     else if (tfmi_text_is(key, "added_tokens")) tfmi_json_added(m, &j);
     else if (tfmi_text_is(key, "normalizer")) tfmi_parts_read(m, &j, &parts.normalise);
     else if (tfmi_text_is(key, "pre_tokenizer")) tfmi_parts_read(m, &j, &parts.split);
     else if (tfmi_text_is(key, "post_processor")) tfmi_parts_read(m, &j, &parts.after);
     else if (tfmi_text_is(key, "decoder")) tfmi_parts_read(m, &j, &parts.decode);
+    else if (tfmi_text_is(key, "truncation") || tfmi_text_is(key, "padding"))
+      tfmi_json_ignored(m, &j, key);
     else tfmi_json_skip(&j);
+  }
   tfmi_json_finish(&j);
+  tfmi_names_unique(&m->load, "tokenizer.json", keys, (uint64_t)stbds_arrlen(keys));
+  stbds_arrfree(keys);
+  if (!m->vocabulary_pieces)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "model.vocab is missing or empty; this is no tokenizer.json");
   tfmi_json_normalise(m, &parts);
   tfmi_json_split(m, &parts);
   tfmi_json_decode(m, &parts);
@@ -4723,10 +4781,12 @@ static const struct tfmi_gguf_pre_row { /* tokenizer.ggml.pre, where its pattern
   const char *name;
   tfmi_splitter split;
   bool whole_first;
+  bool adds_bos; /* unless the file says otherwise */
 } tfmi_gguf_pres[] = {
-  {"gpt-2", tfmi_split_gpt2, false},
-  {"llama-bpe", tfmi_split_llama3, true},
-  {"llama3", tfmi_split_llama3, true},
+  {"gpt-2", tfmi_split_gpt2, false, false},
+  {"llama-bpe", tfmi_split_llama3, true, true},
+  {"llama3", tfmi_split_llama3, true, true},
+  {"llama-v3", tfmi_split_llama3, true, true},
 };
 
 static const tfmi_gguf_value *tfmi_gguf_list(tfmi_make *m, const tfmi_gguf *g, const char *key,
@@ -4781,7 +4841,8 @@ static void tfmi_gguf_merges(tfmi_make *m, const tfmi_gguf *g) {
   }
 }
 
-static void tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
+/* How text is split; true when such a vocabulary begins texts with BOS. */
+static bool tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
   tfmi_text pre = tfmi_text_of("gpt-2");
   int i;
   if (!tfmi_gguf_get_text(g, "tokenizer.ggml.pre", &pre))
@@ -4791,7 +4852,7 @@ static void tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
     if (tfmi_text_is(pre, tfmi_gguf_pres[i].name)) {
       m->t->split = tfmi_gguf_pres[i].split;
       m->whole_first = tfmi_gguf_pres[i].whole_first;
-      return;
+      return tfmi_gguf_pres[i].adds_bos;
     }
   tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.pre is \"%s\", whose splitting is not "
             "known here; use the model's tokenizer.json", tfmi_plain(pre).text);
@@ -4832,7 +4893,7 @@ static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
 static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   tfmi_gguf g;
   tfmi_text model;
-  bool prefix = true, spm;
+  bool prefix = true, spm, bos = true;
   tfmi_gguf_open(&g, &m->load, file.at, file.n);
   if (!tfmi_gguf_get_text(&g, "tokenizer.ggml.model", &model)) return false;
   spm = tfmi_text_is(model, "llama");
@@ -4849,13 +4910,13 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   } else {
     m->t->kind = "byte-level BPE";
     m->t->from_bytes = true;
-    tfmi_gguf_pre(m, &g);
+    bos = tfmi_gguf_pre(m, &g);
     tfmi_gguf_merges(m, &g);
   }
   m->t->unk = tfmi_gguf_id(&g, "tokenizer.ggml.unknown_token_id");
   tfmi_make_tables(m);
   m->t->unk = tfmi_known_id(m->t, m->t->unk);
-  tfmi_gguf_adds(m, &g, spm);
+  tfmi_gguf_adds(m, &g, bos);
   return true;
 }
 
@@ -5067,35 +5128,21 @@ static void tfmi_read_llama2c(tfmi_make *m, tfmi_text file) {
 
 /* ---- Characters of a text ---- */
 
-static int tfmi_code_order(const void *a, const void *b) {
-  uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
-  return x < y ? -1 : x > y;
-}
-
 static void tfmi_read_characters(tfmi_make *m) {
-  tfmi_text text;
-  uint8_t *seen = (uint8_t *)tfmi_scratch(&m->load, 0x110000, 1);
-  uint32_t *code = NULL;
+  const char *text = (const char *)m->data;
+  uint8_t *seen = (uint8_t *)tfmi_scratch(&m->load, TFMI_CODES, 1);
+  uint32_t code;
+  int32_t id = 0;
   tfmi_rune r;
   size_t at;
-  ptrdiff_t i;
-  text.at = (const char *)m->data;
-  text.n = m->bytes;
-  for (at = 0; at < text.n; at += r.bytes) {
-    r = tfmi_rune_at(text.at + at, text.n - at);
+  for (at = 0; at < m->bytes; at += r.bytes) {
+    r = tfmi_rune_at(text + at, m->bytes - at);
     if (r.state != TFMI_RUNE_WHOLE)
       tfmi_fail(&m->load, TFM_E_ARG, "byte %llu of the text is not UTF-8", (unsigned long long)at);
-    if (!seen[r.code]) stbds_arrput(code, r.code);
     seen[r.code] = 1;
   }
-  tfmi_sort(code, (size_t)stbds_arrlen(code), sizeof *code, tfmi_code_order);
-  for (i = 0; i < stbds_arrlen(code); i++) {
-    char *spelled = (char *)tfmi_scratch(&m->load, 4, 1);
-    tfmi_text c;
-    c.at = spelled;
-    c.n = (size_t)(tfmi_json_put_utf8(spelled, code[i]) - spelled);
-    tfmi_make_piece(m, c, i, TFMI_PIECE_NORMAL, 0);
-  }
+  for (code = 0; code < TFMI_CODES; code++)
+    if (seen[code]) tfmi_make_character(m, code, id++, TFMI_PIECE_NORMAL);
   m->t->kind = "characters";
   m->t->strict = true;
   tfmi_make_tables(m);
@@ -5113,23 +5160,6 @@ static tfmi_text tfmi_make_file(tfmi_make *m, const char *path) {
   return text;
 }
 
-/* llama2.c's header, version 0: dim, hidden, layers, heads, kv heads, vocabulary, positions. */
-static bool tfmi_is_checkpoint(tfmi_text file) {
-  int32_t h[7];
-  int i;
-  if (file.n >= 4 && memcmp(file.at, "24ka", 4) == 0) return true; /* "ak42" */
-  if (file.n < 28) return false;
-  for (i = 0; i < 7; i++) h[i] = (int32_t)tfmi_u32(file.at + 4 * i);
-  if (h[5] < 0 && h[5] > INT32_MIN) h[5] = -h[5]; /* negative: the head is not tied */
-  for (i = 0; i < 7; i++)
-    if (h[i] <= 0 || h[i] >= 1 << 24) return false;
-  return h[0] % h[3] == 0 && h[3] % h[4] == 0;
-}
-
-static bool tfmi_is_safetensors(tfmi_text file) {
-  return file.n > 8 && file.at[8] == '{' && tfmi_u64(file.at) <= file.n - 8;
-}
-
 /* Of vocab.json's members all are numbers, of tokenizer.json's the first is a string. */
 static bool tfmi_is_vocabulary(tfmi_make *m, tfmi_text file) {
   tfmi_json j;
@@ -5139,22 +5169,55 @@ static bool tfmi_is_vocabulary(tfmi_make *m, tfmi_text file) {
   return tfmi_json_member(&j, &key) && tfmi_json_peek(&j) == TFMI_JSON_NUMBER;
 }
 
-/* The two files do not tell how text is split; tokenizer_config.json beside them may. */
-static void tfmi_check_class(tfmi_make *m, const char *folder) {
-  char *path = tfmi_join(&m->load, folder, "tokenizer_config.json");
-  tfmi_text file, key, name = {"", 0};
+/* {"50256": {"content": "<|endoftext|>"}}: any other token would be cut out of the text too. */
+static void tfmi_check_gpt2_added(tfmi_make *m, tfmi_json *j) {
+  tfmi_text id, key;
+  tfmi_json_object(j);
+  while (tfmi_json_member(j, &id)) {
+    tfmi_text content = {"", 0};
+    tfmi_json_object(j);
+    while (tfmi_json_member(j, &key))
+      if (tfmi_text_is(key, "content")) content = tfmi_json_string(j);
+      else tfmi_json_skip(j);
+    if (!stbds_arrlen(m->added) || tfmi_text_order(content, m->added[0].text) != 0)
+      tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the added token \"%s\" is not in vocab.json and "
+                     "merges.txt; use the model's tokenizer.json", tfmi_plain(content).text);
+  }
+}
+
+static bool tfmi_is_gpt2_option(tfmi_text key) {
+  return tfmi_text_is(key, "add_prefix_space") || tfmi_text_is(key, "add_bos_token") ||
+         tfmi_text_is(key, "add_eos_token");
+}
+
+static void tfmi_check_gpt2_config(tfmi_make *m, tfmi_text file) {
+  tfmi_text key, name = tfmi_text_of("GPT2Tokenizer");
   tfmi_json j;
-  if (!tfmi_file_exists(&m->load, path)) return;
-  file = tfmi_make_file(m, path);
   tfmi_json_init(&j, &m->load, "tokenizer_config.json", file.at, file.n);
   tfmi_json_object(&j);
-  while (tfmi_json_member(&j, &key))
-    if (tfmi_text_is(key, "tokenizer_class") && tfmi_json_peek(&j) == TFMI_JSON_STRING)
+  while (tfmi_json_member(&j, &key)) {
+    tfmi_json_kind kind = tfmi_json_peek(&j);
+    if (kind == TFMI_JSON_TRUE && tfmi_is_gpt2_option(key))
+      tfmi_json_fail(&j, TFM_E_UNSUPPORTED, "%s is true; use the model's tokenizer.json",
+                     tfmi_plain(key).text);
+    if (kind == TFMI_JSON_OBJECT && tfmi_text_is(key, "added_tokens_decoder"))
+      tfmi_check_gpt2_added(m, &j);
+    else if (kind == TFMI_JSON_STRING && tfmi_text_is(key, "tokenizer_class"))
       name = tfmi_json_string(&j);
     else tfmi_json_skip(&j);
-  if (name.n && !tfmi_text_is(name, "GPT2Tokenizer") && !tfmi_text_is(name, "GPT2TokenizerFast"))
+  }
+  if (!tfmi_text_is(name, "GPT2Tokenizer") && !tfmi_text_is(name, "GPT2TokenizerFast"))
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer_config.json names %s, not GPT2Tokenizer; "
               "use the model's tokenizer.json", tfmi_plain(name).text);
+}
+
+/* The two files do not tell all; those that may lie beside them must not contradict. */
+static void tfmi_check_gpt2(tfmi_make *m, const char *folder) {
+  char *config = tfmi_join(&m->load, folder, "tokenizer_config.json");
+  if (tfmi_file_exists(&m->load, tfmi_join(&m->load, folder, "added_tokens.json")))
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "added_tokens.json lies beside vocab.json, which cannot "
+              "be reproduced; use the model's tokenizer.json");
+  if (tfmi_file_exists(&m->load, config)) tfmi_check_gpt2_config(m, tfmi_make_file(m, config));
 }
 
 static void tfmi_read_beside(tfmi_make *m, tfmi_text vocabulary, const char *path) {
@@ -5164,29 +5227,39 @@ static void tfmi_read_beside(tfmi_make *m, tfmi_text vocabulary, const char *pat
   for (i = 0; folder && i < TFMI_COUNT(names); i++) {
     char *merges = tfmi_join(&m->load, folder, names[i]);
     if (!tfmi_file_exists(&m->load, merges)) continue;
-    tfmi_check_class(m, folder);
     tfmi_read_gpt2(m, vocabulary, tfmi_make_file(m, merges));
+    tfmi_check_gpt2(m, folder);
     return;
   }
   tfmi_fail(&m->load, path ? TFM_E_IO : TFM_E_UNSUPPORTED, "a vocab.json needs its merges.txt "
             "beside it; load it by its path, or use tokenizer.json");
 }
 
+static bool tfmi_begins_with(tfmi_text file, const char *magic) {
+  size_t n = strlen(magic);
+  return file.n >= n && memcmp(file.at, magic, n) == 0;
+}
+
 /* Reads the vocabulary in the file; false when this is a model file that has none. */
 static bool tfmi_read_file(tfmi_make *m, tfmi_text file, const char *path) {
+  const uint8_t *data = (const uint8_t *)file.at;
+  uint32_t longest = file.n > 12 ? tfmi_u32(data) : 0;
   size_t at = 0;
-  if (file.n >= 4 && memcmp(file.at, "GGUF", 4) == 0) return tfmi_read_gguf(m, file);
-  if (tfmi_is_safetensors(file) || tfmi_is_checkpoint(file)) return false;
-  while (at < file.n && strchr(" \t\r\n", file.at[at]) && file.at[at]) at++;
+  if (tfmi_begins_with(file, "GGUF")) return tfmi_read_gguf(m, file);
+  if (tfmi_is_safetensors(data, file.n) || tfmi_is_llama2(data, file.n)) return false;
+  while (at < file.n && file.at[at] && strchr(" \t\r\n", file.at[at])) at++;
   if (at < file.n && file.at[at] == '{') {
     if (tfmi_is_vocabulary(m, file)) tfmi_read_beside(m, file, path);
     else tfmi_read_json(m, file);
   } else if (file.n > 2 && file.at[0] == '\n' && file.at[1]) { /* a piece: field 1 with bytes */
     tfmi_read_spm(m, file);
-  } else if (file.n > 12) {
+  } else if (longest > 0 && longest <= TFMI_PIECE_BYTES_MAX) {
     tfmi_read_llama2c(m, file);
   } else {
-    tfmi_fail(&m->load, TFM_E_FORMAT, "%llu bytes are no vocabulary", (unsigned long long)file.n);
+    tfmi_fail(&m->load, TFM_E_FORMAT, "%s", tfmi_begins_with(file, "\xef\xbb\xbf")
+                  ? "the file begins with a byte order mark, which JSON has not; remove it"
+                  : "the file is no vocabulary known here; expected tokenizer.json, "
+                    "tokenizer.model, tokenizer.bin, vocab.json or GGUF");
   }
   return true;
 }
@@ -5380,7 +5453,7 @@ static tfmi_settings tfmi_settings_read(tfmi_load *l, const char *what, const vo
     inner = outer;
     s = tfmi_setting_read(&outer, name);
     stbds_arrput(all, s);
-    if (s.kind != TFMI_JSON_OBJECT) continue;
+    if (s.kind != TFMI_JSON_OBJECT || name.n > 64) continue; /* each inner key repeats the name */
     tfmi_json_object(&inner);
     while (tfmi_json_member(&inner, &key)) {
       s = tfmi_setting_read(&inner, tfmi_text_join(l, name, key));
@@ -5424,19 +5497,6 @@ static tfmi_tensor *tfmi_tensor_find(const tfmi_source *s, tfmi_text name) {
   return NULL;
 }
 
-static int tfmi_name_order(const void *a, const void *b) {
-  return tfmi_text_order(*(const tfmi_text *)a, *(const tfmi_text *)b);
-}
-
-/* Sorts names; the same one twice fails. */
-static void tfmi_names_unique(tfmi_load *l, const char *what, tfmi_text *name, uint64_t count) {
-  uint64_t i;
-  tfmi_sort(name, (size_t)count, sizeof *name, tfmi_name_order);
-  for (i = 1; i < count; i++)
-    if (tfmi_text_order(name[i - 1], name[i]) == 0)
-      tfmi_fail(l, TFM_E_FORMAT, "%s: \"%s\" is there twice", what, tfmi_plain(name[i]).text);
-}
-
 /* ---- Files of weights: the model's, until it is freed ---- */
 
 /* A dry load maps what the real one would read, and counts its bytes. */
@@ -5478,6 +5538,8 @@ static const struct tfmi_dtype_row {
   {"F6_E3M2", 6, TFM_TYPE_DEFAULT}, {"F8_E8M0", 8, TFM_TYPE_DEFAULT},
   {"F8_E4M3FNUZ", 8, TFM_TYPE_DEFAULT}, {"F8_E5M2FNUZ", 8, TFM_TYPE_DEFAULT},
 };
+
+enum { TFMI_SAFETENSORS_MAX = 100000000 }; /* bytes of a header */
 
 typedef struct tfmi_description { /* of one tensor in a header */
   const struct tfmi_dtype_row *dtype;
@@ -5614,9 +5676,10 @@ static void tfmi_safetensors_read(tfmi_load *l, const tfmi_file *file, int32_t i
   if (file->bytes < 8)
     tfmi_fail(l, TFM_E_FORMAT, "safetensors: the file has %llu bytes, expected 8 at least",
               (unsigned long long)file->bytes);
-  if (n > 100000000 || n > file->bytes - 8)
+  if (n > TFMI_SAFETENSORS_MAX || n > file->bytes - 8)
     tfmi_fail(l, TFM_E_FORMAT, "safetensors: a header of %llu bytes is announced, expected at most "
-              "%s", (unsigned long long)n, n > 100000000 ? "100000000" : "the file's own size");
+              "%s", (unsigned long long)n,
+              n > TFMI_SAFETENSORS_MAX ? "100000000" : "the file's own size");
   data = file->data + 8 + n;
   tfmi_json_init(&j, l, "safetensors header", file->data + 8, (size_t)n);
   tfmi_json_object(&j);
@@ -5918,11 +5981,20 @@ static void tfmi_source_gguf(tfmi_source *s, const tfmi_file *file) {
     tfmi_fail(s->load, TFM_E_FORMAT, "the file has no tensors: it is a vocabulary, not a model");
 }
 
-static bool tfmi_looks_like_safetensors(const tfmi_source *s, const tfmi_file *file) {
+/* The header's length, within its limit, and the header, which white space may precede. */
+static bool tfmi_is_safetensors(const uint8_t *data, size_t bytes) {
   size_t i = 8;
-  if (s->path && tfmi_ends_with(s->path, ".safetensors")) return true;
-  while (i < file->bytes && i < 64 && file->data[i] <= ' ') i++;
-  return i < file->bytes && file->data[i] == '{';
+  while (i < bytes && i < 64 && data[i] && strchr(" \t\r\n", data[i])) i++;
+  return i < bytes && data[i] == '{' && tfmi_u64(data) <= TFMI_SAFETENSORS_MAX;
+}
+
+static bool tfmi_is_ak42(const uint8_t *data, size_t bytes) {
+  return bytes >= 4 && tfmi_u32(data) == 0x616b3432;
+}
+
+static bool tfmi_is_llama2(const uint8_t *data, size_t bytes) {
+  tfmi_llama2 h;
+  return tfmi_is_ak42(data, bytes) || (bytes >= 28 && tfmi_llama2_header(&h, data));
 }
 
 static void tfmi_source_file(tfmi_source *s, const tfmi_file *file) {
@@ -5936,9 +6008,10 @@ static void tfmi_source_file(tfmi_source *s, const tfmi_file *file) {
                 "the model again");
   if (file->bytes >= 4 && memcmp(file->data, "GGUF", 4) == 0) {
     tfmi_source_gguf(s, file);
-  } else if (file->bytes >= 4 && tfmi_u32(file->data) == 0x616b3432) {
+  } else if (tfmi_is_ak42(file->data, file->bytes)) {
     tfmi_source_llama2(s, file, true);
-  } else if (tfmi_looks_like_safetensors(s, file)) {
+  } else if ((s->path && tfmi_ends_with(s->path, ".safetensors")) ||
+             tfmi_is_safetensors(file->data, file->bytes)) {
     tfmi_safetensors_read(s->load, file, 0, &all);
     tfmi_source_tensors(s, all);
     s->format = "safetensors";
@@ -6097,6 +6170,12 @@ static const tfmi_family tfmi_families[] = {
    TFM_NORM_RMS, 0, true, true, false, false},
 };
 
+static const tfmi_key tfmi_gguf_neutral[] = { /* as `neutral`, for every family */
+  {NULL, "attention.scale", 0, 0, 0},
+  {NULL, "rope.scaling.factor", 1, 1, 1},
+  {NULL, "rope.scale_linear", 1, 1, 1},
+};
+
 static const char *const tfmi_gguf_slots[TFMI_SLOTS] = { /* the same for every family */
   "token_embd", "position_embd", "output", "output_norm", "blk.%d.attn_norm", "blk.%d.ffn_norm",
   "blk.%d.attn_qkv", "blk.%d.attn_q", "blk.%d.attn_k", "blk.%d.attn_v", "blk.%d.attn_output", NULL,
@@ -6113,16 +6192,9 @@ static const struct tfmi_act_name {
 
 /* ---- Settings by name ---- */
 
-static tfmi_text tfmi_text_make(const char *word) {
-  tfmi_text text;
-  text.at = word;
-  text.n = strlen(word);
-  return text;
-}
-
 /* NULL when absent or null, which mean the same in a config.json. */
 static const tfmi_setting *tfmi_setting_find(const tfmi_settings *s, const char *key) {
-  tfmi_text name = tfmi_text_make(key);
+  tfmi_text name = tfmi_text_of(key);
   uint64_t low = 0, high = s->count;
   while (low < high) {
     uint64_t middle = low + (high - low) / 2;
@@ -6266,6 +6338,8 @@ static void tfmi_family_check(const tfmi_source *s, const tfmi_family *f) {
     tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: quantization_config is not supported: %s",
               tfmi_plain(quantised->value).text);
   for (i = 0; i < 2; i++) tfmi_number(s, f, &f->neutral[i], s->gguf != NULL);
+  for (i = 0; s->gguf && i < TFMI_COUNT(tfmi_gguf_neutral); i++)
+    tfmi_number(s, f, &tfmi_gguf_neutral[i], false);
   for (i = 0; i < 2; i++)
     if (f->refused[i] && tfmi_setting_flag(s, f->refused[i], false))
       tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: %s is true, which is not supported",
@@ -6295,7 +6369,7 @@ static void tfmi_net_heads(const tfmi_source *s, const tfmi_family *f, tfm_net *
 }
 
 static tfm_act tfmi_net_act(const tfmi_source *s, const tfmi_family *f) {
-  tfmi_text name = tfmi_text_make(f->act);
+  tfmi_text name = tfmi_text_of(f->act);
   int i;
   if (!s->gguf) tfmi_setting_text(s, f->act_key, &name);
   for (i = 0; i < TFMI_COUNT(tfmi_acts); i++)
@@ -6360,8 +6434,11 @@ static double tfmi_rotation_number(const tfmi_source *s, const char *group, cons
 }
 
 static void tfmi_rotation_scaling(const tfmi_source *s, const char *group, tfmi_rotation *r) {
+  const tfmi_setting *v = tfmi_setting_find(&s->config, group);
   char path[64];
-  tfmi_text type = tfmi_text_make("default");
+  tfmi_text type = tfmi_text_of("default");
+  if (!v) return;
+  tfmi_setting_json(s, v, TFMI_JSON_OBJECT); /* it is one */
   snprintf(path, sizeof path, "%s.type", group); /* before transformers 4.43 */
   tfmi_setting_text(s, path, &type);
   snprintf(path, sizeof path, "%s.rope_type", group);
@@ -6404,6 +6481,10 @@ static tfmi_rotation tfmi_rotation_of(const tfmi_source *s, const tfmi_family *f
   if (s->gguf) {
     tfmi_rotation_gguf(s, f, net);
   } else {
+    if (tfmi_setting_find(&s->config, "rope_scaling") &&
+        tfmi_setting_find(&s->config, "rope_parameters"))
+      tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: rope_scaling and rope_parameters are "
+                "both there, expected one; remove the other");
     tfmi_rotation_scaling(s, "rope_scaling", &r);
     tfmi_rotation_scaling(s, "rope_parameters", &r);
   }
@@ -6751,7 +6832,7 @@ static void tfmi_layer(tfmi_builder *b, int32_t i) {
 static void tfmi_frequencies(tfmi_builder *b) {
   tfm_net *net = &b->m->net;
   int32_t half = net->head_width / 2, i;
-  tfmi_tensor *factors = tfmi_tensor_find(b->s, tfmi_text_make("rope_freqs.weight"));
+  tfmi_tensor *factors = tfmi_tensor_find(b->s, tfmi_text_of("rope_freqs.weight"));
   const float *frequencies;
   if (factors && b->s->gguf) {
     factors->used = true;
@@ -6801,6 +6882,16 @@ static void tfmi_network(tfmi_builder *b, bool measure) {
 
 /* ---- A model ---- */
 
+/* A head in the file is used whatever the config says, as in transformers 5; one that repeats the
+   embedding byte by byte costs no memory of its own. */
+static bool tfmi_builder_tied(tfmi_builder *b, const tfmi_tensor *embed) {
+  const tfmi_tensor *head = tfmi_ask(b, TFMI_HEAD, 0, ".weight");
+  if (!head) return b->s->gguf || tfmi_setting_flag(b->s, b->f->tied.key, b->f->tied.fallback);
+  return head->type == embed->type && head->rank == embed->rank &&
+         memcmp(head->dims, embed->dims, sizeof head->dims) == 0 && head->bytes == embed->bytes &&
+         memcmp(head->data, embed->data, head->bytes) == 0;
+}
+
 static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_config *config) {
   tfm_model *m = s->model;
   const tfmi_family *f = tfmi_family_find(s);
@@ -6823,8 +6914,7 @@ static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_
     m->net.vocabulary = (int32_t)embed->dims[0];
   }
   if (f->rotary) b->rotation = tfmi_rotation_of(s, f, &m->net);
-  m->tied = s->gguf ? !tfmi_ask(b, TFMI_HEAD, 0, ".weight")
-                    : tfmi_setting_flag(s, f->tied.key, f->tied.fallback);
+  m->tied = tfmi_builder_tied(b, embed);
   m->family = f->name;
   m->format = s->format;
   tfmi_ends(s);
@@ -6832,8 +6922,7 @@ static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_
 
 /* What nobody asked for is a sign of another architecture, or a mask that old files carry along. */
 static void tfmi_builder_report(const tfmi_builder *b) {
-  static const char *const harmless[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq",
-                                         "lm_head.weight"};
+  static const char *const harmless[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"};
   const tfmi_tensor *first = NULL;
   uint64_t i, count = 0;
   int k;
@@ -10382,7 +10471,6 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
 #undef stbds_hmput_key_wrapper
 #undef stbds_hmdel_key_wrapper
 #undef stbds_shmode_func_wrapper
-#else
 #endif
 #pragma pop_macro("STBDS_REALLOC")
 #pragma pop_macro("STBDS_FREE")

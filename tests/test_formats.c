@@ -103,7 +103,7 @@ static void forget_files(void) {
 
 /* ---- An allocator that counts, and fails when told ---- */
 
-static int64_t held_bytes;
+static int64_t held_bytes, peak_bytes;
 static int allocs_left = -1;
 
 static void *count_alloc(void *user, void *old, size_t old_bytes, size_t n) {
@@ -117,6 +117,7 @@ static void *count_alloc(void *user, void *old, size_t old_bytes, size_t n) {
   if (allocs_left >= 0 && allocs_left-- == 0) return NULL;
   p = realloc(old, n);
   if (p) held_bytes += (int64_t)n - (int64_t)old_bytes;
+  if (held_bytes > peak_bytes) peak_bytes = held_bytes;
   return p;
 }
 
@@ -265,6 +266,7 @@ TEST(safetensors_header) {
     {"\"F32\",\"shape\":[5,4]", "\"F4\",\"shape\":[3]", TFM_E_FORMAT, "do not fill whole bytes"},
     {"[0,80]", "[80,0]", TFM_E_FORMAT, "do not span the 80 bytes"},
     {"[0,80]", "[-1,80]", TFM_E_FORMAT, "found -1"},
+    {"[0,80]", "[0,-9223372036854775808]", TFM_E_FORMAT, "expected a whole number"},
     {"[0,80]", "[0,8e1]", TFM_E_FORMAT, "expected a whole number"},
     {"[0,80]", "[0,80.0]", TFM_E_FORMAT, "expected a whole number"},
     {"[0,80]", "[80]", TFM_E_FORMAT, "has 1 numbers, expected 2"},
@@ -328,6 +330,30 @@ TEST(safetensors_deep_and_wide) {
   drop(&b);
 }
 
+static bool loads_tied(uint8_t last) { /* with a head that equals the embedding but for a byte */
+  char *header = edit(HEADER, "[592,608]}}", "[592,608]},\"lm_head.weight\":{\"dtype\":\"F32\","
+                      "\"shape\":[5,4],\"data_offsets\":[608,688]}}");
+  bytes b = safetensors(header, DATA + 80);
+  tfm_model_config c = test_config();
+  tfm_model_info info;
+  tfm_model *m;
+  b.at[b.n - 1] = last;
+  add_file("m/model.safetensors", b);
+  add_text_file("m/config.json", CONFIG);
+  m = tfm_model_load("m/", &c);
+  memset(&info, 0, sizeof info);
+  CHECK_EQ_INT(tfm_model_describe(m, &info), TFM_OK);
+  expect_model(m, TFM_OK, "");
+  forget_files();
+  free(header);
+  return info.tied;
+}
+
+TEST(safetensors_head_of_its_own) { /* CONFIG says tied; a repeated embedding is shared */
+  CHECK(loads_tied(0));
+  CHECK(!loads_tied(1));
+}
+
 TEST(safetensors_from_memory) {
   bytes b = safetensors(HEADER, DATA);
   tfm_model_config c = test_config();
@@ -383,7 +409,7 @@ TEST(shards) {
     {"a.safetensors", "/a.safetensors", TFM_E_FORMAT, "is not a plain file name"},
     {"a.safetensors", "..", TFM_E_FORMAT, "is not a plain file name"},
     {"a.safetensors", "", TFM_E_FORMAT, "is not a plain file name"},
-    {"a.safetensors", "c.safetensors", TFM_E_IO, "m/c.safetensors cannot be opened"},
+    {"a.safetensors", "c.safetensors", TFM_E_IO, "m/c.safetensors: it cannot be opened"},
     {"a.safetensors", "model.safetensors.index.json", TFM_E_FORMAT, "header"},
     {"a.safetensors", "b.safetensors", TFM_E_FORMAT, "is not in b.safetensors"},
     {"\"model.embed_tokens.weight\":\"a.safetensors\",", "", TFM_E_FORMAT, "is not in weight_map"},
@@ -501,6 +527,11 @@ TEST(config_refusals) {
     {"\"silu\"", "\"silu\", \"rope_parameters\": {\"rope_type\": \"default\", \"rope_theta\": 5e5}",
      TFM_OK, ""},
     {"\"silu\"", "\"silu\", \"rope_scaling\": null", TFM_OK, ""},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": \"linear\"", TFM_E_FORMAT,
+     "rope_scaling is text, expected an object"},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": null, \"rope_parameters\": {}", TFM_OK, ""},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": {}, \"rope_parameters\": {}", TFM_E_UNSUPPORTED,
+     "both there"},
     {"\"silu\"", "\"silu\", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 0}",
      TFM_E_FORMAT, "rope_scaling.factor is 0"},
     {"\"silu\"", "\"silu\", \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": 8}",
@@ -513,6 +544,43 @@ TEST(config_refusals) {
   int i;
   for (i = 0; i < TFMI_COUNT(cases); i++)
     expect_config(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
+}
+
+TEST(config_memory_follows_the_file) { /* inner keys do not repeat a name without end */
+  enum { NAME = 20000, INNER = 4000 };
+  char *group = (char *)calloc(1, NAME + 8 * INNER + 64), *config;
+  int i;
+  memset(group, 'x', NAME + 1);
+  group[0] = '"';
+  strcat(group, "\": {\"k\": 0");
+  for (i = 0; i < INNER; i++) strcat(group + NAME, ",\"\":0");
+  strcat(group, "}, \"hidden_size\"");
+  config = edit(CONFIG, "\"hidden_size\"", group);
+  peak_bytes = 0;
+  expect_safetensors(safetensors(HEADER, DATA), config, TFM_OK, "");
+  CHECK(peak_bytes < 4 * (int64_t)strlen(config));
+  free(group);
+  free(config);
+}
+
+/* ---- The tokenizer beside a model ---- */
+
+TEST(tokenizer_beside_a_padded_header) { /* the model's file is known as one, whatever pads it */
+  tfm_model_config c = test_config();
+  tfm_tokenizer_config config;
+  tfm_tokenizer *t;
+  char *header = edit(HEADER, "{\"model", " \n{\"model");
+  memset(&config, 0, sizeof config);
+  config.host = c.host;
+  add_file("m/model.weights", safetensors(header, DATA));
+  add_text_file("m/tokenizer.json", "{\"decoder\":{\"type\":\"Fuse\"},"
+                                    "\"model\":{\"vocab\":{\"a\":0}}}");
+  t = tfm_tokenizer_load("m/model.weights", &config);
+  if (!t) CHECK_STR(tfm_error(), "");
+  tfm_tokenizer_free(t);
+  CHECK_EQ_INT(held_bytes, 0);
+  forget_files();
+  free(header);
 }
 
 /* ---- GGUF ---- */
@@ -567,6 +635,7 @@ typedef struct gguf_change { /* what a model differs in from a good one */
   uint64_t shift;          /* of its offset */
   const char *architecture, *scaling;
   size_t cut;              /* bytes missing at the end */
+  const char *real;        /* a key behind "llama." more, of value 2 */
 } gguf_change;
 
 static const struct gguf_row {
@@ -584,7 +653,8 @@ static const struct gguf_row {
 static bytes gguf_model(const gguf_change *c) {
   int n = TFMI_COUNT(gguf_rows), i;
   uint64_t offset = 0;
-  bytes b = gguf_begin((uint64_t)(n - (c->drop != NULL)), c->scaling ? 9 : 8);
+  bytes b = gguf_begin((uint64_t)(n - (c->drop != NULL)),
+                       8u + (c->scaling != NULL) + (c->real != NULL));
   gguf_string(&b, "general.architecture", c->architecture ? c->architecture : "llama");
   gguf_u32(&b, "llama.block_count", 1);
   gguf_u32(&b, "llama.embedding_length", 32);
@@ -594,6 +664,7 @@ static bytes gguf_model(const gguf_change *c) {
   gguf_u32(&b, "llama.context_length", 16);
   gguf_f32(&b, "llama.attention.layer_norm_rms_epsilon", 1e-5f);
   if (c->scaling) gguf_string(&b, "llama.rope.scaling.type", c->scaling);
+  if (c->real) gguf_f32(&b, c->real, 2);
   for (i = 0; i < n; i++) {
     uint64_t rows = i == 0 && c->rows ? c->rows : gguf_rows[i].rows;
     const char *name = i == 0 && c->name ? c->name : gguf_rows[i].name;
@@ -614,46 +685,97 @@ TEST(gguf_models) {
     int status;
     const char *part;
   } cases[] = {
-      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
-      {{NULL, NULL, 1, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
-      {{NULL, NULL, 2, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
-      {{NULL, NULL, 8, 0, 0, NULL, NULL, 0}, TFM_OK, ""},
-      {{NULL, NULL, 30, 0, 0, NULL, "none", 0}, TFM_OK, ""},
-      {{NULL, NULL, 14, 0, 0, NULL, NULL, 0}, TFM_E_FORMAT, "do not fill blocks of Q6_K (256)"},
-      {{NULL, NULL, 3, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "token_embd.weight has type Q4_1"},
-      {{NULL, NULL, 20, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "has type IQ4_NL"},
-      {{NULL, NULL, 4, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "type 4, which is not known"},
-      {{NULL, NULL, 31, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "type 31, which is not known"},
-      {{NULL, NULL, 999, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "type 999, which is not known"},
-      {{NULL, NULL, UINT32_MAX, 0, 0, NULL, NULL, 0}, TFM_E_UNSUPPORTED, "which is not known"},
-      {{NULL, NULL, 0, 6, 0, NULL, NULL, 0}, TFM_E_FORMAT, "overlap"},
-      {{NULL, NULL, 0, UINT64_MAX, 0, NULL, NULL, 0}, TFM_E_FORMAT, "a dimension of 1844674407370"},
-      {{NULL, NULL, 0, INT64_MAX, 0, NULL, NULL, 0}, TFM_E_FORMAT, "more than 2^64 elements"},
-      {{NULL, NULL, 0, UINT64_C(1) << 58, 0, NULL, NULL, 0},
+      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 1, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 2, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 8, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 30, 0, 0, NULL, "none", 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, "llama.rope.scaling.factor"}, TFM_E_FORMAT,
+       "llama.rope.scaling.factor is 2, expected 1"},
+      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, "llama.rope.scale_linear"}, TFM_E_FORMAT, "is 2"},
+      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, "llama.attention.scale"}, TFM_E_FORMAT, "is 2"},
+      {{NULL, NULL, 14, 0, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT,
+       "do not fill blocks of Q6_K (256)"},
+      {{NULL, NULL, 3, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED,
+       "token_embd.weight has type Q4_1"},
+      {{NULL, NULL, 20, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "has type IQ4_NL"},
+      {{NULL, NULL, 4, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "type 4, which is not known"},
+      {{NULL, NULL, 31, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED,
+       "type 31, which is not known"},
+      {{NULL, NULL, 999, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED,
+       "type 999, which is not known"},
+      {{NULL, NULL, UINT32_MAX, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED,
+       "which is not known"},
+      {{NULL, NULL, 0, 6, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "overlap"},
+      {{NULL, NULL, 0, UINT64_MAX, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT,
+       "a dimension of 1844674407370"},
+      {{NULL, NULL, 0, INT64_MAX, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "more than 2^64 elements"},
+      {{NULL, NULL, 0, UINT64_C(1) << 58, 0, NULL, NULL, 0, NULL},
        TFM_E_FORMAT,
        "larger than the address"},
-      {{NULL, NULL, 0, UINT64_C(1) << 50, 0, NULL, NULL, 0}, TFM_E_FORMAT, "data section has"},
-      {{NULL, NULL, 0, 0, 1, NULL, NULL, 0}, TFM_E_FORMAT, "offset 1, expected a multiple of 32"},
-      {{NULL, NULL, 0, 0, 32, NULL, NULL, 0}, TFM_E_FORMAT, "overlap"},
-      {{NULL, NULL, 0, 0, UINT64_MAX - 31, NULL, NULL, 0},
+      {{NULL, NULL, 0, UINT64_C(1) << 50, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT,
+       "data section has"},
+      {{NULL, NULL, 0, 0, 1, NULL, NULL, 0, NULL}, TFM_E_FORMAT,
+       "offset 1, expected a multiple of 32"},
+      {{NULL, NULL, 0, 0, 32, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "overlap"},
+      {{NULL, NULL, 0, 0, UINT64_MAX - 31, NULL, NULL, 0, NULL},
        TFM_E_FORMAT,
        "but the data section has"},
-      {{NULL, NULL, 0, 0, 0, NULL, NULL, 1}, TFM_E_FORMAT, "may be cut off"},
-      {{NULL, NULL, 0, 0, 0, "bert", NULL, 0}, TFM_E_UNSUPPORTED, "architecture \"bert\""},
-      {{NULL, NULL, 0, 0, 0, NULL, "yarn", 0}, TFM_E_UNSUPPORTED, "scaling.type \"yarn\""},
-      {{"blk.0.attn_k.weight", NULL, 0, 0, 0, NULL, NULL, 0},
+      {{NULL, NULL, 0, 0, 0, NULL, NULL, 1, NULL}, TFM_E_FORMAT, "may be cut off"},
+      {{NULL, NULL, 0, 0, 0, "bert", NULL, 0, NULL}, TFM_E_UNSUPPORTED, "architecture \"bert\""},
+      {{NULL, NULL, 0, 0, 0, NULL, "yarn", 0, NULL}, TFM_E_UNSUPPORTED, "scaling.type \"yarn\""},
+      {{"blk.0.attn_k.weight", NULL, 0, 0, 0, NULL, NULL, 0, NULL},
        TFM_E_FORMAT,
        "attn_k.weight is missing"},
-      {{NULL, "output_norm.weight", 0, 0, 0, NULL, NULL, 0}, TFM_E_FORMAT, "is there twice"},
-      {{NULL, "", 0, 0, 0, NULL, NULL, 0}, TFM_E_FORMAT, "name has 0 bytes, expected 1 to 64"},
+      {{NULL, "output_norm.weight", 0, 0, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT, "is there twice"},
+      {{NULL, "", 0, 0, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT,
+       "name has 0 bytes, expected 1 to 64"},
       {{NULL, "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", 0, 0, 0, NULL,
-        NULL, 0},
+        NULL, 0, NULL},
        TFM_E_FORMAT,
        "name has 65 bytes, expected 1 to 64"},
   };
   int i;
   for (i = 0; i < TFMI_COUNT(cases); i++)
     expect_gguf(gguf_model(&cases[i].change), cases[i].status, cases[i].part);
+}
+
+static bool gguf_adds_bos(const char *pre, int add) { /* add -1: the file does not say */
+  bytes b = gguf_begin(0, add < 0 ? 6u : 7u);
+  tfm_tokenizer_info info;
+  tfm_tokenizer *t;
+  gguf_string(&b, "tokenizer.ggml.model", "gpt2");
+  gguf_string(&b, "tokenizer.ggml.pre", pre);
+  gguf_u32(&b, "tokenizer.ggml.bos_token_id", 1);
+  gguf_text(&b, "tokenizer.ggml.tokens");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_STRING, 4), put_int(&b, 2, 8);
+  gguf_text(&b, "a");
+  gguf_text(&b, "<s>");
+  gguf_text(&b, "tokenizer.ggml.token_type");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_I32, 4), put_int(&b, 2, 8);
+  put_int(&b, 1, 4), put_int(&b, 3, 4);
+  gguf_text(&b, "tokenizer.ggml.merges");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_STRING, 4), put_int(&b, 0, 8);
+  if (add >= 0) {
+    gguf_text(&b, "tokenizer.ggml.add_bos_token");
+    put_int(&b, TFMI_GGUF_BOOL, 4), put_int(&b, (uint64_t)add, 1);
+  }
+  t = tfm_tokenizer_load_memory(b.at, b.n, NULL);
+  memset(&info, 0, sizeof info);
+  if (!t) CHECK_STR(tfm_error(), "");
+  CHECK_EQ_INT(tfm_tokenizer_describe(t, &info), TFM_OK);
+  tfm_tokenizer_free(t);
+  drop(&b);
+  return info.adds_bos;
+}
+
+TEST(gguf_bos) {
+  CHECK(gguf_adds_bos("llama-bpe", -1));
+  CHECK(gguf_adds_bos("llama3", -1));
+  CHECK(gguf_adds_bos("llama-v3", -1));
+  CHECK(!gguf_adds_bos("llama-bpe", 0));
+  CHECK(!gguf_adds_bos("gpt-2", -1));
+  CHECK(gguf_adds_bos("gpt-2", 1));
 }
 
 TEST(gguf_header) {
@@ -825,7 +947,7 @@ TEST(llama2_checkpoints) {
 /* ---- Failing allocators, files and patience ---- */
 
 static void fill_files(int kind) {
-  static const gguf_change none = {NULL, NULL, 0, 0, 0, NULL, NULL, 0};
+  static const gguf_change none = {NULL, NULL, 0, 0, 0, NULL, NULL, 0, NULL};
   if (kind == 0) add_file("m/model.safetensors", safetensors(HEADER, DATA));
   if (kind == 0) add_text_file("m/config.json", CONFIG);
   if (kind == 1) add_file("m.gguf", gguf_model(&none));

@@ -426,6 +426,52 @@ TEST(tokenizer_long_texts) {
   free(ids);
 }
 
+/* A blank token that the one before it swallowed is not given, as in the reference. */
+TEST(tokenizer_swallowed_blanks) {
+  static const char json[] =
+      "{\"added_tokens\":[{\"id\":1,\"content\":\"<r>\",\"rstrip\":true},"
+      "{\"id\":2,\"content\":\"  \",\"lstrip\":true}],"
+      "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false},"
+      "\"decoder\":{\"type\":\"ByteLevel\"},\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}";
+  tfm_tokenizer *t = tfm_tokenizer_load_memory(json, sizeof json - 1, NULL);
+  int32_t ids[4] = {0};
+  CHECK_EQ_INT(tfm_encode(t, "<r>  a", 6, 0, ids, 4), 2);
+  CHECK(ids[0] == 1 && ids[1] == 0);
+  CHECK_EQ_INT(tfm_encode(t, "a  a", 4, 0, ids, 4), 3);
+  CHECK_EQ_INT(ids[1], 2);
+  tfm_tokenizer_free(t);
+}
+
+/* An added token of one character is not one of the model's symbols. */
+TEST(tokenizer_added_is_no_symbol) {
+  static const char json[] =
+      "{\"added_tokens\":[{\"id\":1,\"content\":\"\\t\",\"special\":true}],\"decoder\":{\"type\":"
+      "\"Fuse\"},\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}";
+  tfm_tokenizer *t = tfm_tokenizer_load_memory(json, sizeof json - 1, NULL);
+  int32_t ids[4] = {0};
+  CHECK_EQ_INT(tfm_encode(t, "a\ta", 3, 0, ids, 4), 2);
+  CHECK_EQ_INT(tfm_encode(t, "a\ta", 3, TFM_ENCODE_PARSE_SPECIAL, ids, 4), 3);
+  CHECK_EQ_INT(ids[1], 1);
+  tfm_tokenizer_free(t);
+}
+
+static void count_warnings(void *user, tfm_log_level level, const char *line) {
+  if (level == TFM_LOG_WARNING && strstr(line, "is not applied")) ++*(int *)user;
+}
+
+TEST(tokenizer_truncation_warns) {
+  static const char json[] =
+      "{\"truncation\":{\"max_length\":8},\"padding\":null,\"decoder\":{\"type\":\"Fuse\"},"
+      "\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}";
+  tfm_tokenizer_config config;
+  int warnings = 0;
+  memset(&config, 0, sizeof config);
+  config.host.user = &warnings;
+  config.host.log = count_warnings;
+  tfm_tokenizer_free(tfm_tokenizer_load_memory(json, sizeof json - 1, &config));
+  CHECK_EQ_INT(warnings, 1);
+}
+
 /* ---- Bad files ---- */
 
 #define BYTES "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false}," \
@@ -434,6 +480,10 @@ TEST(tokenizer_long_texts) {
   "{" BYTES "\"model\":{\"type\":\"BPE\",\"vocab\":" vocab ",\"merges\":" merges "}}"
 #define ADDED(list) \
   "{\"added_tokens\":[" list "]," BYTES "\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}"
+#define TEMPLATE(list) \
+  "{\"post_processor\":{\"type\":\"TemplateProcessing\",\"single\":[" list "]," \
+  "\"special_tokens\":{\"a\":{\"ids\":[0]}}}," BYTES \
+  "\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}"
 #define SPLIT(regex) \
   "{\"pre_tokenizer\":{\"type\":\"Sequence\",\"pretokenizers\":[{\"type\":\"Split\"," \
   "\"pattern\":{\"Regex\":\"" regex "\"},\"behavior\":\"Isolated\",\"invert\":false}," \
@@ -453,7 +503,18 @@ static const struct bad_file {
   {ADDED("{\"id\":1,\"content\":\"<x>\",\"special\":true}"), TFM_OK, ""},
   {"", TFM_E_FORMAT, "no vocabulary"},
   {"{", TFM_E_FORMAT, "JSON"},
-  {"{}", TFM_E_UNSUPPORTED, "decoder"},
+  {"{}", TFM_E_FORMAT, "model.vocab is missing"},
+  {"\xef\xbb\xbf{}", TFM_E_FORMAT, "byte order mark"},
+  {"neither this nor that", TFM_E_FORMAT, "no vocabulary known here; expected tokenizer.json"},
+  {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}", TFM_E_UNSUPPORTED, "no decoder"},
+  {"{\"model\":{\"vocab\":{\"a\":0},\"vocab\":{\"b\":1}}}", TFM_E_FORMAT, "\"vocab\" is"},
+  {"{\"model\":{},\"x\":1,\"x\":2}", TFM_E_FORMAT, "\"x\" is there twice"},
+  {TEMPLATE("{\"SpecialToken\":{\"id\":\"a\"}},{\"Sequence\":{\"id\":\"A\"}}"),
+   TFM_OK, ""},
+  {TEMPLATE("{\"SpecialToken\":{\"id\":\"a\"}},{\"SpecialToken\":{}},"
+            "{\"Sequence\":{\"id\":\"A\"}}"),
+   TFM_E_FORMAT, "has no id"},
+  {TEMPLATE("{}"), TFM_E_FORMAT, "has no id"},
   {"{\"a\":0}", TFM_E_UNSUPPORTED, "merges.txt"},
   {MODEL("{}", "[]"), TFM_E_FORMAT, "empty"},
   {MODEL("{\"a\":0,\"b\":0}", "[]"), TFM_E_FORMAT, "same id"},
@@ -473,10 +534,11 @@ static const struct bad_file {
   {ADDED("{\"id\":1,\"content\":\"<x>\",\"single_word\":true}"), TFM_E_UNSUPPORTED, "single_word"},
   {SPLIT("(a+)+$"), TFM_E_UNSUPPORTED, "(a+)+$"},
   {SPLIT("("), TFM_E_UNSUPPORTED, "pattern"},
-  {"{\"normalizer\":{\"type\":\"NFC\"},\"decoder\":{\"type\":\"Fuse\"},\"model\":{}}",
+  {"{\"normalizer\":{\"type\":\"NFC\"},"
+   "\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}",
    TFM_E_UNSUPPORTED, "NFC"},
   {"{\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Sequence\","
-   "\"normalizers\":[]}]},\"decoder\":{\"type\":\"Fuse\"},\"model\":{}}",
+   "\"normalizers\":[]}]},\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}",
    TFM_E_UNSUPPORTED, "Sequence"},
 };
 
@@ -497,6 +559,137 @@ TEST(tokenizer_bad_json) {
   for (i = 0; i < sizeof bad_files / sizeof *bad_files; i++)
     check_refused(bad_files[i].text, strlen(bad_files[i].text), bad_files[i].status,
                   bad_files[i].part);
+}
+
+/* ---- vocab.json and merges.txt, with what may lie beside them ---- */
+
+typedef struct small_file {
+  const char *name, *text;
+} small_file;
+
+static void *small_open(void *user, const char *path, uint64_t *bytes) {
+  const small_file *f = (const small_file *)user;
+  for (; f->name; f++)
+    if (!strcmp(f->name, path)) break;
+  *bytes = f->name ? strlen(f->text) : 0;
+  return f->name ? (void *)(uintptr_t)f : NULL;
+}
+
+static bool small_read(void *user, void *file, uint64_t offset, void *dst, size_t bytes) {
+  (void)user;
+  memcpy(dst, ((const small_file *)file)->text + offset, bytes);
+  return true;
+}
+
+static void small_close(void *user, void *file) { (void)user, (void)file; }
+
+static void check_beside(const char *name, const char *text, int status, const char *part) {
+  small_file files[] = {{"m/vocab.json", "{\"a\":0,\"<|endoftext|>\":1}"},
+                        {"m/merges.txt", "#version: 0.2\n"}, {NULL, NULL}, {NULL, NULL}};
+  tfm_io io = {NULL, small_open, small_read, NULL, small_close};
+  tfm_tokenizer_config config;
+  tfm_tokenizer *t;
+  memset(&config, 0, sizeof config);
+  config.host.io = &io;
+  io.user = files;
+  files[2].name = name;
+  files[2].text = text;
+  t = tfm_tokenizer_load("m/vocab.json", &config);
+  CHECK((t != NULL) == (status == TFM_OK));
+  if (!t) CHECK_EQ_INT(tfm_error_status(), status);
+  if (!t) CHECK_STR_HAS(tfm_error(), part);
+  tfm_tokenizer_free(t);
+}
+
+TEST(tokenizer_beside_vocab_json) {
+  static const struct {
+    const char *text;
+    int status;
+    const char *part;
+  } cases[] = {
+    {"{}", TFM_OK, ""},
+    {"{\"tokenizer_class\":\"GPT2Tokenizer\",\"add_prefix_space\":false}", TFM_OK, ""},
+    {"{\"tokenizer_class\":\"Qwen2Tokenizer\"}", TFM_E_UNSUPPORTED, "names Qwen2Tokenizer"},
+    {"{\"add_prefix_space\":true}", TFM_E_UNSUPPORTED, "add_prefix_space is true"},
+    {"{\"add_bos_token\":true}", TFM_E_UNSUPPORTED, "add_bos_token is true"},
+    {"{\"add_eos_token\":true}", TFM_E_UNSUPPORTED, "add_eos_token is true"},
+    {"{\"added_tokens_decoder\":{\"1\":{\"content\":\"<|endoftext|>\"}}}", TFM_OK, ""},
+    {"{\"added_tokens_decoder\":{\"2\":{\"content\":\"<x>\"}}}", TFM_E_UNSUPPORTED, "\"<x>\""},
+  };
+  size_t i;
+  check_beside(NULL, NULL, TFM_OK, "");
+  check_beside("m/added_tokens.json", "{}", TFM_E_UNSUPPORTED, "added_tokens.json");
+  for (i = 0; i < sizeof cases / sizeof *cases; i++)
+    check_beside("m/tokenizer_config.json", cases[i].text, cases[i].status, cases[i].part);
+}
+
+/* ---- Files that ask for more than they hold ---- */
+
+static char *repeated(char c, size_t n) {
+  char *text = (char *)calloc(1, n + 1);
+  memset(text, c, n);
+  return text;
+}
+
+static void check_refused_with(const char *format, char c, size_t n, const char *part) {
+  char *middle = repeated(c, n), *text = (char *)malloc(strlen(format) + n + 1);
+  sprintf(text, format, middle);
+  check_refused(text, strlen(text), TFM_E_UNSUPPORTED, part);
+  free(middle);
+  free(text);
+}
+
+TEST(tokenizer_oversized) {
+  const char *blank = "{\"normalizer\":{\"type\":\"Replace\",\"pattern\":{\"String\":\" \"},"
+                      "\"content\":\"%s\"},\"model\":{\"vocab\":{\"a\":0}}}";
+  const char *prefix = "{\"normalizer\":{\"type\":\"Prepend\",\"prepend\":\"%s\"},"
+                       "\"model\":{\"vocab\":{\"a\":0}}}";
+  check_refused_with(ADDED("{\"id\":1,\"content\":\"%s\"}"), 'x', 513, "expected at most 512");
+  check_refused_with(blank, 'x', 65, "normalizer \"Replace\"");
+  check_refused_with(prefix, 'x', 65, "normalizer \"Prepend\"");
+}
+
+TEST(tokenizer_flooded_table) { /* texts chosen to have the same hash */
+  enum { WANTED = 3000, SLOTS = 8192 };
+  char *text = (char *)malloc(64 * WANTED), piece[16];
+  size_t n;
+  uint64_t x;
+  int found = 0;
+  n = (size_t)sprintf(text, "{" BYTES "\"model\":{\"merges\":[],\"vocab\":{");
+  for (x = 0; found < WANTED; x++) {
+    size_t k = (size_t)snprintf(piece, sizeof piece, "%llx", (unsigned long long)x);
+    if (tfmi_text_hash(piece, k) % SLOTS < 16)
+      n += (size_t)sprintf(text + n, "%s\"%s\":%d", found ? "," : "", piece, found), found++;
+  }
+  sprintf(text + n, "}}}");
+  check_refused(text, strlen(text), TFM_E_UNSUPPORTED, "the same hash");
+  free(text);
+}
+
+/* Scored pieces that nothing merges to: the tables follow the merges, not the bytes. */
+TEST(tokenizer_memory_follows_the_file) {
+  enum { PIECES = 2000, LONG = 500 };
+  size_t bytes = PIECES * (LONG + 16), n = 0, i, k;
+  char *model = (char *)calloc(1, bytes);
+  tfm_tokenizer_config config;
+  tfm_tokenizer *t;
+  failing f;
+  memset(&f, 0, sizeof f);
+  memset(&config, 0, sizeof config);
+  config.host.user = &f;
+  config.host.alloc = failing_alloc;
+  memcpy(model, "\n\x05\n\x01?\x18\x02\x12\x02\x18\x02", 11); /* unk; trainer: BPE */
+  for (n = 11, i = 0; i < PIECES; i++) {
+    memcpy(model + n, "\n\xf7\x03\n\xf4\x03", 6);
+    n += 6;
+    for (k = 0; k < LONG; k++) model[n++] = (char)('a' + (i >> k % 11 & 1) + 2 * (k % 7));
+  }
+  t = tfm_tokenizer_load_memory(model, n, &config);
+  if (!t) CHECK_STR(tfm_error(), "");
+  CHECK(f.peak < 4 * n);
+  tfm_tokenizer_free(t);
+  CHECK_EQ_INT(f.live, 0);
+  free(model);
 }
 
 TEST(tokenizer_bad_model) {

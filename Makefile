@@ -19,7 +19,7 @@ HEADERS  = transformer.h examples/common.h $(wildcard tests/*.h)
 EXAMPLES = $(patsubst examples/%.c,$B/%,$(wildcard examples/*.c)) $B/cpp
 UNITS    = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 FUZZERS  = $(patsubst tests/%.c,%,$(wildcard tests/fuzz_*.c))
-TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%)
+TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels
 LIBRARY  = $B/libtransformer.a
 
 # What the tools are linked with. A companion that declines its kernels is passed over at run time.
@@ -39,7 +39,7 @@ lib: $(LIBRARY) ## the static library
 
 # ---- Building ----
 
-$B $B/asan $B/tsan $B/fuzz:
+$B $B/asan $B/avx2 $B/tsan $B/fuzz:
 	@mkdir -p $@
 
 $B/%: examples/%.c $(HEADERS) $(OBJECTS) | $B
@@ -56,6 +56,10 @@ $B/test_%: tests/test_%.c $(HEADERS) $(OBJECTS) | $B
 
 $B/asan/test_%: tests/test_%.c $(HEADERS) | $B/asan
 	$(CC) $(SANITIZE) $(WARN) -o $@ $< $(LIBS)
+
+$B/avx2/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/avx2
+	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AVX2_ONLY=1 -DTFM_CPU_SCRATCH=2048 -o $@ $< \
+	  transformer_cpu.c $(LIBS)
 
 $B/tsan/test_%: tests/test_%.c $(HEADERS) | $B/tsan
 	$(CC) -O1 -g -fsanitize=thread $(WARN) -o $@ $< $(LIBS)

@@ -53,6 +53,7 @@
      TFM_MALLOC, TFM_REALLOC, TFM_FREE  all three; default allocator of instances without one
      TFM_ASSERT(c)                      checks of the library's own reasoning; default: nothing
      TFM_USE_CPU, TFM_USE_CUDA          the companions are linked
+     TFM_NO_TRAINING                    leaves out tfm_trainer_*: a third of the compile time
 
    How it is built. Three layers, each written once. Files become a tfm_net, numbers and pointers,
    and a family is a row of data about how (>>families). One forward pass (>>forward) runs a tfm_net
@@ -481,8 +482,8 @@ typedef enum tfm_schedule { /* of the learning rate after the warm-up */
 
 typedef struct tfm_trainer_config {
   tfm_host host;
-  tfm_device device;     /* of tfm_trainer_init; tfm_trainer_create takes the model's. 0: the first
-                            that can train */
+  tfm_device device;     /* of tfm_trainer_init; 0: the first. tfm_trainer_create takes the model's.
+                            Where that cannot train yet, the reference does */
   int32_t threads;       /* workers; 0: one per core */
   int32_t batch;         /* B rows of tokens in one pass; 0: 1 */
   int32_t context;       /* T tokens of each; 0: the model's, at most 1024 */
@@ -925,8 +926,8 @@ struct tfm_backend {
   /* dw += dy^T x [N, K]; db += column sums of dy [N], when not NULL. dw.type: the gradients'
      type, F32 in the reference. */
   void (*matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x);
-  /* Backward of the epilogue up to x W^T + bias: dx = dropout(dy) * cap'(act'(aux)), which may alias
-     dy; without aux neither act nor cap is passed. The residual's gradient is dy as it was. */
+  /* Backward of the epilogue up to x W^T + bias: dx = dropout(dy) * cap'(act'(aux)), which may
+     alias dy; without aux neither act nor cap is passed. The residual's gradient is dy as it was. */
   void (*epilogue_bwd)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_epilogue *e);
   /* dx = residual + gradient through norm; dw, db += [cols / groups]. dx may alias dy or
      residual. */
@@ -1038,6 +1039,13 @@ extern const tfm_backend *tfm_backend_cuda(void);
 #define TFMI_PRINTF(a, b)
 #define TFMI_NORETURN
 #define TFMI_UNUSED
+#endif
+/* What runs once a model, or once a pass, need not be compiled as kernels are: that takes half of the
+   compiler's time. */
+#if defined(__GNUC__) && !defined(__clang__) && defined(__OPTIMIZE__)
+#define TFMI_COMPILES_COLD 1
+#else
+#define TFMI_COMPILES_COLD 0
 #endif
 #define TFMI_COUNT(array) ((int32_t)(sizeof(array) / sizeof *(array)))
 #define TFMI_NEW(type, pointer) ((type *)(void *)(pointer)) /* the cast that C++ wants of malloc */
@@ -1956,6 +1964,10 @@ static char *tfmi_put_utf8(char *to, uint32_t c) {
   return to;
 }
 
+#if TFMI_COMPILES_COLD
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#endif
 /* =================================================================================================
    >>json   a strict pull parser
    =================================================================================================
@@ -2840,6 +2852,10 @@ static void tfmi_gguf_open(tfmi_gguf *g, tfmi_load *l, const void *data, size_t 
   tfmi_gguf_place_tensors(g, (const uint8_t *)data, offset);
   tfmi_release(l, offset);
 }
+
+#if TFMI_COMPILES_COLD
+#pragma GCC pop_options
+#endif
 
 /* =================================================================================================
    >>tokenizer   text to ids and back, exactly as the vocabulary's makers do it
@@ -3747,6 +3763,10 @@ static int32_t tfmi_tokenizer_start_id(const tfm_tokenizer *t) {
   return t->bos >= 0 ? t->bos : tfm_token_id(t, end, sizeof end - 1);
 }
 
+#if TFMI_COMPILES_COLD
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#endif
 /* ---- Making: what every kind of file is brought to ---- */
 
 enum { /* types of pieces, numbered as by SentencePiece and GGUF */
@@ -7244,6 +7264,10 @@ TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *mod
 }
 
 
+#if TFMI_COMPILES_COLD
+#pragma GCC pop_options
+#endif
+
 /* =================================================================================================
    >>device   opening a table of kernels; the thread pool
    =================================================================================================
@@ -9169,6 +9193,7 @@ static bool tfmi_ref_record(tfm_dev *d, uint64_t key, bool begin) {
   return false;
 }
 
+#ifndef TFM_NO_TRAINING
 /* =================================================================================================
    >>gradients   the reference of what training adds: backward entries and the optimiser
    =================================================================================================
@@ -10055,6 +10080,8 @@ static void tfmi_ref_adamw(tfm_dev *d, void *w, tfm_type type, float *master, fl
   tfm_parallel_for(d, (int32_t)((n + job.share - 1) / job.share), 16, tfmi_adamw_shares, &job);
 }
 
+#endif /* TFM_NO_TRAINING */
+
 /* ---- The table ---- */
 
 static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the types check */
@@ -10096,6 +10123,7 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   tfmi_ref_top,
   NULL, /* layer */
   NULL, /* decode */
+#ifndef TFM_NO_TRAINING
   tfmi_ref_loss,
   tfmi_ref_matmul_dx,
   tfmi_ref_matmul_dw,
@@ -10110,10 +10138,17 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   tfmi_ref_moe_dw,
   tfmi_ref_sumsq,
   tfmi_ref_adamw
+#else
+  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+#endif
 };
 
 TFM_API const tfm_backend *tfm_backend_ref(void) { return &tfmi_ref_table; }
 
+#if TFMI_COMPILES_COLD
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#endif
 /* =================================================================================================
    >>forward   one pass of tokens through the network
    =================================================================================================
@@ -11433,6 +11468,7 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
   return id >= 0 || id == TFM_END || id == TFM_E_FULL ? tokens : id;
 }
 
+#ifndef TFM_NO_TRAINING
 /* =================================================================================================
    >>train   the backward pass, the optimiser's steps, the trainer
    =================================================================================================
@@ -12162,7 +12198,7 @@ static tfm_status tfmi_model_trainable(const tfm_model *m) {
   return tfmi_report(TFM_E_UNSUPPORTED, "trainer: a model with %s cannot be trained yet", what);
 }
 
-/* The table: the model's, or the first that has all that training needs. */
+/* The table: the model's, or the first, if it has all that training needs; else the reference. */
 static tfm_status tfmi_trainer_open(tfm_trainer *t, const tfmi_origin *from) {
   const char *missing;
   tfm_device which = t->config.device;
@@ -12172,8 +12208,8 @@ static tfm_status tfmi_trainer_open(tfm_trainer *t, const tfmi_origin *from) {
   if (status != TFM_OK) return status;
   missing = tfmi_entry_missing(t->dev.table, TFMI_ENTRY_BACKWARD);
   if (!missing) return TFM_OK;
-  if (!from->model && which == TFM_AUTO) {
-    tfmi_log(&t->heap.host, TFM_LOG_WARNING, "device %s cannot train: it lacks %s",
+  if (from->model || which == TFM_AUTO) {
+    tfmi_log(&t->heap.host, TFM_LOG_INFO, "device %s cannot train, it lacks %s: the reference does",
              t->dev.table->name, missing);
     tfmi_dev_close(&t->dev, &t->heap);
     return tfmi_dev_open(&t->dev, &t->heap, TFM_REF, 0, t->config.threads, NULL, true);
@@ -12238,10 +12274,10 @@ static void tfmi_parameter_draw(tfm_trainer *t, int32_t index, uint64_t seed) {
   }
 }
 
-/* From the model's memory, where the network still points. */
-static void tfmi_parameter_copy(tfm_trainer *t, const tfmi_parameter *p) {
+/* From the model's memory, where the network still points; its weights are its own table's. */
+static void tfmi_parameter_copy(tfm_trainer *t, const tfm_model *m, const tfmi_parameter *p) {
   if (p->weight)
-    t->dev.table->unpack(&t->dev, tfmi_parameter_mat(t->w, p), p->weight, 0);
+    m->dev.table->unpack(&t->dev, tfmi_parameter_mat(t->w, p), p->weight, 0);
   else
     t->dev.table->copy(&t->dev, t->w + p->at, *p->vector, (size_t)p->rows * sizeof(float));
 }
@@ -12272,7 +12308,7 @@ static void tfmi_trainer_fill(tfm_trainer *t, const tfmi_origin *from) {
   b->zero(&t->dev, t->v, (size_t)t->total * sizeof(float));
   for (i = 0; i < t->parameters; i++) {
     tfmi_parameter *p = &t->parameter[i];
-    if (from->model) tfmi_parameter_copy(t, p);
+    if (from->model) tfmi_parameter_copy(t, from->model, p);
     else tfmi_parameter_draw(t, i, from->shape->seed);
     if (p->vector) *p->vector = t->w + p->at;
   }
@@ -12740,6 +12776,11 @@ TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
   return status;
 }
 
+#endif /* TFM_NO_TRAINING */
+
+#if TFMI_COMPILES_COLD
+#pragma GCC pop_options
+#endif
 #undef stbds_rand_seed
 #undef stbds_hash_bytes
 #undef stbds_hash_string

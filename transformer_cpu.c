@@ -4,23 +4,96 @@
 
    How it works. transformer.h computes through a table of kernels (see >>backend there). This file
    hands out such a table, tfm_backend_cpu. Its memory is the application's own, as the reference's
-   is, so every entry may run on the threads of tfm_parallel_for.
+   is, so what is not written here forwards to the reference: only entries that take weights must
+   all be here, as the weights are laid out differently.
 
-   What is declined. All computing entries are NULL for now: TFM_AUTO passes over this table, with a
-   line in the log, and the reference computes; asking for TFM_CPU with no_fallback is answered by
-   TFM_E_UNSUPPORTED. Nothing here pretends to be faster than it is.
+   No compiler flags are needed. The kernels at the end of this file are compiled once per
+   instruction set, by including the file into itself: for AVX2 with FMA and F16C, and for AVX-512
+   with VNNI. tfm_backend_cpu asks the processor which to hand out. On a processor that has neither
+   the table lacks its matmul, and TFM_AUTO passes it over, with a line in the log. Define
+   TFM_CPU_AVX2_ONLY as 1 to hide AVX-512, as a test does.
 
-   Where its owner starts. The device entries below are complete. Next come pack_size, pack and
-   unpack (a layout that the matmul reads in order), then matmul for one row, which is all of
-   decode, then attn, norm and the small entries, each checked by tests against tfm_backend_ref().
-   Include this file's kernels once per instruction set (target pragmas, cpuid at run time): users
-   pass no compiler flags. Nothing mutable may be static; what must last lives in tfm_dev.state. */
+   Weights. A matrix lies in panels of 32 rows, dealt out like cards: unit 0 of each of the 32 rows,
+   then unit 1, and so on; a unit is a value of a float type, or four bytes of a quantised block. So
+   a vector holds neighbouring rows of W at one column. The product keeps one sum per lane, which
+   runs along the columns in order, and needs no sum across lanes. Its bits therefore depend on
+   nothing but the two rows multiplied: not on how many rows of x share a tile, nor on threads.
 
+   Quantised weights are multiplied by activations quantised to 8 bits, in blocks of 32 with a scale
+   each, as exact integers within a block. Nothing mutable is static: quantised activations, and the
+   tiles of keys and values that attention works on, lie in tfm_dev.work. */
+
+#ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* madvise */
+#endif
 #include "transformer.h"
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
-#define CPU_ALIGN 64 /* a cache line, and what tfm_backend.alloc promises */
+#ifndef TFM_CPU_SCRATCH
+#define TFM_CPU_SCRATCH (1 << 19) /* bytes; a test has fewer */
+#endif
+#ifndef TFM_CPU_AVX2_ONLY
+#define TFM_CPU_AVX2_ONLY 0
+#endif
+
+enum {
+  CPU_ALIGN = 64,         /* a cache line, and what tfm_backend.alloc promises */
+  CPU_ROWS = 32,          /* rows of W in a panel; columns in a block of quantised values */
+  CPU_OUT = 128,          /* columns of y that a tile may have */
+  CPU_TILE = 6,           /* rows of x that a tile may have */
+  CPU_AHEAD = 1024,       /* bytes: how far ahead of its use a weight is asked for */
+  CPU_SCRATCH = TFM_CPU_SCRATCH, /* for quantised activations; rows are worked off in parts of it */
+  CPU_WIDTH = 256,        /* widest head of attention here */
+  CPU_QUERIES = 64,       /* query heads that share a tile of keys */
+  CPU_TILE_BYTES = 2 * CPU_WIDTH * CPU_ROWS * 4, /* keys and values of a tile, for each thread */
+  CPU_HUGE = 4 << 20      /* bytes from which memory is worth huge pages */
+};
+
+#define CPU_INLINE static inline __attribute__((always_inline, unused))
+
+/* ---- Device ---- */
+
+static void *cpu_realloc(const tfm_host *host, void *old, size_t old_bytes, size_t bytes) {
+  if (host->alloc) return host->alloc(host->user, old, old_bytes, bytes);
+  if (bytes) return malloc(bytes);
+  free(old);
+  return NULL;
+}
+
+/* Whole pages of a large block may become huge: reading weights then misses fewer translations. */
+static void cpu_advise(char *p, size_t bytes) {
+  const uintptr_t page = 4096;
+  uintptr_t first = ((uintptr_t)p + page - 1) & ~(page - 1);
+  uintptr_t end = ((uintptr_t)p + bytes) & ~(page - 1);
+#ifdef MADV_HUGEPAGE
+  if (bytes >= CPU_HUGE) madvise((void *)first, end - first, MADV_HUGEPAGE); /* it may refuse */
+#endif
+  (void)first, (void)end;
+}
+
+/* One alignment's worth more than asked for; the block's start is kept just before the result. */
+static void *cpu_alloc(tfm_dev *d, size_t bytes) {
+  char *raw, *p;
+  if (bytes > SIZE_MAX / 2) return NULL;
+  raw = (char *)cpu_realloc(d->host, NULL, 0, bytes + 2 * CPU_ALIGN);
+  if (!raw) return NULL;
+  cpu_advise(raw, bytes);
+  p = raw + 2 * CPU_ALIGN - (uintptr_t)raw % CPU_ALIGN;
+  memcpy(p - sizeof raw, &raw, sizeof raw);
+  return p;
+}
+
+static void cpu_release(tfm_dev *d, void *p, size_t bytes) {
+  char *raw;
+  if (!p) return;
+  memcpy(&raw, (char *)p - sizeof raw, sizeof raw);
+  cpu_realloc(d->host, raw, bytes + 2 * CPU_ALIGN, 0);
+}
 
 static tfm_status cpu_open(tfm_dev *d) {
   d->state = NULL;
@@ -36,31 +109,6 @@ static tfm_status cpu_sync(tfm_dev *d) {
   return status;
 }
 
-static void *cpu_realloc(const tfm_host *host, void *old, size_t old_bytes, size_t bytes) {
-  if (host->alloc) return host->alloc(host->user, old, old_bytes, bytes);
-  if (bytes) return malloc(bytes);
-  free(old);
-  return NULL;
-}
-
-/* One alignment's worth more than asked for; the block's start is kept just before the result. */
-static void *cpu_alloc(tfm_dev *d, size_t bytes) {
-  char *raw, *p;
-  if (bytes > SIZE_MAX / 2) return NULL;
-  raw = (char *)cpu_realloc(d->host, NULL, 0, bytes + 2 * CPU_ALIGN);
-  if (!raw) return NULL;
-  p = raw + 2 * CPU_ALIGN - (uintptr_t)raw % CPU_ALIGN;
-  memcpy(p - sizeof raw, &raw, sizeof raw);
-  return p;
-}
-
-static void cpu_release(tfm_dev *d, void *p, size_t bytes) {
-  char *raw;
-  if (!p) return;
-  memcpy(&raw, (char *)p - sizeof raw, sizeof raw);
-  cpu_realloc(d->host, raw, bytes + 2 * CPU_ALIGN, 0);
-}
-
 static void cpu_put(tfm_dev *d, void *dst, const void *host, size_t bytes) {
   (void)d;
   if (bytes) memcpy(dst, host, bytes);
@@ -69,12 +117,6 @@ static void cpu_put(tfm_dev *d, void *dst, const void *host, size_t bytes) {
 static void cpu_zero(tfm_dev *d, void *dst, size_t bytes) {
   (void)d;
   if (bytes) memset(dst, 0, bytes);
-}
-
-static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
-                             int32_t context) {
-  (void)d, (void)net, (void)rows, (void)sequences, (void)context;
-  return 0;
 }
 
 static bool cpu_replay(tfm_dev *d, uint64_t key) {
@@ -87,20 +129,1295 @@ static bool cpu_record(tfm_dev *d, uint64_t key, bool begin) {
   return false;
 }
 
-static const tfm_backend cpu_table = {
-  TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1,
-  cpu_open, cpu_close, cpu_sync, cpu_alloc, cpu_release,
-  cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */
-  cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,
-  NULL, NULL, NULL,                                     /* pack_size, pack, unpack */
-  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* cast embed gather norm matmul rope
-                                                           kv_put attn */
-  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* glu route matmul_moe combine sample top
-                                                           layer decode */
-  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* loss matmul_dx matmul_dw epilogue_bwd
-                                                           norm_bwd attn_bwd glu_bwd embed_bwd */
-  NULL, NULL, NULL, NULL, NULL, NULL                    /* route_bwd combine_bwd moe_dx moe_dw sumsq
-                                                           adamw */
+/* ---- Small things ---- */
+
+static int32_t cpu_min(int32_t a, int32_t b) { return a < b ? a : b; }
+
+static size_t cpu_align(size_t n) { return (n + CPU_ALIGN - 1) & ~(size_t)(CPU_ALIGN - 1); }
+
+/* Bytes that a row of activations takes when it is quantised: values, scales, sums. */
+static size_t cpu_quantised_bytes(int32_t cols) { /* never 0 */
+  return cpu_align((size_t)cols / 32 * 40 + 1);
+}
+
+/* Of rows as long, so many are quantised at a time. */
+static int32_t cpu_quantised_rows(int32_t rows, int32_t cols) {
+  size_t most = CPU_SCRATCH / cpu_quantised_bytes(cols);
+  return most < 1 ? 1 : most < (size_t)rows ? (int32_t)most : rows;
+}
+
+/* tfm_dev.work: a tile for each thread, then quantised activations. */
+static uint8_t *cpu_quantised_at(const tfm_dev *d) {
+  return (uint8_t *)d->work + (size_t)d->threads * CPU_TILE_BYTES;
+}
+
+static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
+                             int32_t context) {
+  const int32_t cols[] = {net->width, net->heads * net->head_width, net->ffn_width,
+                          net->expert_width};
+  size_t most = 0, bytes, i;
+  int32_t slots = rows > sequences ? rows : sequences;
+  (void)context;
+  if (slots < 16) slots = 16; /* rows that the engine turns to logits together */
+  if (net->experts_used > 1) slots *= net->experts_used;
+  for (i = 0; i < sizeof cols / sizeof *cols; i++) {
+    bytes = (size_t)cpu_quantised_rows(slots, cols[i]) * cpu_quantised_bytes(cols[i]);
+    if (bytes > most) most = bytes;
+  }
+  return (size_t)d->threads * CPU_TILE_BYTES + most;
+}
+
+static float *cpu_row(tfm_mat m, int64_t row) { return (float *)m.data + row * m.stride; }
+
+/* As the reference's: philox(seed; pos, col / 4; site, seq), word col % 4 (Salmon et al. 2011). */
+static float cpu_dropout(const tfm_dropout *p, int32_t row, int32_t col) {
+  uint32_t c[4] = {(uint32_t)col / 4, (uint32_t)p->pos[row], (uint32_t)p->seq[row], p->site};
+  uint32_t k0 = (uint32_t)p->seed, k1 = (uint32_t)(p->seed >> 32);
+  int round;
+  for (round = 0; round < 10; round++, k0 += 0x9E3779B9u, k1 += 0xBB67AE85u) {
+    uint64_t a = (uint64_t)0xD2511F53u * c[0], b = (uint64_t)0xCD9E8D57u * c[2];
+    c[0] = (uint32_t)(b >> 32) ^ c[1] ^ k0;
+    c[1] = (uint32_t)b;
+    c[2] = (uint32_t)(a >> 32) ^ c[3] ^ k1;
+    c[3] = (uint32_t)a;
+  }
+  return (float)(c[col % 4] >> 8) * (1.0f / 16777216.0f) < p->rate ? 0.0f : 1 / (1 - p->rate);
+}
+
+/* ---- Weights ---- */
+
+/* A row in a file is a row of blocks: a scale, then units. In a panel, the scales of 32 rows are
+   followed by their first units, their second units, ... */
+static const struct cpu_layout {
+  uint8_t cols;   /* of a block */
+  uint8_t scale;  /* bytes */
+  uint8_t unit;   /* bytes; 0: a type that is not computed with */
+  uint8_t units;
+  uint8_t flip;   /* turns signed bytes into bytes with an offset of 128 */
+  bool paired;    /* row 16 + i beside row i: a 32-bit lane holds both */
+} cpu_layouts[TFM_TYPE_COUNT] = {
+  {0, 0, 0, 0, 0, false}, {1, 0, 4, 1, 0, false}, {1, 0, 2, 1, 0, false}, {1, 0, 2, 1, 0, true},
+  {32, 2, 4, 8, 0x80, false}, {32, 2, 4, 4, 0, false},
+  {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false},
+  {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}};
+
+typedef struct cpu_stripe { /* consecutive rows in one type */
+  const uint8_t *data;
+  size_t row_bytes;
+  int64_t first;       /* row of the whole weight, all experts stacked */
+  int32_t rows, panel; /* its first panel, counted within the expert */
+  tfm_type type;
+  bool panels;         /* false: rows as in a file, for weights that are only gathered from */
+} cpu_stripe;
+
+typedef struct cpu_weight { /* tfm_weight.host */
+  int32_t stripes, panels;  /* of an expert */
+  cpu_stripe *stripe;       /* [experts * stripes] */
+} cpu_weight;
+
+static const cpu_weight *cpu_weight_of(const tfm_weight *w) { return (const cpu_weight *)w->host; }
+
+static size_t cpu_span(tfm_type type, int64_t n) {
+  const struct cpu_layout *l = &cpu_layouts[type];
+  return (size_t)(n / l->cols) * (size_t)(l->scale + l->unit * l->units);
+}
+
+static int32_t cpu_panels(int32_t rows) { return (rows + CPU_ROWS - 1) / CPU_ROWS; }
+
+static bool cpu_in_panels(const tfm_weight_source *s) { return s->roles != TFM_ROLE_GATHER; }
+
+static tfm_type cpu_type_of(const tfm_weight_source *s, const tfm_part *p) {
+  return s->type == TFM_TYPE_DEFAULT ? p->type : s->type;
+}
+
+/* Bytes of our own memory that a part takes. */
+static size_t cpu_part_bytes(const tfm_weight_source *s, const tfm_part *p) {
+  tfm_type type = cpu_type_of(s, p);
+  int32_t rows = cpu_in_panels(s) ? cpu_panels(p->rows) * CPU_ROWS : p->rows;
+  bool in_place = s->stable && !s->transposed && type == p->type && !cpu_in_panels(s);
+  return in_place ? 0 : cpu_align((size_t)rows * cpu_span(type, s->cols));
+}
+
+static tfm_pack_size cpu_pack_size(tfm_dev *d, const tfm_weight_source *s) {
+  tfm_pack_size size = {0, 0}, failed = {0, 0};
+  int32_t i;
+  tfm_backend_ref()->pack_size(d, s); /* it knows what cannot be packed, and says so */
+  if (d->status != TFM_OK) return failed;
+  size.host_bytes = cpu_align(sizeof(cpu_weight) + (size_t)s->part_count * sizeof(cpu_stripe));
+  for (i = 0; i < s->part_count; i++) size.device_bytes += cpu_part_bytes(s, &s->parts[i]);
+  return size;
+}
+
+/* Units of `unit` bytes between a row in a file's order and place `slot` in a panel. */
+CPU_INLINE void cpu_deal_units(uint8_t *panel, uint8_t *row, int32_t n, int32_t slot,
+                               const int unit, uint32_t flip, bool back) {
+  uint32_t u = 0;
+  int32_t i;
+  for (i = 0, panel += slot * unit; i < n; i++, panel += CPU_ROWS * unit, row += unit) {
+    memcpy(&u, back ? panel : row, (size_t)unit);
+    u ^= flip;
+    memcpy(back ? row : panel, &u, (size_t)unit);
+  }
+}
+
+/* 32 columns or fewer of one row, into a panel or back. */
+static void cpu_deal(uint8_t *panel, uint8_t *row, int32_t cols, int32_t slot, tfm_type type,
+                     bool back) {
+  const struct cpu_layout *l = &cpu_layouts[type];
+  if (l->paired) slot = slot % 16 * 2 + slot / 16;
+  if (l->scale) cpu_deal_units(panel, row, 1, slot, 2, 0, back);
+  panel += CPU_ROWS * l->scale;
+  row += l->scale;
+  if (l->unit == 2) cpu_deal_units(panel, row, cols, slot, 2, 0, back);
+  else cpu_deal_units(panel, row, cols / l->cols * l->units, slot, 4, l->flip * 0x01010101u, back);
+}
+
+typedef struct cpu_pack_job {
+  tfm_dev *d;
+  const tfm_part *part;
+  uint8_t *to;
+  tfm_type type;
+  int32_t cols;
+  bool transposed, panels;
+} cpu_pack_job;
+
+static tfm_mat cpu_view(const void *data, tfm_type type, int32_t rows, int32_t cols,
+                        int64_t stride) {
+  tfm_mat m;
+  m.data = (void *)(uintptr_t)data;
+  m.type = type;
+  m.rows = rows;
+  m.cols = cols;
+  m.stride = stride;
+  return m;
+}
+
+/* y = x from any type to any type. The reference's cast does blocks too, and dispatches nothing for
+   as few values as here: a job may call it. */
+static void cpu_convert(tfm_dev *d, tfm_mat y, tfm_mat x) { tfm_backend_ref()->cast(d, y, x); }
+
+/* y [rows, cols] = that part of the source, converted; 32 by 32 at most. */
+static void cpu_pack_tile(const cpu_pack_job *t, tfm_mat y, int32_t row, int32_t col) {
+  const uint8_t *from = (const uint8_t *)t->part->data;
+  tfm_type type = t->part->type;
+  float tile[CPU_ROWS * 32], swap;
+  int64_t rows = t->part->rows;
+  int i, j;
+  if (!t->transposed) {
+    from += cpu_span(type, (int64_t)row * t->cols + col);
+    cpu_convert(t->d, y, cpu_view(from, type, y.rows, y.cols, t->cols));
+    return;
+  }
+  from += cpu_span(type, col * rows + row);
+  cpu_convert(t->d, cpu_view(tile, TFM_F32, y.cols, y.rows, 32),
+              cpu_view(from, type, y.cols, y.rows, rows));
+  for (i = 0; i < 32; i++)
+    for (j = 0; j < i; j++)
+      swap = tile[i * 32 + j], tile[i * 32 + j] = tile[j * 32 + i], tile[j * 32 + i] = swap;
+  cpu_convert(t->d, y, cpu_view(tile, TFM_F32, y.rows, y.cols, 32));
+}
+
+/* Groups of 32 rows begin .. end-1. */
+static void cpu_pack_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_pack_job *t = (const cpu_pack_job *)context;
+  size_t row_bytes = cpu_span(t->type, t->cols);
+  uint8_t tile[CPU_ROWS * 32 * 4];
+  int32_t group, col, i;
+  (void)worker;
+  for (group = begin; group < end; group++)
+    for (col = 0; col < t->cols; col += 32) {
+      int32_t row = group * CPU_ROWS, rows = cpu_min(CPU_ROWS, t->part->rows - row);
+      int32_t cols = cpu_min(32, t->cols - col);
+      uint8_t *to = t->to + (size_t)row * row_bytes;
+      const uint8_t *from = tile;
+      size_t stride = cpu_span(t->type, 32);
+      if (!t->panels) {
+        to += cpu_span(t->type, col);
+        cpu_pack_tile(t, cpu_view(to, t->type, rows, cols, t->cols), row, col);
+        continue;
+      }
+      to += CPU_ROWS * cpu_span(t->type, col);
+      if (rows < CPU_ROWS) memset(tile, 0, sizeof tile);
+      if (t->transposed || t->type != t->part->type || rows < CPU_ROWS)
+        cpu_pack_tile(t, cpu_view(tile, t->type, rows, cols, 32), row, col);
+      else { /* as they lie in the file */
+        from = (const uint8_t *)t->part->data + (size_t)row * row_bytes + cpu_span(t->type, col);
+        stride = row_bytes;
+      }
+      for (i = 0; i < CPU_ROWS; i++)
+        cpu_deal(to, (uint8_t *)(uintptr_t)from + (size_t)i * stride, cols, i, t->type, false);
+    }
+}
+
+/* Returns where the next part begins. */
+static uint8_t *cpu_pack_part(tfm_dev *d, cpu_stripe *stripe, const tfm_weight_source *s,
+                              const tfm_part *p, uint8_t *own) {
+  cpu_pack_job job = {d, p, own, cpu_type_of(s, p), s->cols, s->transposed, cpu_in_panels(s)};
+  size_t bytes = cpu_part_bytes(s, p);
+  stripe->data = bytes ? own : (const uint8_t *)p->data;
+  stripe->row_bytes = cpu_span(job.type, s->cols);
+  stripe->rows = p->rows;
+  stripe->type = job.type;
+  stripe->panels = job.panels;
+  if (bytes) tfm_parallel_for(d, cpu_panels(p->rows), 1, cpu_pack_rows, &job);
+  return own + bytes;
+}
+
+static void cpu_pack(tfm_dev *d, tfm_weight *w, const tfm_weight_source *s, void *host,
+                     void *device) {
+  cpu_weight *packed = (cpu_weight *)host;
+  uint8_t *own = (uint8_t *)device;
+  int64_t first = 0;
+  int32_t i;
+  memset(w, 0, sizeof *w);
+  w->rows = s->rows;
+  w->cols = s->cols;
+  w->experts = s->experts;
+  w->roles = s->roles;
+  w->host = host;
+  w->device = device;
+  packed->stripe = (cpu_stripe *)(void *)(packed + 1);
+  packed->stripes = s->part_count / (s->experts ? s->experts : 1);
+  for (i = 0; i < s->part_count; i++) {
+    cpu_stripe *stripe = &packed->stripe[i];
+    if (i % packed->stripes == 0) packed->panels = 0;
+    own = cpu_pack_part(d, stripe, s, &s->parts[i], own);
+    stripe->first = first;
+    stripe->panel = packed->panels;
+    packed->panels += cpu_panels(stripe->rows);
+    first += stripe->rows;
+    w->bytes += (uint64_t)stripe->rows * stripe->row_bytes;
+  }
+}
+
+/* Columns col .. col + n - 1, 32 at most, of a row of the stripe, as floats. */
+static void cpu_stripe_piece(tfm_dev *d, float *y, const cpu_stripe *s, int64_t row, int32_t col,
+                             int32_t n) {
+  const uint8_t *from = s->data + cpu_span(s->type, col);
+  uint8_t piece[32 * 4];
+  int64_t in_panel = row % CPU_ROWS;
+  if (s->panels) {
+    from = s->data + (size_t)(row - in_panel) * s->row_bytes + CPU_ROWS * cpu_span(s->type, col);
+    cpu_deal((uint8_t *)(uintptr_t)from, piece, n, (int32_t)in_panel, s->type, true);
+    from = piece;
+  } else from += (size_t)row * s->row_bytes;
+  cpu_convert(d, cpu_view(y, TFM_F32, 1, n, n), cpu_view(from, s->type, 1, n, n));
+}
+
+/* y = beta * y + scale * row of the weight, all experts stacked. */
+static void cpu_weight_row(tfm_dev *d, float *y, const tfm_weight *w, int64_t row, float scale,
+                           float beta) {
+  const cpu_stripe *s = cpu_weight_of(w)->stripe;
+  float piece[32];
+  int32_t col, j;
+  while (row >= s->first + s->rows) s++;
+  for (col = 0; col < w->cols; col += 32) {
+    int32_t n = cpu_min(32, w->cols - col);
+    cpu_stripe_piece(d, piece, s, row - s->first, col, n);
+    for (j = 0; j < n; j++) y[col + j] = (beta != 0 ? beta * y[col + j] : 0) + scale * piece[j];
+  }
+}
+
+static void cpu_unpack(tfm_dev *d, tfm_mat y, const tfm_weight *w, int32_t first) {
+  int32_t i;
+  for (i = 0; i < y.rows; i++) cpu_weight_row(d, cpu_row(y, i), w, (int64_t)first + i, 1, 0);
+}
+
+/* ---- embed ---- */
+
+typedef struct cpu_embed_job {
+  tfm_dev *d;
+  tfm_mat y;
+  const tfm_weight *table, *positions;
+  const tfm_rows *rows;
+  float scale;
+} cpu_embed_job;
+
+static void cpu_embed_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_embed_job *t = (const cpu_embed_job *)context;
+  int32_t i;
+  (void)worker;
+  for (i = begin; i < end; i++) {
+    if (t->rows->seq[i] < 0) continue;
+    cpu_weight_row(t->d, cpu_row(t->y, i), t->table, t->rows->id[i], t->scale, 0);
+    if (t->positions)
+      cpu_weight_row(t->d, cpu_row(t->y, i), t->positions, t->rows->pos[i], 1, 1);
+  }
+}
+
+static void cpu_embed(tfm_dev *d, tfm_mat y, const tfm_weight *table, const tfm_weight *positions,
+                      const tfm_rows *rows, float scale) {
+  cpu_embed_job job = {d, y, table, positions && positions->rows ? positions : NULL, rows,
+                       scale != 0 ? scale : 1.0f};
+  tfm_parallel_for(d, y.rows, 8, cpu_embed_rows, &job);
+}
+
+/* ---- What the reference computes: its memory is ours ---- */
+
+static void cpu_cast(tfm_dev *d, tfm_mat y, tfm_mat x) { tfm_backend_ref()->cast(d, y, x); }
+
+static void cpu_gather(tfm_dev *d, tfm_mat y, tfm_mat x, const int32_t *index) {
+  tfm_backend_ref()->gather(d, y, x, index);
+}
+
+static void cpu_norm(tfm_dev *d, tfm_mat y, tfm_mat x, const float *w, const float *b,
+                     tfm_mat residual, float *stats, const tfm_norm *p) {
+  tfm_backend_ref()->norm(d, y, x, w, b, residual, stats, p);
+}
+
+static void cpu_rope(tfm_dev *d, tfm_mat x, const int32_t *pos, const tfm_rope *p) {
+  tfm_backend_ref()->rope(d, x, pos, p);
+}
+
+static void cpu_kv_put(tfm_dev *d, const tfm_kv *kv, tfm_mat k, tfm_mat v, const tfm_rows *rows) {
+  tfm_backend_ref()->kv_put(d, kv, k, v, rows);
+}
+
+static void cpu_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
+  tfm_backend_ref()->glu(d, y, gate_up, act);
+}
+
+static void cpu_route(tfm_dev *d, tfm_routing *r, tfm_mat logits, const tfm_moe *p) {
+  tfm_backend_ref()->route(d, r, logits, p);
+}
+
+static void cpu_combine(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual, const tfm_routing *r) {
+  tfm_backend_ref()->combine(d, y, x, residual, r);
+}
+
+static void cpu_sample(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits,
+                       const tfm_sampler *s) {
+  tfm_backend_ref()->sample(d, ids, logprobs, logits, s);
+}
+
+static void cpu_top(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, int32_t k) {
+  tfm_backend_ref()->top(d, ids, logprobs, logits, k);
+}
+
+/* ---- The product: what all instruction sets share ---- */
+
+typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. first + rows - 1 */
+  tfm_mat y, x;
+  const tfm_weight *w;
+  const tfm_epilogue *e;      /* NULL: none */
+  const tfm_routing *routing; /* NULL: a plain matrix */
+  bool spread;
+  int32_t first, rows;
+  uint8_t *quantised;         /* [rows] of these rows */
+  size_t quantised_bytes;     /* of a row */
+} cpu_product;
+
+/* One panel or more of W: out[i * CPU_OUT + j] = x[i] . row j of the panels. */
+typedef void (*cpu_tile)(float *out, const void *const *x, const uint8_t *w, size_t panel_bytes,
+                         int32_t cols);
+
+typedef struct cpu_tile_row {
+  int32_t rows, panels; /* of x, of W */
+  cpu_tile run;
+} cpu_tile_row;
+
+typedef struct cpu_slots { /* the rows of y and x that one expert, or the only matrix, multiplies */
+  const int32_t *order;    /* NULL: row i is i */
+  int32_t begin, end;
+} cpu_slots;
+
+/* The row of x that a slot reads. */
+static int32_t cpu_slot_from(const cpu_product *t, int32_t slot) {
+  return t->routing && t->spread ? slot / t->routing->top_k : slot;
+}
+
+/* An expert's slots are in the order of their tokens: those within the part lie together. */
+static cpu_slots cpu_slots_of(const cpu_product *t, int32_t expert) {
+  cpu_slots s = {NULL, t->first, t->first + t->rows};
+  if (!t->routing) return s;
+  s.order = t->routing->order;
+  s.begin = t->routing->begin[expert];
+  s.end = t->routing->begin[expert + 1];
+  while (s.begin < s.end && cpu_slot_from(t, s.order[s.begin]) < t->first) s.begin++;
+  while (s.begin < s.end && cpu_slot_from(t, s.order[s.end - 1]) >= t->first + t->rows) s.end--;
+  return s;
+}
+
+static int32_t cpu_slot_at(const cpu_slots *s, int32_t i) { return s->order ? s->order[i] : i; }
+
+static bool cpu_is_quantised(const tfm_weight *w) { /* at least a part of it */
+  const cpu_weight *packed = cpu_weight_of(w);
+  int32_t i;
+  for (i = 0; i < packed->stripes; i++)
+    if (cpu_layouts[packed->stripe[i].type].scale) return true;
+  return false;
+}
+
+/* A row of x in the form that a stripe's tiles take. */
+static const void *cpu_row_of_x(const cpu_product *t, const cpu_stripe *s, int32_t slot) {
+  int32_t row = cpu_slot_from(t, slot);
+  if (!cpu_layouts[s->type].scale) return cpu_row(t->x, row);
+  return t->quantised + (size_t)(row - t->first) * t->quantised_bytes;
+}
+
+/* Items per share that make a share worth its dispatch. */
+static int32_t cpu_grain(int64_t work_per_item) {
+  return (int32_t)(work_per_item < 32768 ? 32768 / (work_per_item + 1) + 1 : 1);
+}
+
+/* ---- Attention: what all instruction sets share ---- */
+
+typedef struct cpu_attn_job {
+  tfm_mat y, q;
+  const tfm_kv *kv;
+  const tfm_rows *rows;
+  const tfm_attn *p;
+  int32_t group;       /* query heads per kv head */
+  int32_t tile, tiles; /* rows in an item, items per kv head */
+  float *work;         /* of all threads */
+} cpu_attn_job;
+
+typedef struct cpu_run { /* rows of one sequence, at consecutive positions */
+  int32_t row, rows, pos, seq, head; /* first row and its position; kv head */
+} cpu_run;
+
+/* Rows begin .. end-1 start with a run; rows of padding are skipped. False: there is none. */
+static bool cpu_run_next(cpu_run *run, const tfm_rows *rows, int32_t begin, int32_t end) {
+  while (begin < end && rows->seq[begin] < 0) begin++;
+  if (begin == end) return false;
+  run->row = begin;
+  run->pos = rows->pos[begin];
+  run->seq = rows->seq[begin];
+  for (run->rows = 1; begin + run->rows < end; run->rows++)
+    if (rows->seq[begin + run->rows] != run->seq ||
+        rows->pos[begin + run->rows] != run->pos + run->rows) break;
+  return true;
+}
+
+/* The first position that a query at pos sees. */
+static int32_t cpu_first_key(const tfm_attn *p, int32_t pos) {
+  return p->window > 0 && pos >= p->window ? pos - p->window + 1 : 0;
+}
+
+/* Bytes from the start of the cache to the vector of (seq, pos, kv head). */
+static size_t cpu_kv_at(const tfm_kv *kv, int32_t seq, int32_t pos, int32_t head) {
+  int64_t page = kv->table[(int64_t)seq * kv->max_pages + pos / kv->page_tokens];
+  int64_t row = (page * kv->heads + head) * kv->page_tokens + pos % kv->page_tokens;
+  return cpu_span(kv->type, row * kv->width);
+}
+
+/* ---- The instruction sets ---- */
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define CPU_X86 1
+#if !defined(__clang__)
+#pragma GCC diagnostic push /* of gcc 12's own, once they are inlined */
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <cpuid.h>
+#include <immintrin.h>
+#if !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+
+#define CPU_PASTE2(name, level) cpu_##name##_##level
+#define CPU_PASTE(name, level) CPU_PASTE2(name, level)
+#define V(name) CPU_PASTE(name, CPU_LEVEL) /* V(tile): this level's cpu_tile_avx2 */
+
+#if defined(__clang__)
+#define CPU_TARGET_BEGIN(features) \
+  _Pragma(CPU_TEXT(clang attribute push(__attribute__((target(features))), apply_to = function)))
+#define CPU_TARGET_END _Pragma("clang attribute pop")
+#else
+#define CPU_TARGET_BEGIN(features) \
+  _Pragma("GCC push_options") _Pragma("GCC optimize(\"O3\")") /* loops of tiles are unrolled */ \
+  _Pragma(CPU_TEXT(GCC target(features)))
+#define CPU_TARGET_END _Pragma("GCC pop_options")
+#endif
+#define CPU_TEXT(text) #text
+
+#define CPU_LEVEL avx2
+#define CPU_LANES 8
+CPU_TARGET_BEGIN("avx2,fma,f16c")
+#include "transformer_cpu.c"
+CPU_TARGET_END
+#undef CPU_LEVEL
+#undef CPU_LANES
+
+#define CPU_LEVEL avx512
+#define CPU_LANES 16
+CPU_TARGET_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")
+#include "transformer_cpu.c"
+CPU_TARGET_END
+#undef CPU_LEVEL
+#undef CPU_LANES
+
+typedef struct cpu_features { /* bits of cpuid and of xgetbv that a level needs */
+  uint32_t leaf1_ecx, leaf7_ebx, leaf7_ecx, state;
+} cpu_features;
+
+/* FMA, OSXSAVE, AVX, F16C; AVX2; registers of 256 bits saved. */
+static const cpu_features cpu_avx2 = {1u << 12 | 1u << 27 | 1u << 28 | 1u << 29, 1u << 5, 0, 0x06};
+/* and AVX512 F, DQ, BW, VL; VNNI; masks and registers of 512 bits saved. */
+static const cpu_features cpu_avx512 = {0, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, 1u << 11,
+                                        0xe6};
+
+static cpu_features cpu_detect(void) {
+  cpu_features f = {0, 0, 0, 0};
+  uint32_t a, b, c, d;
+  if (!__get_cpuid(1, &a, &b, &f.leaf1_ecx, &d)) return f;
+  if (f.leaf1_ecx & 1u << 27) __asm__ volatile("xgetbv" : "=a"(f.state), "=d"(d) : "c"(0));
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) f.leaf7_ebx = b, f.leaf7_ecx = c;
+  return f;
+}
+
+static bool cpu_has(cpu_features f, cpu_features wanted) {
+  return !(wanted.leaf1_ecx & ~f.leaf1_ecx) && !(wanted.leaf7_ebx & ~f.leaf7_ebx) &&
+         !(wanted.leaf7_ecx & ~f.leaf7_ecx) && !(wanted.state & ~f.state);
+}
+#endif
+
+/* ---- The tables ---- */
+
+#define CPU_TABLE(matmul, matmul_moe, attn)                                                       \
+  {                                                                                               \
+    TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1,                                                  \
+    cpu_open, cpu_close, cpu_sync, cpu_alloc, cpu_release,                                        \
+    cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */    \
+    cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,                               \
+    cpu_pack_size, cpu_pack, cpu_unpack,                                                          \
+    cpu_cast, cpu_embed, cpu_gather, cpu_norm, matmul, cpu_rope, cpu_kv_put,                      \
+    attn, cpu_glu, cpu_route, matmul_moe, cpu_combine, cpu_sample, cpu_top,                       \
+    NULL, NULL,                                     /* layer decode */                            \
+    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, /* loss matmul_dx matmul_dw epilogue_bwd      \
+                                                       norm_bwd attn_bwd glu_bwd embed_bwd */     \
+    NULL, NULL, NULL, NULL, NULL, NULL              /* route_bwd combine_bwd moe_dx moe_dw sumsq  \
+                                                       adamw */                                   \
+  }
+
+static const tfm_backend cpu_table_none = CPU_TABLE(NULL, NULL, NULL); /* incomplete: passed over */
+
+#if defined(CPU_X86)
+static const tfm_backend cpu_table_avx2 = CPU_TABLE(cpu_matmul_avx2, cpu_matmul_moe_avx2,
+                                                       cpu_attn_avx2);
+static const tfm_backend cpu_table_avx512 = CPU_TABLE(cpu_matmul_avx512, cpu_matmul_moe_avx512,
+                                                         cpu_attn_avx512);
+
+const tfm_backend *tfm_backend_cpu(void) {
+  cpu_features f = cpu_detect();
+  if (!cpu_has(f, cpu_avx2)) return &cpu_table_none;
+  return cpu_has(f, cpu_avx512) && !TFM_CPU_AVX2_ONLY ? &cpu_table_avx512 : &cpu_table_avx2;
+}
+#else
+const tfm_backend *tfm_backend_cpu(void) { return &cpu_table_none; }
+#endif
+
+#else /* CPU_LEVEL: from here on, everything is compiled once per instruction set */
+
+/* ---- Vectors of CPU_LANES floats, or as many 32-bit integers ---- */
+
+#if CPU_LANES == 16
+typedef __m512 V(vec);
+typedef __m512i V(ints);
+
+enum {
+  V(vectors) = 2, /* of a panel */
+  V(stream) = 4,  /* panels at a time for one row of x: streams from memory, and chains of sums */
+  V(wide) = 2,    /* ... of a float type for more rows; 1 of a quantised type */
+  V(shift) = 7    /* dot's w is 128 more than it stands for: 1 << 7 */
 };
 
-const tfm_backend *tfm_backend_cpu(void) { return &cpu_table; }
+/* The largest: 24 sums and 4 vectors of W; 12 sums of integers, 12 of floats, 2 vectors of W. */
+#define CPU_FLOAT_TILES(tile, type)                                                              \
+  tile(float_tile, type, 6, 2) tile(float_tile, type, 4, 2) tile(float_tile, type, 2, 2)         \
+  tile(float_tile, type, 1, 2) tile(float_tile, type, 6, 1) tile(float_tile, type, 4, 1)         \
+  tile(float_tile, type, 2, 1) tile(float_tile, type, 1, 1) tile(float_tile, type, 1, 4)
+#define CPU_BLOCK_TILES(tile, type)                                                              \
+  tile(block_tile, type, 6, 1) tile(block_tile, type, 4, 1) tile(block_tile, type, 2, 1)         \
+  tile(block_tile, type, 1, 1) tile(block_tile, type, 1, 4)
+
+CPU_INLINE V(vec) V(load)(const float *p) { return _mm512_loadu_ps(p); }
+CPU_INLINE void V(store)(float *p, V(vec) v) { _mm512_storeu_ps(p, v); }
+CPU_INLINE V(vec) V(load_some)(const float *p, int32_t n) {
+  return _mm512_maskz_loadu_ps((__mmask16)(n < 16 ? (1u << n) - 1 : 0xffff), p);
+}
+CPU_INLINE void V(store_some)(float *p, V(vec) v, int32_t n) {
+  _mm512_mask_storeu_ps(p, (__mmask16)(n < 16 ? (1u << n) - 1 : 0xffff), v);
+}
+CPU_INLINE V(vec) V(all)(float x) { return _mm512_set1_ps(x); }
+CPU_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm512_add_ps(a, b); }
+CPU_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return _mm512_mul_ps(a, b); }
+CPU_INLINE V(vec) V(div)(V(vec) a, V(vec) b) { return _mm512_div_ps(a, b); }
+CPU_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm512_fmadd_ps(a, b, c); }
+/* of a NaN and b: b */
+CPU_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm512_max_ps(a, b); }
+CPU_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return _mm512_min_ps(a, b); }
+CPU_INLINE V(vec) V(round)(V(vec) a) { return _mm512_roundscale_ps(a, 8); }
+/* a * 2^n for a whole n */
+CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) { return _mm512_scalef_ps(a, n); }
+CPU_INLINE V(vec) V(halves)(const void *p) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+CPU_INLINE V(vec) V(brains)(const void *p) { /* bf16 */
+  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+CPU_INLINE __m256 V(low)(V(vec) a) { return _mm512_castps512_ps256(a); }
+CPU_INLINE __m256 V(high)(V(vec) a) { return _mm512_extractf32x8_ps(a, 1); }
+CPU_INLINE __m256 V(eight_max)(V(vec) a) { return _mm256_max_ps(V(low)(a), V(high)(a)); }
+CPU_INLINE __m256 V(eight_sum)(V(vec) a) { return _mm256_add_ps(V(low)(a), V(high)(a)); }
+CPU_INLINE V(ints) V(load_ints)(const void *p) { return _mm512_loadu_si512(p); }
+CPU_INLINE void V(store_ints)(int32_t *p, V(ints) a) { _mm512_storeu_si512(p, a); }
+CPU_INLINE V(ints) V(all_ints)(int32_t x) { return _mm512_set1_epi32(x); }
+CPU_INLINE V(ints) V(and)(V(ints) a, V(ints) b) { return _mm512_and_si512(a, b); }
+CPU_INLINE V(ints) V(left)(V(ints) a, const int n) { return _mm512_slli_epi32(a, (unsigned)n); }
+CPU_INLINE V(ints) V(right)(V(ints) a, const int n) { return _mm512_srli_epi32(a, (unsigned)n); }
+CPU_INLINE V(ints) V(top)(V(ints) a, V(ints) b) { return _mm512_max_epi32(a, b); }
+CPU_INLINE V(ints) V(plus)(V(ints) a, V(ints) b) { return _mm512_add_epi32(a, b); }
+CPU_INLINE void V(store_bytes)(int8_t *p, V(ints) a) { /* the lowest of each lane */
+  _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8(a));
+}
+CPU_INLINE V(ints) V(to_ints)(V(vec) a) { return _mm512_cvtps_epi32(a); }
+CPU_INLINE V(vec) V(to_floats)(V(ints) a) { return _mm512_cvtepi32_ps(a); }
+CPU_INLINE V(vec) V(as_floats)(V(ints) a) { return _mm512_castsi512_ps(a); }
+/* sum + four products of bytes per lane: w 0 to 255, x -127 to 127 */
+CPU_INLINE V(ints) V(dot)(V(ints) sum, V(ints) w, V(ints) x) {
+  return _mm512_dpbusd_epi32(sum, w, x);
+}
+/* the same for w 0 to 15 */
+CPU_INLINE V(ints) V(dot4)(V(ints) sum, V(ints) w, V(ints) x) {
+  return _mm512_dpbusd_epi32(sum, w, x);
+}
+#else
+typedef __m256 V(vec);
+typedef __m256i V(ints);
+
+enum { /* as above, for half the registers of half the width */
+  V(vectors) = 4,
+  V(stream) = 2,
+  V(wide) = 1,
+  V(shift) = 0 /* dot takes the offset off itself */
+};
+
+#define CPU_FLOAT_TILES(tile, type)                                                              \
+  tile(float_tile, type, 3, 1) tile(float_tile, type, 2, 1) tile(float_tile, type, 1, 1)         \
+  tile(float_tile, type, 1, 2)
+#define CPU_BLOCK_TILES(tile, type)                                                              \
+  tile(block_tile, type, 2, 1) tile(block_tile, type, 1, 1) tile(block_tile, type, 1, 2)
+
+CPU_INLINE V(vec) V(load)(const float *p) { return _mm256_loadu_ps(p); }
+CPU_INLINE void V(store)(float *p, V(vec) v) { _mm256_storeu_ps(p, v); }
+CPU_INLINE __m256i V(first)(int32_t n) { /* a mask */
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+CPU_INLINE V(vec) V(load_some)(const float *p, int32_t n) {
+  return _mm256_maskload_ps(p, V(first)(n));
+}
+CPU_INLINE void V(store_some)(float *p, V(vec) v, int32_t n) {
+  _mm256_maskstore_ps(p, V(first)(n), v);
+}
+CPU_INLINE V(vec) V(all)(float x) { return _mm256_set1_ps(x); }
+CPU_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm256_add_ps(a, b); }
+CPU_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return _mm256_mul_ps(a, b); }
+CPU_INLINE V(vec) V(div)(V(vec) a, V(vec) b) { return _mm256_div_ps(a, b); }
+CPU_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm256_fmadd_ps(a, b, c); }
+CPU_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm256_max_ps(a, b); }
+CPU_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return _mm256_min_ps(a, b); }
+CPU_INLINE V(vec) V(round)(V(vec) a) { return _mm256_round_ps(a, 8); }
+CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) { /* in two steps: 2^n itself may not be a float */
+  __m256i all = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(all, 1);
+  __m256i one = _mm256_set1_epi32(127), rest = _mm256_sub_epi32(all, half);
+  a = _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, one), 23)));
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, one), 23)));
+}
+CPU_INLINE V(vec) V(halves)(const void *p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+CPU_INLINE V(vec) V(brains)(const void *p) {
+  __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+CPU_INLINE __m256 V(low)(V(vec) a) { return a; }
+CPU_INLINE __m256 V(eight_max)(V(vec) a) { return a; }
+CPU_INLINE __m256 V(eight_sum)(V(vec) a) { return a; }
+CPU_INLINE V(ints) V(load_ints)(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+CPU_INLINE void V(store_ints)(int32_t *p, V(ints) a) { _mm256_storeu_si256((__m256i *)p, a); }
+CPU_INLINE V(ints) V(all_ints)(int32_t x) { return _mm256_set1_epi32(x); }
+CPU_INLINE V(ints) V(and)(V(ints) a, V(ints) b) { return _mm256_and_si256(a, b); }
+CPU_INLINE V(ints) V(left)(V(ints) a, const int n) { return _mm256_slli_epi32(a, n); }
+CPU_INLINE V(ints) V(right)(V(ints) a, const int n) { return _mm256_srli_epi32(a, n); }
+CPU_INLINE V(ints) V(top)(V(ints) a, V(ints) b) { return _mm256_max_epi32(a, b); }
+CPU_INLINE V(ints) V(plus)(V(ints) a, V(ints) b) { return _mm256_add_epi32(a, b); }
+CPU_INLINE void V(store_bytes)(int8_t *p, V(ints) a) {
+  const __m256i lowest = _mm256_set1_epi32(0x0c080400);
+  __m256i four = _mm256_shuffle_epi8(a, lowest);
+  _mm_storel_epi64((__m128i *)(void *)p, _mm_unpacklo_epi32(_mm256_castsi256_si128(four),
+                                                            _mm256_extracti128_si256(four, 1)));
+}
+CPU_INLINE V(ints) V(to_ints)(V(vec) a) { return _mm256_cvtps_epi32(a); }
+CPU_INLINE V(vec) V(to_floats)(V(ints) a) { return _mm256_cvtepi32_ps(a); }
+CPU_INLINE V(vec) V(as_floats)(V(ints) a) { return _mm256_castsi256_ps(a); }
+/* Pairs of products stay within 16 bits: 2 * 15 * 127. */
+CPU_INLINE V(ints) V(dot4)(V(ints) sum, V(ints) w, V(ints) x) {
+  __m256i pairs = _mm256_maddubs_epi16(w, x);
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+/* w - 128 is split into its magnitude and its sign, which goes to x: 2 * 128 * 127 fits too. */
+CPU_INLINE V(ints) V(dot)(V(ints) sum, V(ints) w, V(ints) x) {
+  __m256i value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
+  return V(dot4)(sum, _mm256_abs_epi8(value), _mm256_sign_epi8(x, value));
+}
+#endif
+
+CPU_INLINE float V(max_of)(V(vec) v) {
+  __m256 a = V(eight_max)(v);
+  __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+}
+CPU_INLINE float V(first_of)(V(vec) v) {
+  return _mm_cvtss_f32(_mm256_castps256_ps128(V(low)(v)));
+}
+CPU_INLINE float V(sum_of)(V(vec) v) {
+  __m256 a = V(eight_sum)(v);
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+
+/* e^x within 3 units in the last place: x = n log 2 + r (the coefficients are Cephes'). */
+CPU_INLINE V(vec) V(exp)(V(vec) x) {
+  V(vec) n, r, p;
+  x = V(min)(V(all)(89.0f), V(max)(V(all)(-104.0f), x));
+  n = V(round)(V(mul)(x, V(all)(1.44269504f)));
+  r = V(fma)(n, V(all)(-0.693359375f), x);
+  r = V(fma)(n, V(all)(2.12194440e-4f), r);
+  p = V(fma)(V(all)(1.9875691500e-4f), r, V(all)(1.3981999507e-3f));
+  p = V(fma)(p, r, V(all)(8.3334519073e-3f));
+  p = V(fma)(p, r, V(all)(4.1665795894e-2f));
+  p = V(fma)(p, r, V(all)(1.6666665459e-1f));
+  p = V(fma)(p, r, V(all)(5.0000001201e-1f));
+  p = V(fma)(p, V(mul)(r, r), V(add)(r, V(all)(1.0f)));
+  return V(scale)(p, n);
+}
+
+/* ---- Epilogue ---- */
+
+CPU_INLINE V(vec) V(sigmoid)(V(vec) x) { /* 1 / (1 + e^-x) */
+  V(vec) one = V(all)(1.0f);
+  return V(div)(one, V(add)(one, V(exp)(V(mul)(x, V(all)(-1.0f)))));
+}
+
+CPU_INLINE V(vec) V(gelu)(V(vec) v) {
+  float x[CPU_LANES];
+  int i;
+  V(store)(x, v);
+  for (i = 0; i < CPU_LANES; i++) x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
+  return V(load)(x);
+}
+
+CPU_INLINE V(vec) V(act)(V(vec) v, tfm_act act) {
+  switch (act) {
+    case TFM_ACT_NONE: break;
+    case TFM_ACT_GELU: return V(gelu)(v);
+    case TFM_ACT_GELU_TANH: { /* x/2 (1 + tanh u) = x / (1 + e^-2u) */
+      V(vec) cubic = V(fma)(V(mul)(v, v), V(all)(0.044715f), V(all)(1.0f));
+      return V(mul)(v, V(sigmoid)(V(mul)(V(mul)(v, cubic), V(all)(2 * 0.79788456f))));
+    }
+    case TFM_ACT_SILU: return V(mul)(v, V(sigmoid)(v));
+    case TFM_ACT_RELU: return V(max)(V(all)(0.0f), v); /* NaN stays */
+  }
+  return v;
+}
+
+/* What few networks want, lane by lane: the cap of logits, and dropout. */
+static V(vec) V(rare)(V(vec) v, int32_t n, const tfm_epilogue *e, int32_t row, int32_t col) {
+  float x[CPU_LANES];
+  int32_t i;
+  V(store)(x, v);
+  for (i = 0; i < n && e->softcap != 0; i++) x[i] = e->softcap * tanhf(x[i] / e->softcap);
+  for (i = 0; i < n && e->dropout.rate > 0; i++) x[i] *= cpu_dropout(&e->dropout, row, col + i);
+  return V(load)(x);
+}
+
+/* y[row, col .. col + n - 1] = epilogue(v), which is readable up to whole vectors. */
+static void V(epilogue)(float *y, const float *v, int32_t n, const tfm_epilogue *e, int32_t row,
+                        int32_t col) {
+  const float *residual = e->residual.data ? cpu_row(e->residual, row) + col : NULL;
+  float *aux = e->aux.data ? cpu_row(e->aux, row) + col : NULL;
+  V(vec) x;
+  int32_t j;
+  for (j = 0; j < n; j += CPU_LANES) {
+    x = V(load)(v + j);
+    if (e->bias) x = V(add)(x, V(load_some)(e->bias + col + j, n - j));
+    if (aux) V(store_some)(aux + j, x, n - j);
+    x = V(act)(x, e->act);
+    if (e->softcap != 0 || e->dropout.rate > 0) x = V(rare)(x, cpu_min(CPU_LANES, n - j), e, row,
+                                                            col + j);
+    if (residual) x = V(add)(x, V(load_some)(residual + j, n - j));
+    V(store_some)(y + j, x, n - j);
+  }
+}
+
+/* ---- Tiles of float weights ---- */
+
+/* Column k of vectors `at` and `at` + half of a panel. w: the panel's units of that column. */
+CPU_INLINE void V(pair)(V(vec) *low, V(vec) *high, const uint8_t *w, tfm_type type, int at) {
+  const int half = V(vectors) / 2 * CPU_LANES, i = at * CPU_LANES;
+  if (type == TFM_F32) {
+    *low = V(load)((const float *)(const void *)w + i);
+    *high = V(load)((const float *)(const void *)w + i + half);
+  } else if (type == TFM_F16) {
+    *low = V(halves)(w + 2 * i);
+    *high = V(halves)(w + 2 * (i + half));
+  } else { /* the upper 16 bits of a float; row i + 16 lies in the upper half of row i's lane */
+    V(ints) both = V(load_ints)(w + 4 * i);
+    *low = V(as_floats)(V(left)(both, 16));
+    *high = V(as_floats)(V(and)(both, V(all_ints)((int32_t)0xffff0000)));
+  }
+}
+
+/* rows, panels and type are constants where this is inlined, so that the sums stay in registers. */
+CPU_INLINE void V(float_tile)(float *out, const void *const *x, const uint8_t *w,
+                              size_t panel_bytes, int32_t cols, const tfm_type type,
+                              const int rows, const int panels) {
+  const int bytes = CPU_ROWS * (type == TFM_F32 ? 4 : 2), half = V(vectors) / 2;
+  V(vec) sum[CPU_TILE][4 * V(vectors)], low, high, b;
+  int32_t k;
+  int i, j, p, l;
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < panels * V(vectors); j++) sum[i][j] = V(all)(0.0f);
+  for (k = 0; k < cols; k++, w += bytes)
+    for (p = 0; p < panels; p++) {
+      const uint8_t *at = w + (size_t)p * panel_bytes;
+      for (l = 0; l < bytes; l += CPU_ALIGN) __builtin_prefetch(at + CPU_AHEAD + l);
+      for (j = 0; j < half; j++) {
+        V(pair)(&low, &high, at, type, j);
+        for (i = 0; i < rows; i++) {
+          V(vec) *s = &sum[i][p * V(vectors) + j];
+          b = V(all)(((const float *)x[i])[k]);
+          s[0] = V(fma)(low, b, s[0]);
+          s[half] = V(fma)(high, b, s[half]);
+        }
+      }
+    }
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < panels * V(vectors); j++)
+      V(store)(out + i * CPU_OUT + j * CPU_LANES, sum[i][j]);
+}
+
+/* ---- Tiles of quantised weights ---- */
+
+/* The 4 bytes of x, in every lane. */
+CPU_INLINE V(ints) V(quad)(const int8_t *x) {
+  int32_t four;
+  memcpy(&four, x, sizeof four);
+  return V(all_ints)(four);
+}
+
+/* sum[i][j] += vector j of the panel times x[i], over one block. */
+CPU_INLINE void V(block)(V(ints) (*sum)[V(vectors)], const int8_t *const *x, const uint8_t *w,
+                         const tfm_type type, const int rows) {
+  const V(ints) nibble = V(all_ints)(0x0f0f0f0f);
+  V(ints) units[V(vectors)], four;
+  int i, j, q;
+  for (q = 0; q < (type == TFM_Q8_0 ? 8 : 4); q++, w += CPU_ROWS * 4) {
+    for (j = 0; j < V(vectors); j++) units[j] = V(load_ints)(w + 4 * j * CPU_LANES);
+    for (i = 0; i < rows; i++) {
+      four = V(quad)(x[i] + 4 * q);
+      for (j = 0; j < V(vectors); j++)
+        sum[i][j] = type == TFM_Q8_0 ? V(dot)(sum[i][j], units[j], four)
+                                     : V(dot4)(sum[i][j], V(and)(units[j], nibble), four);
+    }
+    for (i = 0; i < rows && type == TFM_Q4_0; i++) { /* the upper halves: elements 16 to 31 */
+      four = V(quad)(x[i] + 4 * q + 16);
+      for (j = 0; j < V(vectors); j++)
+        sum[i][j] = V(dot4)(sum[i][j], V(and)(V(right)(units[j], 4), nibble), four);
+    }
+  }
+}
+
+/* What a block's sums begin with: minus the sum of x, times the offset that its weights have. */
+CPU_INLINE V(ints) V(first_sum)(int32_t minus, const tfm_type type) {
+  const int shift = type == TFM_Q8_0 ? V(shift) : 3;
+  return shift ? V(left)(V(all_ints)(minus), shift) : V(all_ints)(0);
+}
+
+/* x[i]: the values of a row, then for each block its scale, then for each minus its sum. */
+CPU_INLINE void V(block_tile)(float *out, const void *const *x, const uint8_t *w,
+                              size_t panel_bytes, int32_t cols, const tfm_type type,
+                              const int rows, const int panels) {
+  const int bytes = CPU_ROWS * (type == TFM_Q8_0 ? 34 : 18), scales = CPU_ROWS * 2;
+  V(vec) total[CPU_TILE][4 * V(vectors)], scale;
+  V(ints) sum[CPU_TILE][V(vectors)];
+  const int8_t *values[CPU_TILE];
+  int32_t b, blocks = cols / 32;
+  int i, j, p, l;
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < panels * V(vectors); j++) total[i][j] = V(all)(0.0f);
+  for (b = 0; b < blocks; b++, w += bytes)
+    for (p = 0; p < panels; p++) {
+      const uint8_t *at = w + (size_t)p * panel_bytes;
+      for (l = 0; l < bytes; l += CPU_ALIGN) __builtin_prefetch(at + CPU_AHEAD + l);
+      for (i = 0; i < rows; i++) {
+        values[i] = (const int8_t *)x[i] + 32 * b;
+        for (j = 0; j < V(vectors); j++)
+          sum[i][j] = V(first_sum)(((const int32_t *)x[i])[9 * blocks + b], type);
+      }
+      V(block)(sum, values, at + scales, type, rows);
+      for (j = 0; j < V(vectors); j++) {
+        scale = V(halves)(at + 2 * j * CPU_LANES);
+        for (i = 0; i < rows; i++) {
+          V(vec) *t = &total[i][p * V(vectors) + j];
+          V(vec) both = V(mul)(scale, V(all)(((const float *)x[i])[8 * blocks + b]));
+          *t = V(fma)(V(to_floats)(sum[i][j]), both, *t);
+        }
+      }
+    }
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < panels * V(vectors); j++)
+      V(store)(out + i * CPU_OUT + j * CPU_LANES, total[i][j]);
+}
+
+/* ---- Tiles by type and size ---- */
+
+#define CPU_TILE_OF(kind, type, rows, panels)                                                      \
+  static void V(kind##_##type##_##rows##_##panels)(float *out, const void *const *x,               \
+                                                   const uint8_t *w, size_t panel_bytes,           \
+                                                   int32_t cols) {                                 \
+    V(kind)(out, x, w, panel_bytes, cols, TFM_##type, rows, panels);                               \
+  }
+#define CPU_TILE_ROW(kind, type, rows, panels) {rows, panels, V(kind##_##type##_##rows##_##panels)},
+
+CPU_FLOAT_TILES(CPU_TILE_OF, F32)
+CPU_FLOAT_TILES(CPU_TILE_OF, F16)
+CPU_FLOAT_TILES(CPU_TILE_OF, BF16)
+CPU_BLOCK_TILES(CPU_TILE_OF, Q8_0)
+CPU_BLOCK_TILES(CPU_TILE_OF, Q4_0)
+
+/* The first tile that takes as many panels, and no more rows. */
+static const cpu_tile_row *V(tile_for)(tfm_type type, int32_t rows, int32_t panels) {
+  static const cpu_tile_row tiles[][9] = {
+    {CPU_FLOAT_TILES(CPU_TILE_ROW, F32)}, {CPU_FLOAT_TILES(CPU_TILE_ROW, F16)},
+    {CPU_FLOAT_TILES(CPU_TILE_ROW, BF16)}, {CPU_BLOCK_TILES(CPU_TILE_ROW, Q8_0)},
+    {CPU_BLOCK_TILES(CPU_TILE_ROW, Q4_0)}};
+  const cpu_tile_row *t = tiles[(int)type - (int)TFM_F32];
+  while (t->panels != panels || t->rows > rows) t++;
+  return t;
+}
+
+/* ---- matmul ---- */
+
+/* 32 values: bytes, their scale, and minus their sum. NaN and infinity end up in the scale, as the
+   bits of absolute values are in order. */
+static void V(quantise_block)(int8_t *y, float *scale, int32_t *minus, const float *x) {
+  const V(ints) positive = V(all_ints)(0x7fffffff);
+  V(ints) top = V(all_ints)(0), sum = top, value;
+  V(vec) inverse;
+  int32_t lane[CPU_LANES], best = 0, total = 0;
+  float largest;
+  int i;
+  for (i = 0; i < 32; i += CPU_LANES) top = V(top)(top, V(and)(V(load_ints)(x + i), positive));
+  V(store_ints)(lane, top);
+  for (i = 0; i < CPU_LANES; i++) best = lane[i] > best ? lane[i] : best;
+  memcpy(&largest, &best, sizeof largest);
+  inverse = V(all)(largest > 1e-30f && largest < 1e30f ? 127.0f / largest : 0.0f);
+  for (i = 0; i < 32; i += CPU_LANES) {
+    value = V(to_ints)(V(mul)(V(load)(x + i), inverse));
+    V(store_bytes)(y + i, value);
+    sum = V(plus)(sum, value);
+  }
+  V(store_ints)(lane, sum);
+  for (i = 0; i < CPU_LANES; i++) total -= lane[i];
+  *scale = largest / 127.0f;
+  *minus = total;
+}
+
+static void V(quantise)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_product *t = (const cpu_product *)context;
+  int32_t blocks = t->x.cols / 32, i, b;
+  (void)worker;
+  for (i = begin; i < end; i++) {
+    int8_t *y = (int8_t *)t->quantised + (size_t)i * t->quantised_bytes;
+    float *scale = (float *)(void *)(y + 32 * (size_t)blocks);
+    int32_t *minus = (int32_t *)(void *)(scale + blocks);
+    const float *x = cpu_row(t->x, t->first + i);
+    for (b = 0; b < blocks; b++)
+      V(quantise_block)(y + 32 * b, scale + b, minus + b, x + 32 * b);
+  }
+}
+
+/* n panels of a stripe, times all rows of x that its expert has. col: the first column of y. */
+static void V(panels)(const cpu_product *t, const cpu_slots *s, const cpu_stripe *stripe,
+                      int32_t panel, int32_t n, int32_t col) {
+  size_t bytes = stripe->row_bytes * CPU_ROWS;
+  const uint8_t *w = stripe->data + (size_t)panel * bytes;
+  int32_t cols = cpu_min(n * CPU_ROWS, stripe->rows - panel * CPU_ROWS), slot, i;
+  float out[CPU_TILE * CPU_OUT];
+  const void *x[CPU_TILE];
+  const cpu_tile_row *tile;
+  for (slot = s->begin; slot < s->end; slot += tile->rows) {
+    tile = V(tile_for)(stripe->type, s->end - slot, n);
+    for (i = 0; i < tile->rows; i++) x[i] = cpu_row_of_x(t, stripe, cpu_slot_at(s, slot + i));
+    tile->run(out, x, w, bytes, t->x.cols);
+    for (i = 0; i < tile->rows; i++) {
+      int32_t row = cpu_slot_at(s, slot + i);
+      float *y = cpu_row(t->y, row) + col;
+      if (t->e) V(epilogue)(y, out + i * CPU_OUT, cols, t->e, row, col);
+      else memcpy(y, out + i * CPU_OUT, (size_t)cols * sizeof *y);
+    }
+  }
+}
+
+/* Panels begin .. end-1 of each expert. */
+static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_product *t = (const cpu_product *)context;
+  const cpu_weight *w = cpu_weight_of(t->w);
+  int32_t experts = t->routing ? t->routing->experts : 1, expert, i, at, n;
+  (void)worker;
+  for (expert = 0; expert < experts; expert++) {
+    cpu_slots slots = cpu_slots_of(t, expert);
+    for (i = 0; i < w->stripes && slots.begin < slots.end; i++) {
+      const cpu_stripe *s = &w->stripe[expert * w->stripes + i];
+      int32_t first = (int32_t)(s->first - (int64_t)expert * t->w->rows);
+      int32_t last = cpu_min(end, s->panel + cpu_panels(s->rows));
+      int32_t wide = cpu_layouts[s->type].scale ? 1 : V(wide);
+      if (slots.end - slots.begin == 1) wide = V(stream);
+      for (at = begin > s->panel ? begin : s->panel; at < last; at += n) {
+        n = last - at < wide ? 1 : wide;
+        V(panels)(t, &slots, s, at - s->panel, n, first + (at - s->panel) * CPU_ROWS);
+      }
+    }
+  }
+}
+
+static void V(product)(tfm_dev *d, cpu_product *t) {
+  const cpu_weight *w = cpu_weight_of(t->w);
+  int32_t most = t->x.rows, grain;
+  t->quantised = cpu_is_quantised(t->w) ? cpu_quantised_at(d) : NULL;
+  t->quantised_bytes = cpu_quantised_bytes(t->x.cols);
+  if (t->quantised) most = cpu_quantised_rows(most, t->x.cols);
+  for (t->first = 0; t->first < t->x.rows; t->first += t->rows) {
+    t->rows = cpu_min(most, t->x.rows - t->first);
+    if (t->quantised)
+      tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), V(quantise), t);
+    grain = cpu_grain((int64_t)t->x.cols * CPU_ROWS * t->rows);
+    tfm_parallel_for(d, w->panels, grain, V(columns), t);
+  }
+}
+
+static void V(matmul)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                      const tfm_epilogue *e) {
+  cpu_product t = {y, x, w, e, NULL, false, 0, 0, NULL, 0};
+  V(product)(d, &t);
+}
+
+static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                          const tfm_routing *r, bool spread) {
+  cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0};
+  V(product)(d, &t);
+}
+
+/* ---- attn ----
+   Keys are taken in tiles of 32 positions, from multiples of 32 on, whoever looks at them. A tile
+   of keys is made a panel of F32 weights, and so are its values, 32 columns at a time: the tiles of
+   matmul then multiply queries by keys, and probabilities by values. All query heads and rows that
+   see the tile share it. The softmax is computed as it comes (Milakov and Gimelshein 2018). */
+
+/* n floats from a float type. */
+static void V(widen)(float *to, const uint8_t *from, tfm_type type, int32_t n) {
+  float rest[CPU_LANES];
+  uint8_t last[2 * CPU_LANES] = {0};
+  int32_t i;
+  if (type == TFM_F32) {
+    memcpy(to, from, (size_t)n * sizeof *to);
+    return;
+  }
+  for (i = 0; i + CPU_LANES <= n; i += CPU_LANES)
+    V(store)(to + i, type == TFM_F16 ? V(halves)(from + 2 * i) : V(brains)(from + 2 * i));
+  if (i == n) return;
+  memcpy(last, from + 2 * i, 2 * (size_t)(n - i));
+  V(store)(rest, type == TFM_F16 ? V(halves)(last) : V(brains)(last));
+  memcpy(to + i, rest, (size_t)(n - i) * sizeof *to);
+}
+
+/* to[32 * i + j] = row[j][i], i, j < 8 */
+static void V(transpose)(float *to, const float *const *row) {
+  __m256 a[8], b[8];
+  int i;
+  for (i = 0; i < 8; i += 2) {
+    __m256 x = _mm256_loadu_ps(row[i]), y = _mm256_loadu_ps(row[i + 1]);
+    a[i] = _mm256_unpacklo_ps(x, y);
+    a[i + 1] = _mm256_unpackhi_ps(x, y);
+  }
+  for (i = 0; i < 8; i += 4) { /* columns i, i + 1, ... of four rows, in each half */
+    b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+    b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+    b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+    b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+  }
+  for (i = 0; i < 4; i++) {
+    _mm256_storeu_ps(to + CPU_ROWS * i, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+    _mm256_storeu_ps(to + CPU_ROWS * (i + 4), _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+  }
+}
+
+/* A panel of keys [width][32], whose places outside first .. end-1 are 0. rows: as much memory. */
+static void V(pack_keys)(float *panel, float *rows, const cpu_attn_job *t, const cpu_run *run,
+                         int32_t base, int32_t first, int32_t end) {
+  const int32_t width = t->kv->width, stride = (width + 7) / 8 * 8;
+  const float *row[8];
+  int32_t i, j, k;
+  memset(rows, 0, (size_t)(CPU_ROWS * stride) * sizeof *rows);
+  for (i = first; i < end; i++)
+    V(widen)(rows + i * stride, (const uint8_t *)t->kv->k + cpu_kv_at(t->kv, run->seq, base + i,
+                                                                      run->head),
+             t->kv->type, width);
+  for (i = 0; i < CPU_ROWS; i += 8)
+    for (k = 0; k < stride; k += 8) {
+      for (j = 0; j < 8; j++) row[j] = rows + (i + j) * stride + k;
+      V(transpose)(panel + CPU_ROWS * k + i, row);
+    }
+}
+
+/* Panels of values, 32 columns each: [32][32]. */
+static void V(pack_values)(float *panel, const cpu_attn_job *t, const cpu_run *run, int32_t base,
+                           int32_t first, int32_t end) {
+  const int32_t width = t->kv->width;
+  int32_t i, col;
+  memset(panel, 0, (size_t)(cpu_panels(width) * CPU_ROWS * CPU_ROWS) * sizeof *panel);
+  for (i = first; i < end; i++) {
+    size_t at = cpu_kv_at(t->kv, run->seq, base + i, run->head);
+    for (col = 0; col < width; col += CPU_ROWS)
+      V(widen)(panel + (col + i) * CPU_ROWS,
+               (const uint8_t *)t->kv->v + at + cpu_span(t->kv->type, col), t->kv->type,
+               cpu_min(CPU_ROWS, width - col));
+  }
+}
+
+typedef struct V(query) { /* one head of one row */
+  const float *q;
+  float *y;
+  float max, sum;
+  int32_t first, last; /* positions that it sees */
+} V(query);
+
+/* Scores of a tile become exponentials below the new maximum; returns what y has to be scaled by.
+   Places outside first .. end-1 are masked. */
+static float V(softmax)(V(query) *q, float *score, int32_t first, int32_t end, const tfm_attn *p) {
+  V(vec) top = V(all)(-3e38f), sum = V(all)(0.0f), x;
+  float best, correction;
+  int32_t i;
+  for (i = 0; i < CPU_ROWS; i += CPU_LANES)
+    V(store)(score + i, V(mul)(V(load)(score + i), V(all)(p->scale)));
+  for (i = 0; i < CPU_ROWS && p->softcap != 0; i++)
+    score[i] = p->softcap * tanhf(score[i] / p->softcap);
+  for (i = 0; i < first; i++) score[i] = -INFINITY;
+  for (i = end; i < CPU_ROWS; i++) score[i] = -INFINITY;
+  for (i = 0; i < CPU_ROWS; i += CPU_LANES) top = V(max)(top, V(load)(score + i));
+  best = V(max_of)(top);
+  best = best > q->max ? best : q->max;
+  correction = V(first_of)(V(exp)(V(all)(q->max - best)));
+  for (i = 0; i < CPU_ROWS; i += CPU_LANES) {
+    x = V(exp)(V(add)(V(load)(score + i), V(all)(-best)));
+    V(store)(score + i, x);
+    sum = V(add)(sum, x);
+  }
+  q->sum = q->sum * correction + V(sum_of)(sum);
+  q->max = best;
+  return correction;
+}
+
+/* y = y * correction + v */
+static void V(carry)(float *y, const float *v, int32_t n, float correction) {
+  int32_t i;
+  for (i = 0; i < n; i += CPU_LANES)
+    V(store_some)(y + i, V(fma)(V(load_some)(y + i, n - i), V(all)(correction), V(load)(v + i)),
+                  n - i);
+}
+
+/* As many queries as a tile of matmul has rows see the keys from `base` on; returns how many. */
+static int32_t V(attn_tile)(const cpu_attn_job *t, V(query) *q, int32_t queries, int32_t base,
+                            const float *keys, const float *values) {
+  const int32_t width = t->kv->width;
+  const size_t panel = CPU_ROWS * CPU_ROWS * sizeof *values;
+  float score[CPU_TILE * CPU_OUT], out[CPU_TILE * CPU_OUT], correction[CPU_TILE];
+  const void *x[CPU_TILE];
+  const cpu_tile_row *tile = V(tile_for)(TFM_F32, queries, 1);
+  int32_t i, col, n, rows = tile->rows;
+  for (i = 0; i < rows; i++) x[i] = q[i].q;
+  tile->run(score, x, (const uint8_t *)keys, 0, width);
+  for (i = 0; i < rows; i++) {
+    int32_t first = cpu_min(CPU_ROWS, q[i].first - base);
+    int32_t end = cpu_min(CPU_ROWS, q[i].last + 1 - base);
+    correction[i] = V(softmax)(&q[i], score + i * CPU_OUT, first, end, t->p);
+    x[i] = score + i * CPU_OUT;
+  }
+  for (col = 0; col < width; col += n * CPU_ROWS) {
+    n = width - col >= V(wide) * CPU_ROWS ? V(wide) : 1;
+    V(tile_for)(TFM_F32, rows, n)
+        ->run(out, x, (const uint8_t *)(values + col * CPU_ROWS), panel, CPU_ROWS);
+    for (i = 0; i < rows; i++)
+      V(carry)(q[i].y + col, out + i * CPU_OUT, cpu_min(n * CPU_ROWS, width - col), correction[i]);
+  }
+  return rows;
+}
+
+static void V(attn_run)(const cpu_attn_job *t, const cpu_run *run, float *keys) {
+  float *values = keys + CPU_WIDTH * CPU_ROWS;
+  int32_t queries = run->rows * t->group, last = run->pos + run->rows - 1, width = t->kv->width;
+  int32_t first = cpu_first_key(t->p, run->pos), base, i, j;
+  V(query) query[CPU_QUERIES];
+  for (i = 0; i < queries; i++) {
+    V(query) *q = &query[i];
+    int32_t row = run->row + i / t->group, at = (run->head * t->group + i % t->group) * width;
+    q->q = cpu_row(t->q, row) + at;
+    q->y = cpu_row(t->y, row) + at;
+    q->last = t->rows->pos[row];
+    q->first = cpu_first_key(t->p, q->last);
+    q->max = -3e38f;
+    q->sum = 0;
+    memset(q->y, 0, (size_t)width * sizeof *q->y);
+  }
+  for (base = first / CPU_ROWS * CPU_ROWS; base <= last; base += CPU_ROWS) {
+    int32_t begin = first > base ? first - base : 0, end = cpu_min(CPU_ROWS, last + 1 - base);
+    V(pack_keys)(keys, values, t, run, base, begin, end);
+    V(pack_values)(values, t, run, base, begin, end);
+    for (i = 0; i < queries && query[i].last < base;) i++;
+    while (i < queries) i += V(attn_tile)(t, query + i, queries - i, base, keys, values);
+  }
+  for (i = 0; i < queries; i++)
+    for (j = 0; j < width; j++) query[i].y[j] /= query[i].sum;
+}
+
+/* Items are (kv head, some rows), rows running fastest. */
+static void V(attn_items)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_attn_job *t = (const cpu_attn_job *)context;
+  float *work = t->work + (size_t)worker * (CPU_TILE_BYTES / sizeof *t->work);
+  int32_t item, row, last;
+  cpu_run run;
+  for (item = begin; item < end; item++) {
+    run.head = item / t->tiles;
+    row = item % t->tiles * t->tile;
+    last = cpu_min(row + t->tile, t->rows->n);
+    for (; cpu_run_next(&run, t->rows, row, last); row = run.row + run.rows)
+      V(attn_run)(t, &run, work);
+  }
+}
+
+/* What only training and debugging ask for, and odd shapes, are left to the reference. */
+static void V(attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tfm_rows *rows,
+                    float *lse, const tfm_attn *p) {
+  cpu_attn_job t = {y, q, kv, rows, p, p->heads / kv->heads, 1, 0,
+                    (float *)d->work};
+  if (lse || p->probs || p->dropout.rate > 0 || !kv->table || kv->width > CPU_WIDTH ||
+      t.group > CPU_QUERIES || cpu_layouts[kv->type].scale) {
+    tfm_backend_ref()->attn(d, y, q, kv, rows, lse, p);
+    return;
+  }
+  t.tile = CPU_QUERIES / t.group;
+  t.tiles = (rows->n + t.tile - 1) / t.tile;
+  tfm_parallel_for(d, kv->heads * t.tiles, 1, V(attn_items), &t);
+}
+
+#undef CPU_FLOAT_TILES
+#undef CPU_BLOCK_TILES
+#undef CPU_TILE_OF
+#undef CPU_TILE_ROW
+#endif

@@ -25,7 +25,7 @@ typedef struct options {
   const char *path, *write;
   int32_t prompt, tokens, batch, repeat;
   tfm_type cache;
-  bool json;
+  bool json, check;
 } options;
 
 static double seconds(void) {
@@ -526,6 +526,56 @@ static int measure_all(const options *o, const tfm_model *m) {
   return status;
 }
 
+/* ---- Checking: the same weights through the reference ---- */
+
+enum { CHECK_TOKENS = 32 };
+
+/* [CHECK_TOKENS, V] logits, to be freed; NULL on failure. */
+static float *logits_of(const tfm_model *m, int32_t vocabulary) {
+  int32_t ids[CHECK_TOKENS];
+  tfm_session *s = tfm_session_create(m, NULL);
+  float *logits = (float *)calloc((size_t)CHECK_TOKENS * (size_t)vocabulary, sizeof *logits);
+  fill_ids(ids, CHECK_TOKENS, vocabulary);
+  if (!s || !logits || tfm_eval(s, ids, CHECK_TOKENS, logits) != TFM_OK) {
+    free(logits);
+    logits = NULL;
+  }
+  tfm_session_free(s);
+  return logits;
+}
+
+/* Prints how far apart the two models' logits are, as shares of the reference's range. */
+static int compare(const options *o, const tfm_model *m, const tfm_model *reference) {
+  tfm_model_info info;
+  float *a = NULL, *b = NULL;
+  double low = INFINITY, high = -INFINITY, worst = 0, squares = 0, range;
+  size_t i, n;
+  if (tfm_model_describe(m, &info) == TFM_OK) a = logits_of(m, info.vocabulary);
+  if (a) b = logits_of(reference, info.vocabulary);
+  if (!b) {
+    free(a);
+    return tool_fail();
+  }
+  n = (size_t)CHECK_TOKENS * (size_t)info.vocabulary;
+  for (i = 0; i < n; i++) {
+    double d = fabs((double)a[i] - (double)b[i]), value = (double)b[i];
+    low = value < low ? value : low;
+    high = value > high ? value : high;
+    worst = d <= worst ? worst : d == d ? d : INFINITY;
+    squares += d * d;
+  }
+  range = high - low;
+  printf(o->json ? "{\"check\": \"%s\", \"type\": \"%s\", \"device\": \"%s\", "
+                   "\"largest_over_range\": %.2e, \"rms_over_range\": %.2e}\n"
+                 : "%s %s on %s: logits differ from the reference's by %.2e of their range at "
+                   "most, %.2e in the mean\n",
+         o->path, tfm_type_name(info.weights), info.device, worst / range,
+         sqrt(squares / (double)n) / range);
+  free(a);
+  free(b);
+  return 0;
+}
+
 /* ---- The command line ---- */
 
 static int measure_shape(const options *o, const shape *s) {
@@ -540,8 +590,14 @@ static int measure_shape(const options *o, const shape *s) {
     status = save(o->write, f.data, f.used);
     if (status == 0 && !s->gpt2) status = save_tokenizer(o->write, s->vocabulary);
   } else {
-    tfm_model *m = tfm_model_load_memory(f.data, f.used, &config);
+    tfm_model *m = tfm_model_load_memory(f.data, f.used, &config), *reference = NULL;
     status = m ? measure_all(o, m) : tool_fail();
+    if (status == 0 && o->check) {
+      config.device = TFM_REF;
+      reference = tfm_model_load_memory(f.data, f.used, &config);
+      status = compare(o, m, reference);
+    }
+    tfm_model_free(reference);
     tfm_model_free(m);
   }
   free(f.data);
@@ -549,8 +605,15 @@ static int measure_shape(const options *o, const shape *s) {
 }
 
 static int measure_file(const options *o) {
-  tfm_model *m = tfm_model_load(o->path, &o->model);
+  tfm_model_config config = o->model;
+  tfm_model *m = tfm_model_load(o->path, &config), *reference = NULL;
   int status = m ? measure_all(o, m) : tool_fail();
+  if (status == 0 && o->check) {
+    config.device = TFM_REF;
+    reference = tfm_model_load(o->path, &config);
+    status = compare(o, m, reference);
+  }
+  tfm_model_free(reference);
   tfm_model_free(m);
   return status;
 }
@@ -563,7 +626,7 @@ static int run(const options *o) {
   return s ? measure_shape(o, s) : TOOL_FAILED;
 }
 
-enum { KEY_BATCH = 256 + 32, KEY_REPEAT, KEY_JSON, KEY_CACHE, KEY_WRITE };
+enum { KEY_BATCH = 256 + 32, KEY_REPEAT, KEY_JSON, KEY_CACHE, KEY_WRITE, KEY_CHECK };
 
 static const struct argp_option option_list[] = {
   {"prompt", 'p', "N", 0, "Read prompts of N tokens, default 512; 0: none", 0},
@@ -572,6 +635,7 @@ static const struct argp_option option_list[] = {
   {"repeat", KEY_REPEAT, "N", 0, "Measure N times, default 5; median and best are printed", 0},
   {"type", 'w', "TYPE", 0, "The same as --weights", 0},
   {"cache", KEY_CACHE, "TYPE", 0, "Keep keys and values as f32, f16 or bf16", 0},
+  {"check", KEY_CHECK, NULL, 0, "Also compare logits with the reference's on the same weights", 0},
   {"json", KEY_JSON, NULL, 0, "One JSON object per line", 0},
   {"write", KEY_WRITE, "FILE", 0, "Only write the shape to FILE, for other programs", 0},
   {NULL, 0, NULL, 0, NULL, 0}};
@@ -588,6 +652,7 @@ static error_t set_option(int key, char *arg, struct argp_state *state) {
     return 0;
   case KEY_CACHE: o->cache = tool_type(state, "--cache", arg); return 0;
   case KEY_JSON: o->json = true; return 0;
+  case KEY_CHECK: o->check = true; return 0;
   case KEY_WRITE: o->write = arg; return 0;
   case ARGP_KEY_INIT: state->child_inputs[0] = &o->model; return 0;
   case ARGP_KEY_ARG: return tool_only_argument(state, arg, &o->path);

@@ -13,17 +13,24 @@ typedef struct device {
   tfmi_heap heap;
   tfm_dev d;
   const tfm_backend *b;
+  size_t work_bytes;
 } device;
 
 TABLES bool device_open(device *t, tfm_device which, int32_t threads) {
+  tfm_net net;
   memset(t, 0, sizeof *t);
   if (tfmi_dev_open(&t->d, &t->heap, which, 0, threads, NULL, true) != TFM_OK) return false;
   t->b = t->d.table;
+  memset(&net, 0, sizeof net);
+  net.width = net.ffn_width = 2048; /* as much as any test below has */
+  t->work_bytes = t->b->work_bytes(&t->d, &net, 256, 4, 256);
+  if (t->work_bytes) t->d.work = t->b->alloc(&t->d, t->work_bytes);
   return true;
 }
 
 TABLES void device_close(device *t) {
   CHECK_EQ_INT(t->b->sync(&t->d), TFM_OK);
+  if (t->d.work) t->b->release(&t->d, t->d.work, t->work_bytes);
   tfmi_dev_close(&t->d, &t->heap);
   CHECK_EQ_INT(t->heap.used, 0);
 }

@@ -116,6 +116,50 @@ TEST(logits_equal_transformers) {
   }
 }
 
+/* ---- Types, on every table ---- */
+
+/* The tuned CPU table multiplies quantised weights by activations rounded to 8 bits. */
+static const struct { tfm_type type; float bound; } typed[] = {
+  {TFM_F32, 1e-5f}, {TFM_F16, 1e-5f}, {TFM_BF16, 1e-5f}, {TFM_Q8_0, 2e-2f}, {TFM_Q4_0, 2e-2f}};
+
+/* NULL where the table is not there, or the rows do not fill the type's blocks. */
+static tfm_model *typed_model(const golden *g, tfm_type type, tfm_device device) {
+  tfm_model_config c;
+  memset(&c, 0, sizeof c);
+  c.weights = type;
+  c.device = device;
+  c.no_fallback = true;
+  return tfm_model_load(g->folder, &c);
+}
+
+/* The reference's logits on the same weights take the place of the golden ones. */
+static bool typed_golden(golden *g, tfm_type type) {
+  tfm_model *m = typed_model(g, type, TFM_REF);
+  tfm_session *s = tfm_session_create(m, NULL);
+  bool good = s && tfm_eval(s, golden_ids(g), g->tokens, (float *)(void *)g->logits.data) == TFM_OK;
+  tfm_session_free(s);
+  tfm_model_free(m);
+  return good;
+}
+
+TEST(tuned_logits_are_near_the_reference) {
+  size_t i, k;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++)
+    for (k = 0; k < sizeof typed / sizeof *typed; k++) {
+      golden g = golden_open(cases[i]);
+      tfm_model *m = typed_model(&g, typed[k].type, TFM_CPU);
+      float d;
+      if (m && typed_golden(&g, typed[k].type)) {
+        d = model_distance(&g, m, 7, false);
+        printf("  %-8s %-5s largest difference / range %.1e\n", cases[i],
+               tfm_type_name(typed[k].type), (double)d);
+        CHECK(d <= typed[k].bound);
+      }
+      tfm_model_free(m);
+      golden_close(&g);
+    }
+}
+
 /* ---- Mutations ---- */
 
 /* Replaces the first occurrence; NULL when there is none. */

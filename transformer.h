@@ -927,7 +927,8 @@ struct tfm_backend {
      type, F32 in the reference. */
   void (*matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x);
   /* Backward of the epilogue up to x W^T + bias: dx = dropout(dy) * cap'(act'(aux)), which may
-     alias dy; without aux neither act nor cap is passed. The residual's gradient is dy as it was. */
+     alias dy; without aux neither act nor cap is passed. The residual's gradient is dy as it
+     was. */
   void (*epilogue_bwd)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_epilogue *e);
   /* dx = residual + gradient through norm; dw, db += [cols / groups]. dx may alias dy or
      residual. */
@@ -1040,8 +1041,8 @@ extern const tfm_backend *tfm_backend_cuda(void);
 #define TFMI_NORETURN
 #define TFMI_UNUSED
 #endif
-/* What runs once a model, or once a pass, need not be compiled as kernels are: that takes half of the
-   compiler's time. */
+/* What runs once a model, or once a pass, need not be compiled as kernels are: that takes a third of
+   the compiler's time. */
 #if defined(__GNUC__) && !defined(__clang__) && defined(__OPTIMIZE__)
 #define TFMI_COMPILES_COLD 1
 #else

@@ -1041,8 +1041,8 @@ extern const tfm_backend *tfm_backend_cuda(void);
 #define TFMI_NORETURN
 #define TFMI_UNUSED
 #endif
-/* What runs once a model, or once a pass, need not be compiled as kernels are: that takes a third of
-   the compiler's time. */
+/* What runs once a model, or once a pass, need not be compiled as kernels are: that takes a third
+   of the compiler's time. */
 #if defined(__GNUC__) && !defined(__clang__) && defined(__OPTIMIZE__)
 #define TFMI_COMPILES_COLD 1
 #else

@@ -7431,7 +7431,7 @@ static tfm_status tfmi_pool_open(tfm_dev *d, tfmi_heap *heap, int32_t threads) {
   d->pool = p;
   p->bytes = bytes;
   p->worker = TFMI_NEW(tfmi_worker, p + 1);
-  p->spins = d->threads > cores ? 50 : 1000; /* 20 to 40 us where a pause takes as long as on x86 */
+  p->spins = d->threads > cores ? 50 : 20000; /* about a millisecond: longer than a token pauses */
   pthread_mutex_init(&p->lock, NULL);
   pthread_cond_init(&p->wake, NULL);
   if (heap->dry) return TFM_OK;
@@ -10146,10 +10146,6 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
 
 TFM_API const tfm_backend *tfm_backend_ref(void) { return &tfmi_ref_table; }
 
-#if TFMI_COMPILES_COLD
-#pragma GCC push_options
-#pragma GCC optimize("O1")
-#endif
 /* =================================================================================================
    >>forward   one pass of tokens through the network
    =================================================================================================
@@ -12398,6 +12394,10 @@ TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_co
   return status;
 }
 
+#if TFMI_COMPILES_COLD
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#endif
 /* =================================================================================================
    >>export   files of what was trained: Hugging Face folders, checkpoints
    =================================================================================================
@@ -12777,11 +12777,11 @@ TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
   return status;
 }
 
-#endif /* TFM_NO_TRAINING */
-
 #if TFMI_COMPILES_COLD
 #pragma GCC pop_options
 #endif
+#endif /* TFM_NO_TRAINING */
+
 #undef stbds_rand_seed
 #undef stbds_hash_bytes
 #undef stbds_hash_string

@@ -10175,7 +10175,7 @@ typedef struct tfmi_pass { /* what one forward pass needs beside the network */
   const tfmi_buffers *kept;    /* [L] of each layer, for training; NULL: layers share buffers */
   float *probs;                /* [T * H, context] when tapped, else NULL */
   int32_t context;
-  const int32_t *cancel; /* the engine's, looked at before every layer; NULL: cannot be cancelled */
+  const int32_t *cancel; /* the engine's, looked at before every layer; may be NULL, as the next */
   const volatile int32_t *host_cancel;
   tfm_tap tap;
   void *tap_user;
@@ -10298,8 +10298,7 @@ static void tfmi_feed_forward(tfmi_pass *p, int32_t index) {
 }
 
 static bool tfmi_cancelled(const tfmi_pass *p) {
-  if (!p->cancel) return false;
-  return __atomic_load_n(p->cancel, __ATOMIC_RELAXED) ||
+  return (p->cancel && __atomic_load_n(p->cancel, __ATOMIC_RELAXED)) ||
          (p->host_cancel && __atomic_load_n(p->host_cancel, __ATOMIC_RELAXED));
 }
 
@@ -10848,7 +10847,7 @@ static bool tfmi_engine_run(tfm_engine *e, tfmi_pass *p, int32_t rows) {
   if (tfmi_cancelled(p)) return false;
   if (!p->tap && table->replay(&e->dev, (uint64_t)padded)) return true;
   recording = !p->tap && table->record(&e->dev, (uint64_t)padded, true);
-  if (recording) p->cancel = NULL; /* half a graph is none */
+  if (recording) p->cancel = NULL, p->host_cancel = NULL; /* half a graph is none */
   done = tfmi_forward(p);
   if (recording) table->record(&e->dev, (uint64_t)padded, false);
   return done;

@@ -87,8 +87,8 @@ interrupt() { # a model that is slow enough to be interrupted while it writes
 }
 check "Ctrl-C" interrupt
 
-small=(build/train README.md --layers 1 --width 32 --heads 2 --context 48 --batch 8 --steps 300
-       --save-every 100 --lr 0.01)
+small=(build/train README.md --layers 1 --width 32 --heads 2 --context 48 --batch 8 --steps 1200
+       --save-every 400 --lr 0.01)
 resumes() { # interrupted and resumed, as if nothing had happened
   "${small[@]}" -o "$work/again" > "$work/out" 2> "$work/err" &
   local pid=$!
@@ -105,7 +105,7 @@ check "train writes samples" test -s "$work/out"
 check "train tells the validation loss" grep -q "validation [0-9]" "$work/err"
 check "train, Ctrl-C and --resume" resumes
 check "train, another shape" fails_with 1 "another shape" build/train README.md -o "$work/whole" \
-  --resume --context 48 --steps 300
+  --resume --context 48 --steps 1200
 check "train, too short a text" fails_with 1 "ten times" build/train tests/api.txt --context 3000
 check "train, no such text" fails_with 1 "no/such" build/train no/such
 

@@ -128,8 +128,8 @@ typedef enum tfm_status {
 
 #define TFM_END (-100) /* tfm_next met an end token: not an error */
 
-/* Number formats of weights, activations and caches. Block formats are GGML's, 32 values a
-   block. */
+/* Number formats of weights, activations and caches. The Q formats are GGML's: blocks of 32 values,
+   those of K 256, with scales; rows must fill whole blocks. */
 typedef enum tfm_type {
   TFM_TYPE_DEFAULT = 0, /* in a config: choose for me */
   TFM_F32 = 1,
@@ -137,13 +137,13 @@ typedef enum tfm_type {
   TFM_BF16 = 3,
   TFM_Q8_0 = 4, /* f16 scale, 32 x int8 */
   TFM_Q4_0 = 5, /* f16 scale, 32 x 4 bits, offset 8 */
-  TFM_Q4_1 = 6, /* from here on: named, sized, not computed with yet */
-  TFM_Q5_0 = 7,
-  TFM_Q5_1 = 8,
-  TFM_Q4_K = 9,
+  TFM_Q4_1 = 6, /* f16 scale, f16 lowest value, 32 x 4 bits */
+  TFM_Q5_0 = 7, /* f16 scale, 32 x 5 bits, offset 16 */
+  TFM_Q5_1 = 8, /* f16 scale, f16 lowest value, 32 x 5 bits */
+  TFM_Q4_K = 9, /* from here on: read, never written */
   TFM_Q5_K = 10,
   TFM_Q6_K = 11,
-  TFM_F8_E4M3 = 12,
+  TFM_F8_E4M3 = 12, /* without infinities, as torch.float8_e4m3fn; computed with as BF16 */
   TFM_F8_E5M2 = 13,
   TFM_TYPE_COUNT = 14
 } tfm_type;
@@ -1036,10 +1036,12 @@ extern const tfm_backend *tfm_backend_cuda(void);
 #define TFMI_PRINTF(a, b) __attribute__((format(printf, a, b)))
 #define TFMI_NORETURN __attribute__((noreturn))
 #define TFMI_UNUSED __attribute__((unused))
+#define TFMI_NOINLINE __attribute__((noinline))
 #else
 #define TFMI_PRINTF(a, b)
 #define TFMI_NORETURN
 #define TFMI_UNUSED
+#define TFMI_NOINLINE
 #endif
 /* What runs once a model, or once a pass, need not be compiled as kernels are: that takes a third
    of the compiler's time. */
@@ -1709,6 +1711,9 @@ static tfm_status tfmi_dev_open(tfm_dev *d, tfmi_heap *heap, tfm_device which, i
                                 int32_t threads, const char *override, bool no_fallback);
 static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap);
 static void tfmi_pool_close(tfm_dev *d, tfmi_heap *heap); /* only its threads */
+
+/* >>kernels: y[i] = x[i] from type to type, n values that fill whole blocks, at any alignment. */
+static void tfmi_convert(tfm_type to, uint8_t *y, tfm_type from, const uint8_t *x, int32_t n);
 
 /* The entry of the device's table, or the reference's where the model was loaded with .override:
    all calls of the forward pass read TFMI_OP(d, norm)(d, ...). */
@@ -6739,10 +6744,10 @@ static void tfmi_expect(tfmi_builder *b, const tfmi_tensor *t, int32_t rows, int
 }
 
 static void tfmi_expect_type(tfmi_builder *b, const tfmi_tensor *t, bool floats) {
-  bool is_float = t->type == TFM_F32 || t->type == TFM_F16 || t->type == TFM_BF16;
-  if (is_float || (!floats && (t->type == TFM_Q8_0 || t->type == TFM_Q4_0))) return;
-  tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s has type %s, expected F32, F16%s",
-            tfmi_plain(t->name).text, t->type_name, floats ? " or BF16" : ", BF16, Q8_0 or Q4_0");
+  if (t->type != TFM_TYPE_DEFAULT && (!floats || tfmi_types[t->type].block_values == 1)) return;
+  tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s has type %s, expected F32, F16, BF16%s",
+            tfmi_plain(t->name).text, t->type_name,
+            floats ? " or F8" : ", F8, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K");
 }
 
 /* ---- Vectors ---- */
@@ -6757,11 +6762,7 @@ static const float *tfmi_vector_end(tfmi_builder *b, uint64_t n) {
 }
 
 static void tfmi_floats(float *to, const tfmi_tensor *t, int32_t n) {
-  int32_t i;
-  for (i = 0; i < n; i++)
-    to[i] = t->type == TFM_F32   ? tfmi_f32(t->data + 4 * (size_t)i)
-            : t->type == TFM_F16 ? tfmi_from_f16(tfmi_u16(t->data + 2 * (size_t)i))
-                                 : tfmi_from_bf16(tfmi_u16(t->data + 2 * (size_t)i));
+  tfmi_convert(TFM_F32, (uint8_t *)to, t->type, t->data, n);
 }
 
 /* Vectors one behind the other: the biases of q, k and v are one. */
@@ -6846,10 +6847,20 @@ static void tfmi_count_part(tfmi_builder *b, const tfmi_tensor *t, const tfm_wei
   b->m->parameters += values;
 }
 
+/* Tables do not compute with F8: it becomes the shortest float that holds all parts exactly. */
+static tfm_type tfmi_widened(const tfm_part *part, int n) {
+  int f8 = 0, bf16 = 0, i;
+  for (i = 0; i < n; i++) {
+    f8 += part[i].type == TFM_F8_E4M3 || part[i].type == TFM_F8_E5M2;
+    bf16 += part[i].type == TFM_BF16;
+  }
+  return f8 == 0 ? TFM_TYPE_DEFAULT : f8 + bf16 == n ? TFM_BF16 : TFM_F32;
+}
+
 static void tfmi_weight(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, tfm_weight *w) {
   tfm_weight_source src;
   tfm_part part[3];
-  tfmi_tensor *t = NULL;
+  tfmi_tensor *t = NULL, *all[3];
   bool conv1d = b->f->conv1d && !b->s->gguf && x->roles == TFM_ROLE_MATMUL && layer >= 0;
   int i;
   memset(&src, 0, sizeof src);
@@ -6863,15 +6874,16 @@ static void tfmi_weight(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, tf
   if (x->slot[0] == TFMI_POSITIONS && tfmi_types[src.type].block_values > 1)
     src.type = TFM_TYPE_DEFAULT; /* too few and too dear to quantise */
   for (i = 0; i < x->n; i++) {
-    t = tfmi_need(b, x->slot[i], layer, ".weight");
+    all[i] = t = tfmi_need(b, x->slot[i], layer, ".weight");
     tfmi_expect(b, t, conv1d ? x->cols : x->rows[i], conv1d ? x->rows[i] : x->cols);
     tfmi_expect_type(b, t, conv1d);
     part[i].data = t->data;
     part[i].type = t->type;
     part[i].rows = x->rows[i];
     src.rows += x->rows[i];
-    tfmi_count_part(b, t, &src);
   }
+  if (!src.type) src.type = tfmi_widened(part, x->n);
+  for (i = 0; i < x->n; i++) tfmi_count_part(b, all[i], &src);
   if (src.type && x->cols % tfmi_types[src.type].block_values)
     tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s: rows of %d values do not fill the blocks "
               "of %s; choose another type of weights", tfmi_plain(t->name).text, (int)x->cols,
@@ -7158,9 +7170,9 @@ static tfm_model *tfmi_model_make(const char *path, const void *data, size_t byt
   memset(&heap, 0, sizeof heap);
   memset(&r, 0, sizeof r);
   if (config) c = *config;
-  if ((int)c.weights < 0 || c.weights > TFM_Q4_0) {
+  if ((int)c.weights < 0 || c.weights > TFM_Q5_1) {
     tfmi_report(TFM_E_ARG, "model config: weights cannot be converted to %s; expected F32, F16, "
-                "BF16, Q8_0 or Q4_0", tfm_type_name(c.weights));
+                "BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1", tfm_type_name(c.weights));
     return NULL;
   }
   heap.host = c.host;
@@ -7727,7 +7739,7 @@ enum {
   TFMI_LANES = 16,
   TFMI_ROWS = 16,   /* rows of x in one tfmi_dots */
   TFMI_PANEL = 32,  /* rows of W whose products are collected before the epilogue; keys in a tile */
-  TFMI_PIECE = 128, /* values decoded at a time */
+  TFMI_PIECE = 256, /* values decoded at a time: the longest block */
   TFMI_STRETCH = 1024, /* values of F32 rows multiplied at a time: 4 rows stay in the first cache */
   TFMI_AHEAD = 1024 /* values: how far ahead of its use a row of W is asked for, for one row of x */
 };
@@ -7818,6 +7830,10 @@ static uint16_t tfmi_load16(const uint8_t *x) {
   return h;
 }
 static void tfmi_store16(uint8_t *y, uint16_t h) { memcpy(y, &h, sizeof h); }
+static void tfmi_put16(uint8_t *y, uint16_t h) { /* in a block, little-endian everywhere */
+  y[0] = (uint8_t)h;
+  y[1] = (uint8_t)(h >> 8);
+}
 
 static void tfmi_decode_f32(float *y, const uint8_t *x, int32_t n) {
   memcpy(y, x, (size_t)n * sizeof *y);
@@ -7841,16 +7857,13 @@ static void tfmi_decode_f16(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT
 
 static void tfmi_decode_bf16(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
   int32_t i;
-  for (i = 0; i < n; i++) {
-    uint32_t bits = (uint32_t)tfmi_load16(x + 2 * (int64_t)i) << 16;
-    memcpy(&y[i], &bits, sizeof bits);
-  }
+  for (i = 0; i < n; i++) y[i] = tfmi_from_bf16(tfmi_load16(x + 2 * (int64_t)i));
 }
 
 static void tfmi_decode_q8_0(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
   int32_t i, j;
   for (i = 0; i < n; i += 32, x += 34) {
-    float scale = tfmi_from_f16(tfmi_load16(x));
+    float scale = tfmi_from_f16(tfmi_u16(x));
     for (j = 0; j < 32; j++) y[i + j] = scale * (float)(int8_t)x[2 + j];
   }
 }
@@ -7858,10 +7871,129 @@ static void tfmi_decode_q8_0(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRIC
 static void tfmi_decode_q4_0(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
   int32_t i, j;
   for (i = 0; i < n; i += 32, x += 18) {
-    float scale = tfmi_from_f16(tfmi_load16(x));
+    float scale = tfmi_from_f16(tfmi_u16(x));
     for (j = 0; j < 16; j++) y[i + j] = scale * (float)((x[2 + j] & 15) - 8);
     for (j = 0; j < 16; j++) y[i + 16 + j] = scale * (float)((x[2 + j] >> 4) - 8);
   }
+}
+
+/* Of a block whose values are q times its first number plus its second. */
+static void tfmi_decode_q4_1(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 32, x += 20) {
+    float scale = tfmi_from_f16(tfmi_u16(x)), low = tfmi_from_f16(tfmi_u16(x + 2));
+    for (j = 0; j < 16; j++) y[i + j] = scale * (float)(x[4 + j] & 15) + low;
+    for (j = 0; j < 16; j++) y[i + 16 + j] = scale * (float)(x[4 + j] >> 4) + low;
+  }
+}
+
+/* 32 numbers of 5 bits: the fifths in 4 bytes, then 16 bytes of low halves. */
+static void tfmi_unpack5(float *y, const uint8_t *x) {
+  uint32_t high = tfmi_u32(x);
+  int32_t j;
+  for (j = 0; j < 16; j++) {
+    y[j] = (float)((x[4 + j] & 15u) | (high >> j & 1) << 4);
+    y[16 + j] = (float)(x[4 + j] >> 4 | (high >> (j + 16) & 1) << 4);
+  }
+}
+
+static void tfmi_decode_q5_0(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 32, x += 22) {
+    float scale = tfmi_from_f16(tfmi_u16(x));
+    tfmi_unpack5(y + i, x + 2);
+    for (j = 0; j < 32; j++) y[i + j] = scale * (y[i + j] - 16);
+  }
+}
+
+static void tfmi_decode_q5_1(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 32, x += 24) {
+    float scale = tfmi_from_f16(tfmi_u16(x)), low = tfmi_from_f16(tfmi_u16(x + 2));
+    tfmi_unpack5(y + i, x + 4);
+    for (j = 0; j < 32; j++) y[i + j] = scale * y[i + j] + low;
+  }
+}
+
+/* Scale and offset of the g-th of 8 groups in a block of 256: two f16, then 8 scales and 8 offsets
+   of 6 bits in 12 bytes, the upper bits of the last four of each beside the first four's. */
+static void tfmi_group(float *scale, float *offset, const uint8_t *x, int g) {
+  const uint8_t *at = x + 4;
+  int a = at[g % 4] & 63, b = at[g % 4 + 4] & 63;
+  if (g >= 4) {
+    a = (at[g + 4] & 15) | (at[g % 4] >> 6) << 4;
+    b = at[g + 4] >> 4 | (at[g % 4 + 4] >> 6) << 4;
+  }
+  *scale = tfmi_from_f16(tfmi_u16(x)) * (float)a;
+  *offset = tfmi_from_f16(tfmi_u16(x + 2)) * (float)b;
+}
+
+/* Groups 2 g and 2 g + 1 share 32 bytes, low halves first. */
+static void tfmi_decode_q4_k(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  float scale, offset;
+  int32_t i, j;
+  int g;
+  for (i = 0; i < n; i += 256, x += 144)
+    for (g = 0; g < 8; g++) {
+      const uint8_t *low = x + 16 + g / 2 * 32;
+      tfmi_group(&scale, &offset, x, g);
+      for (j = 0; j < 32; j++)
+        y[i + 32 * g + j] = scale * (float)(low[j] >> g % 2 * 4 & 15) - offset;
+    }
+}
+
+/* The same with a fifth bit: bit g of 32 bytes before. */
+static void tfmi_decode_q5_k(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  float scale, offset;
+  int32_t i, j;
+  int g;
+  for (i = 0; i < n; i += 256, x += 176)
+    for (g = 0; g < 8; g++) {
+      const uint8_t *high = x + 16, *low = x + 48 + g / 2 * 32;
+      tfmi_group(&scale, &offset, x, g);
+      for (j = 0; j < 32; j++) {
+        int q = (low[j] >> g % 2 * 4 & 15) | (high[j] >> g & 1) << 4;
+        y[i + 32 * g + j] = scale * (float)q - offset;
+      }
+    }
+}
+
+/* 128 bytes of low halves, 64 of upper pairs, 16 signed scales, an f16 scale of these. In each half
+   of the block groups 0 and 2, and 1 and 3, share 32 bytes of halves, and all four 32 of pairs. */
+static void tfmi_decode_q6_k(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i, j;
+  int g;
+  for (i = 0; i < n; i += 256, x += 210)
+    for (g = 0; g < 8; g++) {
+      const uint8_t *low = x + g / 4 * 64 + g % 2 * 32, *high = x + 128 + g / 4 * 32;
+      float whole = tfmi_from_f16(tfmi_u16(x + 208)), scale[2];
+      for (j = 0; j < 2; j++) scale[j] = whole * (float)(int8_t)x[192 + 2 * g + j];
+      for (j = 0; j < 32; j++) {
+        int q = (low[j] >> g % 4 / 2 * 4 & 15) | (high[j] >> g % 4 * 2 & 3) << 4;
+        y[i + 32 * g + j] = scale[j / 16] * (float)(q - 32);
+      }
+    }
+}
+
+/* A sign, 7 - m bits of exponent, m of mantissa. With 3 the largest number is 448 and there is no
+   infinity; with 2 it is as in F16, whose upper half it is. */
+static float tfmi_from_f8(uint8_t code, int m) {
+  int size = code & 0x7f, exponent = size >> m;
+  float value;
+  if (m == 2) return tfmi_from_f16((uint16_t)(code << 8));
+  if (size == 0x7f) return NAN;
+  value = exponent ? ldexpf((float)(8 + (size & 7)), exponent - 10) : ldexpf((float)size, -9);
+  return code & 0x80 ? -value : value;
+}
+
+static void tfmi_decode_e4m3(float *y, const uint8_t *x, int32_t n) {
+  int32_t i;
+  for (i = 0; i < n; i++) y[i] = tfmi_from_f8(x[i], 3);
+}
+
+static void tfmi_decode_e5m2(float *y, const uint8_t *x, int32_t n) {
+  int32_t i;
+  for (i = 0; i < n; i++) y[i] = tfmi_from_f8(x[i], 2);
 }
 
 static void tfmi_encode_f32(uint8_t *y, const float *x, int32_t n) {
@@ -7887,31 +8019,103 @@ static float tfmi_extreme(const float *x) {
   return best;
 }
 
+/* y[i] = (x[i] - low) / step, of 32, by a product; a step of 0 makes zeros. Not inlined: fused with
+   an addition that follows it would round otherwise than gguf does. */
+static TFMI_NOINLINE void tfmi_steps(float *y, const float *x, float low, float step) {
+  float inverse = step != 0 ? 1.0f / step : 0.0f;
+  int i;
+  for (i = 0; i < 32; i++) y[i] = (x[i] - low) * inverse;
+}
+
 static void tfmi_encode_q8_0(uint8_t *y, const float *x, int32_t n) {
+  float step[32];
   int32_t i, j;
   for (i = 0; i < n; i += 32, y += 34) {
-    float scale = fabsf(tfmi_extreme(x + i)) / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
-    tfmi_store16(y, tfmi_to_f16(scale));
+    float scale = fabsf(tfmi_extreme(x + i)) / 127.0f;
+    tfmi_put16(y, tfmi_to_f16(scale));
+    tfmi_steps(step, x + i, 0, scale);
     for (j = 0; j < 32; j++) {
-      float q = roundf(x[i + j] * inverse);
+      float q = roundf(step[j]);
       y[2 + j] = (uint8_t)(int8_t)(q >= -127.0f && q <= 127.0f ? q : 0.0f); /* NaN: 0 */
     }
   }
 }
 
-static unsigned tfmi_quant4(float x) { /* x + 8 rounded, 0 to 15; NaN: 8 */
-  float q = x + 8.5f;
-  return q >= 15.0f ? 15 : q >= 0.0f ? (unsigned)q : q < 0.0f ? 0 : 8;
+/* 32 steps from `low` to 0 .. most, rounded; NaN becomes -low. */
+static void tfmi_quants(uint8_t *q, const float *x, float low, float step, float zero, float most) {
+  float steps[32];
+  int j;
+  tfmi_steps(steps, x, low, step);
+  for (j = 0; j < 32; j++) {
+    float v = steps[j] + (zero + 0.5f);
+    q[j] = (uint8_t)(v >= most ? most : v >= 0.0f ? v : v < 0.0f ? 0.0f : zero);
+  }
+}
+
+static void tfmi_put_halves(uint8_t *y, const uint8_t *q) { /* of 4 bits */
+  int j;
+  for (j = 0; j < 16; j++) y[j] = (uint8_t)((q[j] & 15) | (q[j + 16] & 15) << 4);
+}
+
+static void tfmi_put_fifths(uint8_t *y, const uint8_t *q) {
+  int j;
+  memset(y, 0, 4);
+  for (j = 0; j < 32; j++) y[j / 8] = (uint8_t)(y[j / 8] | (q[j] >> 4) << j % 8);
 }
 
 static void tfmi_encode_q4_0(uint8_t *y, const float *x, int32_t n) {
-  int32_t i, j;
+  uint8_t q[32];
+  int32_t i;
   for (i = 0; i < n; i += 32, y += 18) {
-    float scale = tfmi_extreme(x + i) / -8.0f, inverse = scale != 0 ? 1.0f / scale : 0.0f;
-    tfmi_store16(y, tfmi_to_f16(scale));
-    for (j = 0; j < 16; j++)
-      y[2 + j] = (uint8_t)(tfmi_quant4(x[i + j] * inverse) |
-                           tfmi_quant4(x[i + j + 16] * inverse) << 4);
+    float scale = tfmi_extreme(x + i) / -8.0f;
+    tfmi_put16(y, tfmi_to_f16(scale));
+    tfmi_quants(q, x + i, 0, scale, 8, 15);
+    tfmi_put_halves(y + 2, q);
+  }
+}
+
+static void tfmi_encode_q5_0(uint8_t *y, const float *x, int32_t n) {
+  uint8_t q[32];
+  int32_t i;
+  for (i = 0; i < n; i += 32, y += 22) {
+    float scale = tfmi_extreme(x + i) / -16.0f;
+    tfmi_put16(y, tfmi_to_f16(scale));
+    tfmi_quants(q, x + i, 0, scale, 16, 31);
+    tfmi_put_fifths(y + 2, q);
+    tfmi_put_halves(y + 6, q);
+  }
+}
+
+/* Scale and lowest of 32 values; their numbers, 0 to `most`. */
+static void tfmi_encode_range(uint8_t *y, uint8_t *q, const float *x, float most) {
+  float low = x[0], high = x[0], scale;
+  int j;
+  for (j = 1; j < 32; j++) {
+    low = x[j] < low ? x[j] : low;
+    high = x[j] > high ? x[j] : high;
+  }
+  scale = (high - low) / most;
+  tfmi_put16(y, tfmi_to_f16(scale));
+  tfmi_put16(y + 2, tfmi_to_f16(low));
+  tfmi_quants(q, x, low, scale, 0, most);
+}
+
+static void tfmi_encode_q4_1(uint8_t *y, const float *x, int32_t n) {
+  uint8_t q[32];
+  int32_t i;
+  for (i = 0; i < n; i += 32, y += 20) {
+    tfmi_encode_range(y, q, x + i, 15);
+    tfmi_put_halves(y + 4, q);
+  }
+}
+
+static void tfmi_encode_q5_1(uint8_t *y, const float *x, int32_t n) {
+  uint8_t q[32];
+  int32_t i;
+  for (i = 0; i < n; i += 32, y += 24) {
+    tfmi_encode_range(y, q, x + i, 31);
+    tfmi_put_fifths(y + 4, q);
+    tfmi_put_halves(y + 8, q);
   }
 }
 
@@ -7919,23 +8123,33 @@ static const struct tfmi_codec {
   void (*decode)(float *y, const uint8_t *x, int32_t n);
   void (*encode)(uint8_t *y, const float *x, int32_t n);
   size_t alignment; /* of rows that are used where they lie in a file */
-} tfmi_codecs[TFM_TYPE_COUNT] = { /* by tfm_type; NULL: named, not computed with */
+} tfmi_codecs[TFM_TYPE_COUNT] = { /* by tfm_type; NULL: read, never written */
   {NULL, NULL, 0},
   {tfmi_decode_f32, tfmi_encode_f32, 4},
   {tfmi_decode_f16, tfmi_encode_f16, 2},
   {tfmi_decode_bf16, tfmi_encode_bf16, 2},
   {tfmi_decode_q8_0, tfmi_encode_q8_0, 1},
   {tfmi_decode_q4_0, tfmi_encode_q4_0, 1},
-  {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0},
-  {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0}};
+  {tfmi_decode_q4_1, tfmi_encode_q4_1, 1},
+  {tfmi_decode_q5_0, tfmi_encode_q5_0, 1},
+  {tfmi_decode_q5_1, tfmi_encode_q5_1, 1},
+  {tfmi_decode_q4_k, NULL, 1},
+  {tfmi_decode_q5_k, NULL, 1},
+  {tfmi_decode_q6_k, NULL, 1},
+  {tfmi_decode_e4m3, NULL, 1},
+  {tfmi_decode_e5m2, NULL, 1}};
 
 /* Bytes that n values take; whole blocks. A division would be felt in the loops below. */
 static size_t tfmi_span(tfm_type type, int64_t n) {
   size_t bytes = (size_t)tfmi_types[type].block_bytes;
-  return tfmi_types[type].block_values == 1 ? (size_t)n * bytes : (size_t)n / 32 * bytes;
+  switch (tfmi_types[type].block_values) {
+    case 1: return (size_t)n * bytes;
+    case 32: return (size_t)n / 32 * bytes;
+    default: return (size_t)n / 256 * bytes;
+  }
 }
 
-/* y[i] = x[i] from type to type, by way of floats where they differ. */
+/* By way of floats where the types differ. */
 static void tfmi_convert(tfm_type to, uint8_t *y, tfm_type from, const uint8_t *x, int32_t n) {
   float piece[TFMI_PIECE];
   int32_t i;
@@ -8010,19 +8224,19 @@ static bool tfmi_used_in_place(const tfm_weight_source *s, const tfm_part *p) {
 
 /* What speaks against packing a part, as a status left in the device. */
 static tfm_status tfmi_part_check(tfm_dev *d, const tfm_weight_source *s, const tfm_part *p) {
-  tfm_type type = tfmi_stripe_type(s, p), wrong = tfmi_codecs[p->type].decode ? type : p->type;
+  tfm_type type = tfmi_stripe_type(s, p), wrong = type;
   size_t bytes;
-  if (!tfmi_codecs[wrong].decode)
-    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: expected F32, F16, BF16, Q8_0 or Q4_0",
-                 tfm_type_name(wrong));
+  if (tfmi_type_bytes(type, (uint64_t)s->cols, &bytes)) wrong = p->type;
+  if (type != p->type && !tfmi_codecs[type].encode)
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights cannot be converted to %s: expected F32, F16, "
+                 "BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1", tfm_type_name(type));
   else if (s->transposed && tfmi_types[p->type].block_values > 1)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a transposed matrix of type %s: expected a float type",
                  tfm_type_name(p->type));
-  else if (!tfmi_type_bytes(type, (uint64_t)s->cols, &bytes) ||
-           !tfmi_type_bytes(p->type, (uint64_t)s->cols, &bytes))
+  else if (!tfmi_type_bytes(wrong, (uint64_t)s->cols, &bytes))
     tfm_dev_fail(d, TFM_E_UNSUPPORTED,
-                 "a matrix with %d columns cannot be %s, whose blocks have 32; choose a float type",
-                 (int)s->cols, tfm_type_name(type));
+                 "a matrix with %d columns cannot be %s, whose blocks have %d; choose a float type",
+                 (int)s->cols, tfm_type_name(wrong), (int)tfmi_types[wrong].block_values);
   return d->status;
 }
 
@@ -9319,6 +9533,19 @@ static void tfmi_mix_rows(float *const *y, int32_t m, const float (*a)[TFMI_ROWS
   if (m - i == 3) tfmi_mix_block(y + i, a, b, n, cols, 3);
 }
 
+/* Columns col .. col + n-1 of a row, a part of a block where blocks are longer than a tile. */
+static void tfmi_decode_within(float *y, tfm_type type, const uint8_t *row, int32_t col,
+                               int32_t n) {
+  float block[TFMI_PIECE];
+  int32_t within = col % tfmi_types[type].block_values;
+  if (tfmi_types[type].block_values <= TFMI_TILE) {
+    tfmi_codecs[type].decode(y, row + tfmi_span(type, col), n);
+    return;
+  }
+  tfmi_codecs[type].decode(block, row + tfmi_span(type, col - within), TFMI_PIECE);
+  memcpy(y, block + within, (size_t)n * sizeof *y);
+}
+
 /* Rows of a stripe by way of the stack, where they are not F32. */
 static void tfmi_mix_coded(float *const *y, int32_t m, const float (*a)[TFMI_ROWS],
                            const tfmi_stripe *s, int64_t first, int32_t n, int32_t col,
@@ -9329,8 +9556,7 @@ static void tfmi_mix_coded(float *const *y, int32_t m, const float (*a)[TFMI_ROW
   for (at = 0; at < cols; at += TFMI_TILE) {
     int32_t some = tfmi_min32(TFMI_TILE, cols - at);
     for (j = 0; j < n; j++) {
-      const uint8_t *from = tfmi_stripe_row(s, first + j) + tfmi_span(s->type, col + at);
-      tfmi_codecs[s->type].decode(decoded[j], from, some);
+      tfmi_decode_within(decoded[j], s->type, tfmi_stripe_row(s, first + j), col + at, some);
       b[j] = decoded[j];
     }
     for (i = 0; i < m; i++) to[i] = y[i] + at;

@@ -1465,6 +1465,83 @@ static bool tfmi_ends_with(const char *text, const char *end) {
   return n >= m && memcmp(text + n - m, end, m) == 0;
 }
 
+/* ---- Writing files ---- */
+
+typedef struct tfmi_out { /* a file being written; fd -1 only counts */
+  int fd;
+  bool failed;
+  uint64_t bytes, sum; /* so far, and the checksum of what was flushed */
+  size_t used;
+  char buffer[4096];
+} tfmi_out;
+
+/* Of n bytes more, in words of 8; only the last call may end within one. */
+static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n) {
+  const char *from = (const char *)data;
+  size_t i;
+  for (i = 0; i < n; i += 8) {
+    uint64_t word = 0;
+    memcpy(&word, from + i, n - i < 8 ? n - i : 8);
+    sum = (sum ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+    sum ^= sum >> 29;
+  }
+  return sum;
+}
+
+static void tfmi_out_flush(tfmi_out *o) {
+  const char *at = o->buffer;
+  o->sum = tfmi_checksum(o->sum, o->buffer, o->used);
+  while (o->fd >= 0 && o->used && !o->failed) {
+    ssize_t n = write(o->fd, at, o->used);
+    if (n < 0) o->failed = true;
+    else at += n, o->used -= (size_t)n;
+  }
+  o->used = 0;
+}
+
+static void tfmi_out_bytes(tfmi_out *o, const void *data, size_t n) {
+  const char *from = (const char *)data;
+  o->bytes += n;
+  while (n) {
+    size_t some = sizeof o->buffer - o->used < n ? sizeof o->buffer - o->used : n;
+    memcpy(o->buffer + o->used, from, some);
+    o->used += some;
+    from += some;
+    n -= some;
+    if (o->used == sizeof o->buffer) tfmi_out_flush(o);
+  }
+}
+
+static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...) {
+  char text[512];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  tfmi_out_bytes(o, text, strlen(text));
+}
+
+typedef void (*tfmi_writer)(void *context, tfmi_out *o);
+
+/* Writes a file by way of a temporary name: it is there whole, or as it was. */
+static tfm_status tfmi_out_file(const char *path, tfmi_writer writer, void *context) {
+  char temporary[1040];
+  tfmi_out o;
+  int n = snprintf(temporary, sizeof temporary, "%s.part", path);
+  if (n < 0 || (size_t)n >= sizeof temporary)
+    return tfmi_report(TFM_E_ARG, "the name of the file to write is longer than 1000 bytes");
+  memset(&o, 0, sizeof o);
+  o.fd = open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (o.fd < 0) return tfmi_report(TFM_E_IO, "%s cannot be created; does the folder exist?", path);
+  writer(context, &o);
+  tfmi_out_flush(&o);
+  if (fsync(o.fd) != 0) o.failed = true;
+  if (close(o.fd) != 0) o.failed = true;
+  if (!o.failed && rename(temporary, path) == 0) return TFM_OK;
+  unlink(temporary);
+  return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
+}
+
 static double tfmi_seconds(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -12636,60 +12713,6 @@ TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_co
    of weights and moments as they are, and the checksum of all that. It is checked whole before any
    of it is taken over. */
 
-typedef struct tfmi_out { /* a file being written; fd -1 only counts */
-  int fd;
-  bool failed;
-  uint64_t bytes, sum; /* so far, and the checksum of what was flushed */
-  size_t used;
-  char buffer[4096];
-} tfmi_out;
-
-/* Of n bytes more, in words of 8; only the last call may end within one. */
-static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n) {
-  const char *from = (const char *)data;
-  size_t i;
-  for (i = 0; i < n; i += 8) {
-    uint64_t word = 0;
-    memcpy(&word, from + i, n - i < 8 ? n - i : 8);
-    sum = (sum ^ word) * UINT64_C(0x9E3779B97F4A7C15);
-    sum ^= sum >> 29;
-  }
-  return sum;
-}
-
-static void tfmi_out_flush(tfmi_out *o) {
-  const char *at = o->buffer;
-  o->sum = tfmi_checksum(o->sum, o->buffer, o->used);
-  while (o->fd >= 0 && o->used && !o->failed) {
-    ssize_t n = write(o->fd, at, o->used);
-    if (n < 0) o->failed = true;
-    else at += n, o->used -= (size_t)n;
-  }
-  o->used = 0;
-}
-
-static void tfmi_out_bytes(tfmi_out *o, const void *data, size_t n) {
-  const char *from = (const char *)data;
-  o->bytes += n;
-  while (n) {
-    size_t some = sizeof o->buffer - o->used < n ? sizeof o->buffer - o->used : n;
-    memcpy(o->buffer + o->used, from, some);
-    o->used += some;
-    from += some;
-    n -= some;
-    if (o->used == sizeof o->buffer) tfmi_out_flush(o);
-  }
-}
-
-static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...) {
-  char text[512];
-  va_list args;
-  va_start(args, format);
-  vsnprintf(text, sizeof text, format, args);
-  va_end(args);
-  tfmi_out_bytes(o, text, strlen(text));
-}
-
 /* A number of JSON whatever the locale. */
 static void tfmi_out_number(tfmi_out *o, double value) {
   char text[40], *comma;
@@ -12793,8 +12816,15 @@ static void tfmi_export_header(const tfm_trainer *t, tfmi_out *o) {
   while (o->bytes % 8) tfmi_out_text(o, " "); /* behind the 8 bytes of its length */
 }
 
+typedef struct tfmi_export { /* what a writer is given */
+  tfm_trainer *t;
+  const float *arena;
+} tfmi_export;
+
 /* A whole arena, weights or gradients, under the names of the family. */
-static void tfmi_export_tensors(tfm_trainer *t, const float *arena, tfmi_out *o) {
+static void tfmi_export_tensors(void *context, tfmi_out *o) {
+  const tfmi_export *e = (const tfmi_export *)context;
+  tfm_trainer *t = e->t;
   tfmi_out count;
   tfmi_cut cut[3];
   uint8_t length[8];
@@ -12808,8 +12838,8 @@ static void tfmi_export_tensors(tfm_trainer *t, const float *arena, tfmi_out *o)
   tfmi_export_header(t, o);
   for (i = 0; i < t->parameters; i++)
     for (n = tfmi_cuts(t, &t->parameter[i], cut), k = 0; k < n; k++)
-      if (cut[k].turned) tfmi_cut_turned(t, arena, o, &cut[k]);
-      else tfmi_cut_plain(t, arena, o, &cut[k]);
+      if (cut[k].turned) tfmi_cut_turned(t, e->arena, o, &cut[k]);
+      else tfmi_cut_plain(t, e->arena, o, &cut[k]);
 }
 
 static void tfmi_config_rope(const tfm_trainer *t, tfmi_out *o) {
@@ -12848,7 +12878,8 @@ static void tfmi_config_flags(const tfm_trainer *t, tfmi_out *o) {
   if (t->end_count) tfmi_out_text(o, "]");
 }
 
-static void tfmi_export_config(tfm_trainer *t, const float *arena, tfmi_out *o) {
+static void tfmi_export_config(void *context, tfmi_out *o) {
+  const tfm_trainer *t = ((const tfmi_export *)context)->t;
   const tfmi_family *f = t->family;
   const tfm_net *net = &t->net;
   const struct { const char *key; double value; } rows[] = {
@@ -12858,7 +12889,6 @@ static void tfmi_export_config(tfm_trainer *t, const float *arena, tfmi_out *o) 
     {f->vocabulary.hf, (double)net->vocabulary}, {f->context.hf, (double)net->context},
     {f->eps.hf, (double)net->norm.eps}};
   int i;
-  (void)arena;
   tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
                 f->classes[0]);
   for (i = 0; i < TFMI_COUNT(rows); i++) {
@@ -12873,35 +12903,14 @@ static void tfmi_export_config(tfm_trainer *t, const float *arena, tfmi_out *o) 
   tfmi_out_text(o, ",\n  \"torch_dtype\": \"float32\"\n}\n");
 }
 
-typedef void (*tfmi_writer)(tfm_trainer *t, const float *arena, tfmi_out *o);
-
-/* Writes a file by way of a temporary name: it is there whole, or as it was. */
-static tfm_status tfmi_out_file(tfm_trainer *t, const char *path, tfmi_writer writer,
-                                const float *arena) {
-  char temporary[1040];
-  tfmi_out o;
-  int n = snprintf(temporary, sizeof temporary, "%s.part", path);
-  if (n < 0 || (size_t)n >= sizeof temporary)
-    return tfmi_report(TFM_E_ARG, "trainer: the name of a file is longer than 1000 bytes");
-  memset(&o, 0, sizeof o);
-  o.fd = open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (o.fd < 0) return tfmi_report(TFM_E_IO, "%s cannot be created; does the folder exist?", path);
-  writer(t, arena, &o);
-  tfmi_out_flush(&o);
-  if (fsync(o.fd) != 0) o.failed = true;
-  if (close(o.fd) != 0) o.failed = true;
-  if (!o.failed && rename(temporary, path) == 0) return TFM_OK;
-  unlink(temporary);
-  return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
-}
-
 static tfm_status tfmi_export_file(tfm_trainer *t, const char *folder, const char *name,
                                    tfmi_writer writer, const float *arena) {
+  tfmi_export e = {t, arena};
   char path[1024];
   int n = snprintf(path, sizeof path, "%s/%s", folder, name);
   if (n < 0 || (size_t)n >= sizeof path)
     return tfmi_report(TFM_E_ARG, "export: the name of the folder is longer than 1000 bytes");
-  return tfmi_out_file(t, path, writer, arena);
+  return tfmi_out_file(path, writer, &e);
 }
 
 TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder) {
@@ -12942,9 +12951,9 @@ static void tfmi_checkpoint_arena(tfm_trainer *t, const float *arena, tfmi_out *
   }
 }
 
-static void tfmi_checkpoint_write(tfm_trainer *t, const float *arena, tfmi_out *o) {
+static void tfmi_checkpoint_write(void *context, tfmi_out *o) {
+  tfm_trainer *t = (tfm_trainer *)context;
   uint64_t word[TFMI_CHECKPOINT_WORDS];
-  (void)arena;
   tfmi_checkpoint_head(t, word);
   tfmi_out_bytes(o, word, sizeof word);
   tfmi_checkpoint_arena(t, t->w, o);
@@ -12958,7 +12967,7 @@ static void tfmi_checkpoint_write(tfm_trainer *t, const float *arena, tfmi_out *
 TFM_API tfm_status tfm_trainer_save(tfm_trainer *trainer, const char *path) {
   if (!trainer) return tfmi_null_object("tfm_trainer_save");
   if (!path) return tfmi_report(TFM_E_ARG, "tfm_trainer_save: path is NULL");
-  return tfmi_out_file(trainer, path, tfmi_checkpoint_write, NULL);
+  return tfmi_out_file(path, tfmi_checkpoint_write, trainer);
 }
 
 /* Takes over a checkpoint in memory, or says what is wrong with it. */

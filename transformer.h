@@ -129,8 +129,8 @@ typedef enum tfm_status {
 
 #define TFM_END (-100) /* tfm_next met an end token: not an error */
 
-/* Number formats of weights, activations and caches. Block formats are GGML's, 32 values a
-   block. */
+/* Number formats of weights, activations and caches. The Q formats are GGML's: blocks of 32 values,
+   those of K 256, with scales; rows must fill whole blocks. */
 typedef enum tfm_type {
   TFM_TYPE_DEFAULT = 0, /* in a config: choose for me */
   TFM_F32 = 1,
@@ -138,13 +138,13 @@ typedef enum tfm_type {
   TFM_BF16 = 3,
   TFM_Q8_0 = 4, /* f16 scale, 32 x int8 */
   TFM_Q4_0 = 5, /* f16 scale, 32 x 4 bits, offset 8 */
-  TFM_Q4_1 = 6, /* from here on: named, sized, not computed with yet */
-  TFM_Q5_0 = 7,
-  TFM_Q5_1 = 8,
-  TFM_Q4_K = 9,
+  TFM_Q4_1 = 6, /* f16 scale, f16 lowest value, 32 x 4 bits */
+  TFM_Q5_0 = 7, /* f16 scale, 32 x 5 bits, offset 16 */
+  TFM_Q5_1 = 8, /* f16 scale, f16 lowest value, 32 x 5 bits */
+  TFM_Q4_K = 9, /* from here on: read, never written */
   TFM_Q5_K = 10,
   TFM_Q6_K = 11,
-  TFM_F8_E4M3 = 12,
+  TFM_F8_E4M3 = 12, /* without infinities, as torch.float8_e4m3fn; computed with as BF16 */
   TFM_F8_E5M2 = 13,
   TFM_TYPE_COUNT = 14
 } tfm_type;
@@ -498,7 +498,7 @@ typedef struct tfm_trainer_config {
   int32_t warmup;        /* steps of a linear start */
   int32_t steps;         /* in all, for the schedules that end */
   int32_t decay_steps;   /* of TFM_WSD; 0: a fifth of steps */
-  int32_t keep;          /* newest checkpoints that tfm_trainer_save leaves: PATH, PATH.1 ...; 0: 1 */
+  int32_t keep;          /* newest checkpoints that saving leaves: PATH, PATH.1 ...; 0: 1 */
   uint64_t data;         /* tfm_data.mark: checkpoints of other data are refused; 0: of none */
 } tfm_trainer_config;
 
@@ -528,7 +528,7 @@ typedef struct tfm_trainer_info {
   uint64_t state_bytes;    /* of these, weights, gradients and moments */
   int32_t batch, context, accumulate;
   int64_t step;
-  int64_t sequences; /* rows of tokens that steps were given, skipped ones too: where data goes on */
+  int64_t sequences; /* rows that steps were given, skipped ones too: where the data goes on */
 } tfm_trainer_info;
 
 /* Trains what the model's files hold, matrices of any type made float32. The model may be freed. */
@@ -1077,10 +1077,12 @@ extern const tfm_backend *tfm_backend_cuda(void);
 #define TFMI_PRINTF(a, b) __attribute__((format(printf, a, b)))
 #define TFMI_NORETURN __attribute__((noreturn))
 #define TFMI_UNUSED __attribute__((unused))
+#define TFMI_NOINLINE __attribute__((noinline))
 #else
 #define TFMI_PRINTF(a, b)
 #define TFMI_NORETURN
 #define TFMI_UNUSED
+#define TFMI_NOINLINE
 #endif
 /* What runs once a model, or once a pass, need not be compiled as kernels are: that takes a third
    of the compiler's time. */
@@ -1504,6 +1506,123 @@ static bool tfmi_ends_with(const char *text, const char *end) {
   return n >= m && memcmp(text + n - m, end, m) == 0;
 }
 
+/* ---- Writing files ---- */
+
+typedef struct tfmi_out { /* a file being written; fd -1 only counts */
+  int fd;
+  bool failed;
+  uint64_t bytes, sum; /* so far, and the checksum of what was flushed */
+  size_t used;
+  char temporary[1040];
+  char buffer[4096];
+} tfmi_out;
+
+/* Of n bytes more, in words of 8; only the last call may end within one. */
+static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n) {
+  const char *from = (const char *)data;
+  size_t i;
+  for (i = 0; i < n; i += 8) {
+    uint64_t word = 0;
+    memcpy(&word, from + i, n - i < 8 ? n - i : 8);
+    sum = (sum ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+    sum ^= sum >> 29;
+  }
+  return sum;
+}
+
+static void tfmi_out_flush(tfmi_out *o) {
+  const char *at = o->buffer;
+  o->sum = tfmi_checksum(o->sum, o->buffer, o->used);
+  while (o->fd >= 0 && o->used && !o->failed) {
+    ssize_t n = write(o->fd, at, o->used);
+    if (n < 0) o->failed = true;
+    else at += n, o->used -= (size_t)n;
+  }
+  o->used = 0;
+}
+
+static void tfmi_out_bytes(tfmi_out *o, const void *data, size_t n) {
+  const char *from = (const char *)data;
+  o->bytes += n;
+  while (n) {
+    size_t some = sizeof o->buffer - o->used < n ? sizeof o->buffer - o->used : n;
+    memcpy(o->buffer + o->used, from, some);
+    o->used += some;
+    from += some;
+    n -= some;
+    if (o->used == sizeof o->buffer) tfmi_out_flush(o);
+  }
+}
+
+static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...) {
+  char text[512];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(text, sizeof text, format, args);
+  va_end(args);
+  tfmi_out_bytes(o, text, strlen(text));
+}
+
+/* A file is written under a temporary name and takes its own when it is whole: it is there whole,
+   or as it was. Begin, write, commit. */
+static tfm_status tfmi_out_begin(tfmi_out *o, const char *path) {
+  int n;
+  memset(o, 0, sizeof *o);
+  n = snprintf(o->temporary, sizeof o->temporary, "%s.part", path);
+  if (n < 0 || (size_t)n >= sizeof o->temporary)
+    return tfmi_report(TFM_E_ARG, "the name of a file to write is longer than 1000 bytes");
+  o->fd = open(o->temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (o->fd >= 0) return TFM_OK;
+  return tfmi_report(TFM_E_IO, "%s cannot be created; does the folder exist?", path);
+}
+
+/* The last `keep` files of a name: path, path.1, ... Each keeps its name until it has the next. */
+static void tfmi_out_rotate(const char *path, int32_t keep) {
+  char from[1040], to[1040];
+  int32_t i;
+  for (i = keep - 1; i >= 1; i--) {
+    snprintf(to, sizeof to, "%s.%d", path, (int)i);
+    snprintf(from, sizeof from, "%s.%d", path, (int)i - 1);
+    if (i > 1) rename(from, to);
+    else if ((unlink(to) != 0 && errno != ENOENT) || link(path, to) != 0) return;
+  }
+}
+
+/* A name is on the disk when its folder is. */
+static void tfmi_sync_folder(const char *path) {
+  const char *slash = strrchr(path, '/');
+  char folder[1040];
+  int fd;
+  snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+  fd = open(folder, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return;
+  fsync(fd);
+  close(fd);
+}
+
+static tfm_status tfmi_out_commit(tfmi_out *o, const char *path, int32_t keep) {
+  tfmi_out_flush(o);
+  if (fsync(o->fd) != 0) o->failed = true;
+  if (close(o->fd) != 0) o->failed = true;
+  if (!o->failed) tfmi_out_rotate(path, keep);
+  if (!o->failed && rename(o->temporary, path) == 0) {
+    tfmi_sync_folder(path);
+    return TFM_OK;
+  }
+  unlink(o->temporary);
+  return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
+}
+
+typedef void (*tfmi_writer)(void *context, tfmi_out *o);
+
+static tfm_status tfmi_out_file(const char *path, tfmi_writer writer, void *context) {
+  tfmi_out o;
+  tfm_status status = tfmi_out_begin(&o, path);
+  if (status != TFM_OK) return status;
+  writer(context, &o);
+  return tfmi_out_commit(&o, path, 1);
+}
+
 static double tfmi_seconds(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -1750,6 +1869,9 @@ static tfm_status tfmi_dev_open(tfm_dev *d, tfmi_heap *heap, tfm_device which, i
                                 int32_t threads, const char *override, bool no_fallback);
 static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap);
 static void tfmi_pool_close(tfm_dev *d, tfmi_heap *heap); /* only its threads */
+
+/* >>kernels: y[i] = x[i] from type to type, n values that fill whole blocks, at any alignment. */
+static void tfmi_convert(tfm_type to, uint8_t *y, tfm_type from, const uint8_t *x, int32_t n);
 
 /* The entry of the device's table, or the reference's where the model was loaded with .override:
    all calls of the forward pass read TFMI_OP(d, norm)(d, ...). */
@@ -6780,10 +6902,10 @@ static void tfmi_expect(tfmi_builder *b, const tfmi_tensor *t, int32_t rows, int
 }
 
 static void tfmi_expect_type(tfmi_builder *b, const tfmi_tensor *t, bool floats) {
-  bool is_float = t->type == TFM_F32 || t->type == TFM_F16 || t->type == TFM_BF16;
-  if (is_float || (!floats && (t->type == TFM_Q8_0 || t->type == TFM_Q4_0))) return;
-  tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s has type %s, expected F32, F16%s",
-            tfmi_plain(t->name).text, t->type_name, floats ? " or BF16" : ", BF16, Q8_0 or Q4_0");
+  if (t->type != TFM_TYPE_DEFAULT && (!floats || tfmi_types[t->type].block_values == 1)) return;
+  tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s has type %s, expected F32, F16, BF16%s",
+            tfmi_plain(t->name).text, t->type_name,
+            floats ? " or F8" : ", F8, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K or Q6_K");
 }
 
 /* ---- Vectors ---- */
@@ -6798,11 +6920,7 @@ static const float *tfmi_vector_end(tfmi_builder *b, uint64_t n) {
 }
 
 static void tfmi_floats(float *to, const tfmi_tensor *t, int32_t n) {
-  int32_t i;
-  for (i = 0; i < n; i++)
-    to[i] = t->type == TFM_F32   ? tfmi_f32(t->data + 4 * (size_t)i)
-            : t->type == TFM_F16 ? tfmi_from_f16(tfmi_u16(t->data + 2 * (size_t)i))
-                                 : tfmi_from_bf16(tfmi_u16(t->data + 2 * (size_t)i));
+  tfmi_convert(TFM_F32, (uint8_t *)to, t->type, t->data, n);
 }
 
 /* Vectors one behind the other: the biases of q, k and v are one. */
@@ -6887,10 +7005,20 @@ static void tfmi_count_part(tfmi_builder *b, const tfmi_tensor *t, const tfm_wei
   b->m->parameters += values;
 }
 
+/* Tables do not compute with F8: it becomes the shortest float that holds all parts exactly. */
+static tfm_type tfmi_widened(const tfm_part *part, int n) {
+  int f8 = 0, bf16 = 0, i;
+  for (i = 0; i < n; i++) {
+    f8 += part[i].type == TFM_F8_E4M3 || part[i].type == TFM_F8_E5M2;
+    bf16 += part[i].type == TFM_BF16;
+  }
+  return f8 == 0 ? TFM_TYPE_DEFAULT : f8 + bf16 == n ? TFM_BF16 : TFM_F32;
+}
+
 static void tfmi_weight(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, tfm_weight *w) {
   tfm_weight_source src;
   tfm_part part[3];
-  tfmi_tensor *t = NULL;
+  tfmi_tensor *t = NULL, *all[3];
   bool conv1d = b->f->conv1d && !b->s->gguf && x->roles == TFM_ROLE_MATMUL && layer >= 0;
   int i;
   memset(&src, 0, sizeof src);
@@ -6904,15 +7032,16 @@ static void tfmi_weight(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, tf
   if (x->slot[0] == TFMI_POSITIONS && tfmi_types[src.type].block_values > 1)
     src.type = TFM_TYPE_DEFAULT; /* too few and too dear to quantise */
   for (i = 0; i < x->n; i++) {
-    t = tfmi_need(b, x->slot[i], layer, ".weight");
+    all[i] = t = tfmi_need(b, x->slot[i], layer, ".weight");
     tfmi_expect(b, t, conv1d ? x->cols : x->rows[i], conv1d ? x->rows[i] : x->cols);
     tfmi_expect_type(b, t, conv1d);
     part[i].data = t->data;
     part[i].type = t->type;
     part[i].rows = x->rows[i];
     src.rows += x->rows[i];
-    tfmi_count_part(b, t, &src);
   }
+  if (!src.type) src.type = tfmi_widened(part, x->n);
+  for (i = 0; i < x->n; i++) tfmi_count_part(b, all[i], &src);
   if (src.type && x->cols % tfmi_types[src.type].block_values)
     tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s: rows of %d values do not fill the blocks "
               "of %s; choose another type of weights", tfmi_plain(t->name).text, (int)x->cols,
@@ -7199,9 +7328,9 @@ static tfm_model *tfmi_model_make(const char *path, const void *data, size_t byt
   memset(&heap, 0, sizeof heap);
   memset(&r, 0, sizeof r);
   if (config) c = *config;
-  if ((int)c.weights < 0 || c.weights > TFM_Q4_0) {
+  if ((int)c.weights < 0 || c.weights > TFM_Q5_1) {
     tfmi_report(TFM_E_ARG, "model config: weights cannot be converted to %s; expected F32, F16, "
-                "BF16, Q8_0 or Q4_0", tfm_type_name(c.weights));
+                "BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1", tfm_type_name(c.weights));
     return NULL;
   }
   heap.host = c.host;
@@ -7768,7 +7897,7 @@ enum {
   TFMI_LANES = 16,
   TFMI_ROWS = 16,   /* rows of x in one tfmi_dots */
   TFMI_PANEL = 32,  /* rows of W whose products are collected before the epilogue; keys in a tile */
-  TFMI_PIECE = 128, /* values decoded at a time */
+  TFMI_PIECE = 256, /* values decoded at a time: the longest block */
   TFMI_STRETCH = 1024, /* values of F32 rows multiplied at a time: 4 rows stay in the first cache */
   TFMI_AHEAD = 1024 /* values: how far ahead of its use a row of W is asked for, for one row of x */
 };
@@ -7859,6 +7988,10 @@ static uint16_t tfmi_load16(const uint8_t *x) {
   return h;
 }
 static void tfmi_store16(uint8_t *y, uint16_t h) { memcpy(y, &h, sizeof h); }
+static void tfmi_put16(uint8_t *y, uint16_t h) { /* in a block, little-endian everywhere */
+  y[0] = (uint8_t)h;
+  y[1] = (uint8_t)(h >> 8);
+}
 
 static void tfmi_decode_f32(float *y, const uint8_t *x, int32_t n) {
   memcpy(y, x, (size_t)n * sizeof *y);
@@ -7882,16 +8015,13 @@ static void tfmi_decode_f16(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT
 
 static void tfmi_decode_bf16(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
   int32_t i;
-  for (i = 0; i < n; i++) {
-    uint32_t bits = (uint32_t)tfmi_load16(x + 2 * (int64_t)i) << 16;
-    memcpy(&y[i], &bits, sizeof bits);
-  }
+  for (i = 0; i < n; i++) y[i] = tfmi_from_bf16(tfmi_load16(x + 2 * (int64_t)i));
 }
 
 static void tfmi_decode_q8_0(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
   int32_t i, j;
   for (i = 0; i < n; i += 32, x += 34) {
-    float scale = tfmi_from_f16(tfmi_load16(x));
+    float scale = tfmi_from_f16(tfmi_u16(x));
     for (j = 0; j < 32; j++) y[i + j] = scale * (float)(int8_t)x[2 + j];
   }
 }
@@ -7899,10 +8029,129 @@ static void tfmi_decode_q8_0(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRIC
 static void tfmi_decode_q4_0(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
   int32_t i, j;
   for (i = 0; i < n; i += 32, x += 18) {
-    float scale = tfmi_from_f16(tfmi_load16(x));
+    float scale = tfmi_from_f16(tfmi_u16(x));
     for (j = 0; j < 16; j++) y[i + j] = scale * (float)((x[2 + j] & 15) - 8);
     for (j = 0; j < 16; j++) y[i + 16 + j] = scale * (float)((x[2 + j] >> 4) - 8);
   }
+}
+
+/* Of a block whose values are q times its first number plus its second. */
+static void tfmi_decode_q4_1(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 32, x += 20) {
+    float scale = tfmi_from_f16(tfmi_u16(x)), low = tfmi_from_f16(tfmi_u16(x + 2));
+    for (j = 0; j < 16; j++) y[i + j] = scale * (float)(x[4 + j] & 15) + low;
+    for (j = 0; j < 16; j++) y[i + 16 + j] = scale * (float)(x[4 + j] >> 4) + low;
+  }
+}
+
+/* 32 numbers of 5 bits: the fifths in 4 bytes, then 16 bytes of low halves. */
+static void tfmi_unpack5(float *y, const uint8_t *x) {
+  uint32_t high = tfmi_u32(x);
+  int32_t j;
+  for (j = 0; j < 16; j++) {
+    y[j] = (float)((x[4 + j] & 15u) | (high >> j & 1) << 4);
+    y[16 + j] = (float)(x[4 + j] >> 4 | (high >> (j + 16) & 1) << 4);
+  }
+}
+
+static void tfmi_decode_q5_0(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 32, x += 22) {
+    float scale = tfmi_from_f16(tfmi_u16(x));
+    tfmi_unpack5(y + i, x + 2);
+    for (j = 0; j < 32; j++) y[i + j] = scale * (y[i + j] - 16);
+  }
+}
+
+static void tfmi_decode_q5_1(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i += 32, x += 24) {
+    float scale = tfmi_from_f16(tfmi_u16(x)), low = tfmi_from_f16(tfmi_u16(x + 2));
+    tfmi_unpack5(y + i, x + 4);
+    for (j = 0; j < 32; j++) y[i + j] = scale * y[i + j] + low;
+  }
+}
+
+/* Scale and offset of the g-th of 8 groups in a block of 256: two f16, then 8 scales and 8 offsets
+   of 6 bits in 12 bytes, the upper bits of the last four of each beside the first four's. */
+static void tfmi_group(float *scale, float *offset, const uint8_t *x, int g) {
+  const uint8_t *at = x + 4;
+  int a = at[g % 4] & 63, b = at[g % 4 + 4] & 63;
+  if (g >= 4) {
+    a = (at[g + 4] & 15) | (at[g % 4] >> 6) << 4;
+    b = at[g + 4] >> 4 | (at[g % 4 + 4] >> 6) << 4;
+  }
+  *scale = tfmi_from_f16(tfmi_u16(x)) * (float)a;
+  *offset = tfmi_from_f16(tfmi_u16(x + 2)) * (float)b;
+}
+
+/* Groups 2 g and 2 g + 1 share 32 bytes, low halves first. */
+static void tfmi_decode_q4_k(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  float scale, offset;
+  int32_t i, j;
+  int g;
+  for (i = 0; i < n; i += 256, x += 144)
+    for (g = 0; g < 8; g++) {
+      const uint8_t *low = x + 16 + g / 2 * 32;
+      tfmi_group(&scale, &offset, x, g);
+      for (j = 0; j < 32; j++)
+        y[i + 32 * g + j] = scale * (float)(low[j] >> g % 2 * 4 & 15) - offset;
+    }
+}
+
+/* The same with a fifth bit: bit g of 32 bytes before. */
+static void tfmi_decode_q5_k(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  float scale, offset;
+  int32_t i, j;
+  int g;
+  for (i = 0; i < n; i += 256, x += 176)
+    for (g = 0; g < 8; g++) {
+      const uint8_t *high = x + 16, *low = x + 48 + g / 2 * 32;
+      tfmi_group(&scale, &offset, x, g);
+      for (j = 0; j < 32; j++) {
+        int q = (low[j] >> g % 2 * 4 & 15) | (high[j] >> g & 1) << 4;
+        y[i + 32 * g + j] = scale * (float)q - offset;
+      }
+    }
+}
+
+/* 128 bytes of low halves, 64 of upper pairs, 16 signed scales, an f16 scale of these. In each half
+   of the block groups 0 and 2, and 1 and 3, share 32 bytes of halves, and all four 32 of pairs. */
+static void tfmi_decode_q6_k(float *TFMI_RESTRICT y, const uint8_t *TFMI_RESTRICT x, int32_t n) {
+  int32_t i, j;
+  int g;
+  for (i = 0; i < n; i += 256, x += 210)
+    for (g = 0; g < 8; g++) {
+      const uint8_t *low = x + g / 4 * 64 + g % 2 * 32, *high = x + 128 + g / 4 * 32;
+      float whole = tfmi_from_f16(tfmi_u16(x + 208)), scale[2];
+      for (j = 0; j < 2; j++) scale[j] = whole * (float)(int8_t)x[192 + 2 * g + j];
+      for (j = 0; j < 32; j++) {
+        int q = (low[j] >> g % 4 / 2 * 4 & 15) | (high[j] >> g % 4 * 2 & 3) << 4;
+        y[i + 32 * g + j] = scale[j / 16] * (float)(q - 32);
+      }
+    }
+}
+
+/* A sign, 7 - m bits of exponent, m of mantissa. With 3 the largest number is 448 and there is no
+   infinity; with 2 it is as in F16, whose upper half it is. */
+static float tfmi_from_f8(uint8_t code, int m) {
+  int size = code & 0x7f, exponent = size >> m;
+  float value;
+  if (m == 2) return tfmi_from_f16((uint16_t)(code << 8));
+  if (size == 0x7f) return NAN;
+  value = exponent ? ldexpf((float)(8 + (size & 7)), exponent - 10) : ldexpf((float)size, -9);
+  return code & 0x80 ? -value : value;
+}
+
+static void tfmi_decode_e4m3(float *y, const uint8_t *x, int32_t n) {
+  int32_t i;
+  for (i = 0; i < n; i++) y[i] = tfmi_from_f8(x[i], 3);
+}
+
+static void tfmi_decode_e5m2(float *y, const uint8_t *x, int32_t n) {
+  int32_t i;
+  for (i = 0; i < n; i++) y[i] = tfmi_from_f8(x[i], 2);
 }
 
 static void tfmi_encode_f32(uint8_t *y, const float *x, int32_t n) {
@@ -7928,31 +8177,103 @@ static float tfmi_extreme(const float *x) {
   return best;
 }
 
+/* y[i] = (x[i] - low) / step, of 32, by a product; a step of 0 makes zeros. Not inlined: fused with
+   an addition that follows it would round otherwise than gguf does. */
+static TFMI_NOINLINE void tfmi_steps(float *y, const float *x, float low, float step) {
+  float inverse = step != 0 ? 1.0f / step : 0.0f;
+  int i;
+  for (i = 0; i < 32; i++) y[i] = (x[i] - low) * inverse;
+}
+
 static void tfmi_encode_q8_0(uint8_t *y, const float *x, int32_t n) {
+  float step[32];
   int32_t i, j;
   for (i = 0; i < n; i += 32, y += 34) {
-    float scale = fabsf(tfmi_extreme(x + i)) / 127.0f, inverse = scale > 0 ? 1.0f / scale : 0.0f;
-    tfmi_store16(y, tfmi_to_f16(scale));
+    float scale = fabsf(tfmi_extreme(x + i)) / 127.0f;
+    tfmi_put16(y, tfmi_to_f16(scale));
+    tfmi_steps(step, x + i, 0, scale);
     for (j = 0; j < 32; j++) {
-      float q = roundf(x[i + j] * inverse);
+      float q = roundf(step[j]);
       y[2 + j] = (uint8_t)(int8_t)(q >= -127.0f && q <= 127.0f ? q : 0.0f); /* NaN: 0 */
     }
   }
 }
 
-static unsigned tfmi_quant4(float x) { /* x + 8 rounded, 0 to 15; NaN: 8 */
-  float q = x + 8.5f;
-  return q >= 15.0f ? 15 : q >= 0.0f ? (unsigned)q : q < 0.0f ? 0 : 8;
+/* 32 steps from `low` to 0 .. most, rounded; NaN becomes -low. */
+static void tfmi_quants(uint8_t *q, const float *x, float low, float step, float zero, float most) {
+  float steps[32];
+  int j;
+  tfmi_steps(steps, x, low, step);
+  for (j = 0; j < 32; j++) {
+    float v = steps[j] + (zero + 0.5f);
+    q[j] = (uint8_t)(v >= most ? most : v >= 0.0f ? v : v < 0.0f ? 0.0f : zero);
+  }
+}
+
+static void tfmi_put_halves(uint8_t *y, const uint8_t *q) { /* of 4 bits */
+  int j;
+  for (j = 0; j < 16; j++) y[j] = (uint8_t)((q[j] & 15) | (q[j + 16] & 15) << 4);
+}
+
+static void tfmi_put_fifths(uint8_t *y, const uint8_t *q) {
+  int j;
+  memset(y, 0, 4);
+  for (j = 0; j < 32; j++) y[j / 8] = (uint8_t)(y[j / 8] | (q[j] >> 4) << j % 8);
 }
 
 static void tfmi_encode_q4_0(uint8_t *y, const float *x, int32_t n) {
-  int32_t i, j;
+  uint8_t q[32];
+  int32_t i;
   for (i = 0; i < n; i += 32, y += 18) {
-    float scale = tfmi_extreme(x + i) / -8.0f, inverse = scale != 0 ? 1.0f / scale : 0.0f;
-    tfmi_store16(y, tfmi_to_f16(scale));
-    for (j = 0; j < 16; j++)
-      y[2 + j] = (uint8_t)(tfmi_quant4(x[i + j] * inverse) |
-                           tfmi_quant4(x[i + j + 16] * inverse) << 4);
+    float scale = tfmi_extreme(x + i) / -8.0f;
+    tfmi_put16(y, tfmi_to_f16(scale));
+    tfmi_quants(q, x + i, 0, scale, 8, 15);
+    tfmi_put_halves(y + 2, q);
+  }
+}
+
+static void tfmi_encode_q5_0(uint8_t *y, const float *x, int32_t n) {
+  uint8_t q[32];
+  int32_t i;
+  for (i = 0; i < n; i += 32, y += 22) {
+    float scale = tfmi_extreme(x + i) / -16.0f;
+    tfmi_put16(y, tfmi_to_f16(scale));
+    tfmi_quants(q, x + i, 0, scale, 16, 31);
+    tfmi_put_fifths(y + 2, q);
+    tfmi_put_halves(y + 6, q);
+  }
+}
+
+/* Scale and lowest of 32 values; their numbers, 0 to `most`. */
+static void tfmi_encode_range(uint8_t *y, uint8_t *q, const float *x, float most) {
+  float low = x[0], high = x[0], scale;
+  int j;
+  for (j = 1; j < 32; j++) {
+    low = x[j] < low ? x[j] : low;
+    high = x[j] > high ? x[j] : high;
+  }
+  scale = (high - low) / most;
+  tfmi_put16(y, tfmi_to_f16(scale));
+  tfmi_put16(y + 2, tfmi_to_f16(low));
+  tfmi_quants(q, x, low, scale, 0, most);
+}
+
+static void tfmi_encode_q4_1(uint8_t *y, const float *x, int32_t n) {
+  uint8_t q[32];
+  int32_t i;
+  for (i = 0; i < n; i += 32, y += 20) {
+    tfmi_encode_range(y, q, x + i, 15);
+    tfmi_put_halves(y + 4, q);
+  }
+}
+
+static void tfmi_encode_q5_1(uint8_t *y, const float *x, int32_t n) {
+  uint8_t q[32];
+  int32_t i;
+  for (i = 0; i < n; i += 32, y += 24) {
+    tfmi_encode_range(y, q, x + i, 31);
+    tfmi_put_fifths(y + 4, q);
+    tfmi_put_halves(y + 8, q);
   }
 }
 
@@ -7960,23 +8281,33 @@ static const struct tfmi_codec {
   void (*decode)(float *y, const uint8_t *x, int32_t n);
   void (*encode)(uint8_t *y, const float *x, int32_t n);
   size_t alignment; /* of rows that are used where they lie in a file */
-} tfmi_codecs[TFM_TYPE_COUNT] = { /* by tfm_type; NULL: named, not computed with */
+} tfmi_codecs[TFM_TYPE_COUNT] = { /* by tfm_type; NULL: read, never written */
   {NULL, NULL, 0},
   {tfmi_decode_f32, tfmi_encode_f32, 4},
   {tfmi_decode_f16, tfmi_encode_f16, 2},
   {tfmi_decode_bf16, tfmi_encode_bf16, 2},
   {tfmi_decode_q8_0, tfmi_encode_q8_0, 1},
   {tfmi_decode_q4_0, tfmi_encode_q4_0, 1},
-  {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0},
-  {NULL, NULL, 0}, {NULL, NULL, 0}, {NULL, NULL, 0}};
+  {tfmi_decode_q4_1, tfmi_encode_q4_1, 1},
+  {tfmi_decode_q5_0, tfmi_encode_q5_0, 1},
+  {tfmi_decode_q5_1, tfmi_encode_q5_1, 1},
+  {tfmi_decode_q4_k, NULL, 1},
+  {tfmi_decode_q5_k, NULL, 1},
+  {tfmi_decode_q6_k, NULL, 1},
+  {tfmi_decode_e4m3, NULL, 1},
+  {tfmi_decode_e5m2, NULL, 1}};
 
 /* Bytes that n values take; whole blocks. A division would be felt in the loops below. */
 static size_t tfmi_span(tfm_type type, int64_t n) {
   size_t bytes = (size_t)tfmi_types[type].block_bytes;
-  return tfmi_types[type].block_values == 1 ? (size_t)n * bytes : (size_t)n / 32 * bytes;
+  switch (tfmi_types[type].block_values) {
+    case 1: return (size_t)n * bytes;
+    case 32: return (size_t)n / 32 * bytes;
+    default: return (size_t)n / 256 * bytes;
+  }
 }
 
-/* y[i] = x[i] from type to type, by way of floats where they differ. */
+/* By way of floats where the types differ. */
 static void tfmi_convert(tfm_type to, uint8_t *y, tfm_type from, const uint8_t *x, int32_t n) {
   float piece[TFMI_PIECE];
   int32_t i;
@@ -8051,19 +8382,19 @@ static bool tfmi_used_in_place(const tfm_weight_source *s, const tfm_part *p) {
 
 /* What speaks against packing a part, as a status left in the device. */
 static tfm_status tfmi_part_check(tfm_dev *d, const tfm_weight_source *s, const tfm_part *p) {
-  tfm_type type = tfmi_stripe_type(s, p), wrong = tfmi_codecs[p->type].decode ? type : p->type;
+  tfm_type type = tfmi_stripe_type(s, p), wrong = type;
   size_t bytes;
-  if (!tfmi_codecs[wrong].decode)
-    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: expected F32, F16, BF16, Q8_0 or Q4_0",
-                 tfm_type_name(wrong));
+  if (tfmi_type_bytes(type, (uint64_t)s->cols, &bytes)) wrong = p->type;
+  if (type != p->type && !tfmi_codecs[type].encode)
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights cannot be converted to %s: expected F32, F16, "
+                 "BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1", tfm_type_name(type));
   else if (s->transposed && tfmi_types[p->type].block_values > 1)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a transposed matrix of type %s: expected a float type",
                  tfm_type_name(p->type));
-  else if (!tfmi_type_bytes(type, (uint64_t)s->cols, &bytes) ||
-           !tfmi_type_bytes(p->type, (uint64_t)s->cols, &bytes))
+  else if (!tfmi_type_bytes(wrong, (uint64_t)s->cols, &bytes))
     tfm_dev_fail(d, TFM_E_UNSUPPORTED,
-                 "a matrix with %d columns cannot be %s, whose blocks have 32; choose a float type",
-                 (int)s->cols, tfm_type_name(type));
+                 "a matrix with %d columns cannot be %s, whose blocks have %d; choose a float type",
+                 (int)s->cols, tfm_type_name(wrong), (int)tfmi_types[wrong].block_values);
   return d->status;
 }
 
@@ -9360,6 +9691,19 @@ static void tfmi_mix_rows(float *const *y, int32_t m, const float (*a)[TFMI_ROWS
   if (m - i == 3) tfmi_mix_block(y + i, a, b, n, cols, 3);
 }
 
+/* Columns col .. col + n-1 of a row, a part of a block where blocks are longer than a tile. */
+static void tfmi_decode_within(float *y, tfm_type type, const uint8_t *row, int32_t col,
+                               int32_t n) {
+  float block[TFMI_PIECE];
+  int32_t within = col % tfmi_types[type].block_values;
+  if (tfmi_types[type].block_values <= TFMI_TILE) {
+    tfmi_codecs[type].decode(y, row + tfmi_span(type, col), n);
+    return;
+  }
+  tfmi_codecs[type].decode(block, row + tfmi_span(type, col - within), TFMI_PIECE);
+  memcpy(y, block + within, (size_t)n * sizeof *y);
+}
+
 /* Rows of a stripe by way of the stack, where they are not F32. */
 static void tfmi_mix_coded(float *const *y, int32_t m, const float (*a)[TFMI_ROWS],
                            const tfmi_stripe *s, int64_t first, int32_t n, int32_t col,
@@ -9370,8 +9714,7 @@ static void tfmi_mix_coded(float *const *y, int32_t m, const float (*a)[TFMI_ROW
   for (at = 0; at < cols; at += TFMI_TILE) {
     int32_t some = tfmi_min32(TFMI_TILE, cols - at);
     for (j = 0; j < n; j++) {
-      const uint8_t *from = tfmi_stripe_row(s, first + j) + tfmi_span(s->type, col + at);
-      tfmi_codecs[s->type].decode(decoded[j], from, some);
+      tfmi_decode_within(decoded[j], s->type, tfmi_stripe_row(s, first + j), col + at, some);
       b[j] = decoded[j];
     }
     for (i = 0; i < m; i++) to[i] = y[i] + at;
@@ -12484,63 +12827,8 @@ TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_co
    become its config.json, by the same keys that >>families reads. The file is written in one go:
    its header is made twice, first to be measured.
 
-   A checkpoint is eight words (tfmi_checkpoint_head), the arenas of weights and moments as they are,
-   and the checksum of all that. It is checked whole before any of it is taken over. */
-
-typedef struct tfmi_out { /* a file being written; fd -1 only counts */
-  int fd;
-  bool failed;
-  uint64_t bytes, sum; /* so far, and the checksum of what was flushed */
-  size_t used;
-  char temporary[1040];
-  char buffer[4096];
-} tfmi_out;
-
-/* Of n bytes more, in words of 8; only the last call may end within one. */
-static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n) {
-  const char *from = (const char *)data;
-  size_t i;
-  for (i = 0; i < n; i += 8) {
-    uint64_t word = 0;
-    memcpy(&word, from + i, n - i < 8 ? n - i : 8);
-    sum = (sum ^ word) * UINT64_C(0x9E3779B97F4A7C15);
-    sum ^= sum >> 29;
-  }
-  return sum;
-}
-
-static void tfmi_out_flush(tfmi_out *o) {
-  const char *at = o->buffer;
-  o->sum = tfmi_checksum(o->sum, o->buffer, o->used);
-  while (o->fd >= 0 && o->used && !o->failed) {
-    ssize_t n = write(o->fd, at, o->used);
-    if (n < 0) o->failed = true;
-    else at += n, o->used -= (size_t)n;
-  }
-  o->used = 0;
-}
-
-static void tfmi_out_bytes(tfmi_out *o, const void *data, size_t n) {
-  const char *from = (const char *)data;
-  o->bytes += n;
-  while (n) {
-    size_t some = sizeof o->buffer - o->used < n ? sizeof o->buffer - o->used : n;
-    memcpy(o->buffer + o->used, from, some);
-    o->used += some;
-    from += some;
-    n -= some;
-    if (o->used == sizeof o->buffer) tfmi_out_flush(o);
-  }
-}
-
-static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...) {
-  char text[512];
-  va_list args;
-  va_start(args, format);
-  vsnprintf(text, sizeof text, format, args);
-  va_end(args);
-  tfmi_out_bytes(o, text, strlen(text));
-}
+   A checkpoint is eight words (tfmi_checkpoint_head), the arenas of weights and moments as they
+   are, and the checksum of all that. It is checked whole before any of it is taken over. */
 
 /* A number of JSON whatever the locale. */
 static void tfmi_out_number(tfmi_out *o, double value) {
@@ -12645,8 +12933,15 @@ static void tfmi_export_header(const tfm_trainer *t, tfmi_out *o) {
   while (o->bytes % 8) tfmi_out_text(o, " "); /* behind the 8 bytes of its length */
 }
 
+typedef struct tfmi_export { /* what a writer is given */
+  tfm_trainer *t;
+  const float *arena;
+} tfmi_export;
+
 /* A whole arena, weights or gradients, under the names of the family. */
-static void tfmi_export_tensors(tfm_trainer *t, const float *arena, tfmi_out *o) {
+static void tfmi_export_tensors(void *context, tfmi_out *o) {
+  const tfmi_export *e = (const tfmi_export *)context;
+  tfm_trainer *t = e->t;
   tfmi_out count;
   tfmi_cut cut[3];
   uint8_t length[8];
@@ -12660,8 +12955,8 @@ static void tfmi_export_tensors(tfm_trainer *t, const float *arena, tfmi_out *o)
   tfmi_export_header(t, o);
   for (i = 0; i < t->parameters; i++)
     for (n = tfmi_cuts(t, &t->parameter[i], cut), k = 0; k < n; k++)
-      if (cut[k].turned) tfmi_cut_turned(t, arena, o, &cut[k]);
-      else tfmi_cut_plain(t, arena, o, &cut[k]);
+      if (cut[k].turned) tfmi_cut_turned(t, e->arena, o, &cut[k]);
+      else tfmi_cut_plain(t, e->arena, o, &cut[k]);
 }
 
 static void tfmi_config_rope(const tfm_trainer *t, tfmi_out *o) {
@@ -12700,7 +12995,8 @@ static void tfmi_config_flags(const tfm_trainer *t, tfmi_out *o) {
   if (t->end_count) tfmi_out_text(o, "]");
 }
 
-static void tfmi_export_config(tfm_trainer *t, const float *arena, tfmi_out *o) {
+static void tfmi_export_config(void *context, tfmi_out *o) {
+  const tfm_trainer *t = ((const tfmi_export *)context)->t;
   const tfmi_family *f = t->family;
   const tfm_net *net = &t->net;
   const struct { const char *key; double value; } rows[] = {
@@ -12710,7 +13006,6 @@ static void tfmi_export_config(tfm_trainer *t, const float *arena, tfmi_out *o) 
     {f->vocabulary.hf, (double)net->vocabulary}, {f->context.hf, (double)net->context},
     {f->eps.hf, (double)net->norm.eps}};
   int i;
-  (void)arena;
   tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
                 f->classes[0]);
   for (i = 0; i < TFMI_COUNT(rows); i++) {
@@ -12725,74 +13020,14 @@ static void tfmi_export_config(tfm_trainer *t, const float *arena, tfmi_out *o) 
   tfmi_out_text(o, ",\n  \"torch_dtype\": \"float32\"\n}\n");
 }
 
-/* A file is written under a temporary name and takes its own when it is whole: it is there whole,
-   or as it was. Begin, write, commit. */
-static tfm_status tfmi_out_begin(tfmi_out *o, const char *path) {
-  int n;
-  memset(o, 0, sizeof *o);
-  n = snprintf(o->temporary, sizeof o->temporary, "%s.part", path);
-  if (n < 0 || (size_t)n >= sizeof o->temporary)
-    return tfmi_report(TFM_E_ARG, "the name of a file to write is longer than 1000 bytes");
-  o->fd = open(o->temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (o->fd >= 0) return TFM_OK;
-  return tfmi_report(TFM_E_IO, "%s cannot be created; does the folder exist?", path);
-}
-
-/* The last `keep` files of a name: path, path.1, ... Each keeps its name until it has the next. */
-static void tfmi_out_rotate(const char *path, int32_t keep) {
-  char from[1040], to[1040];
-  int32_t i;
-  for (i = keep - 1; i >= 1; i--) {
-    snprintf(to, sizeof to, "%s.%d", path, (int)i);
-    snprintf(from, sizeof from, "%s.%d", path, (int)i - 1);
-    if (i > 1) rename(from, to);
-    else if ((unlink(to) != 0 && errno != ENOENT) || link(path, to) != 0) return;
-  }
-}
-
-/* A name is on the disk when its folder is. */
-static void tfmi_sync_folder(const char *path) {
-  const char *slash = strrchr(path, '/');
-  char folder[1040];
-  int fd;
-  snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
-  fd = open(folder, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return;
-  fsync(fd);
-  close(fd);
-}
-
-static tfm_status tfmi_out_commit(tfmi_out *o, const char *path, int32_t keep) {
-  tfmi_out_flush(o);
-  if (fsync(o->fd) != 0) o->failed = true;
-  if (close(o->fd) != 0) o->failed = true;
-  if (!o->failed) tfmi_out_rotate(path, keep);
-  if (!o->failed && rename(o->temporary, path) == 0) {
-    tfmi_sync_folder(path);
-    return TFM_OK;
-  }
-  unlink(o->temporary);
-  return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
-}
-
-typedef void (*tfmi_writer)(tfm_trainer *t, const float *arena, tfmi_out *o);
-
-static tfm_status tfmi_out_file(tfm_trainer *t, const char *path, tfmi_writer writer,
-                                const float *arena, int32_t keep) {
-  tfmi_out o;
-  tfm_status status = tfmi_out_begin(&o, path);
-  if (status != TFM_OK) return status;
-  writer(t, arena, &o);
-  return tfmi_out_commit(&o, path, keep);
-}
-
 static tfm_status tfmi_export_file(tfm_trainer *t, const char *folder, const char *name,
                                    tfmi_writer writer, const float *arena) {
+  tfmi_export e = {t, arena};
   char path[1024];
   int n = snprintf(path, sizeof path, "%s/%s", folder, name);
   if (n < 0 || (size_t)n >= sizeof path)
     return tfmi_report(TFM_E_ARG, "export: the name of the folder is longer than 1000 bytes");
-  return tfmi_out_file(t, path, writer, arena, 1);
+  return tfmi_out_file(path, writer, &e);
 }
 
 TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder) {
@@ -12840,9 +13075,8 @@ static void tfmi_checkpoint_arena(tfm_trainer *t, const float *arena, tfmi_out *
   }
 }
 
-static void tfmi_checkpoint_write(tfm_trainer *t, const float *arena, tfmi_out *o) {
+static void tfmi_checkpoint_write(tfm_trainer *t, tfmi_out *o) {
   uint64_t word[TFMI_WORDS];
-  (void)arena;
   tfmi_checkpoint_head(t, word);
   tfmi_out_bytes(o, word, sizeof word);
   tfmi_checkpoint_arena(t, t->w, o);
@@ -12854,9 +13088,14 @@ static void tfmi_checkpoint_write(tfm_trainer *t, const float *arena, tfmi_out *
 }
 
 TFM_API tfm_status tfm_trainer_save(tfm_trainer *trainer, const char *path) {
+  tfmi_out o;
+  tfm_status status;
   if (!trainer) return tfmi_null_object("tfm_trainer_save");
   if (!path) return tfmi_report(TFM_E_ARG, "tfm_trainer_save: path is NULL");
-  return tfmi_out_file(trainer, path, tfmi_checkpoint_write, NULL, trainer->config.keep);
+  status = tfmi_out_begin(&o, path);
+  if (status != TFM_OK) return status;
+  tfmi_checkpoint_write(trainer, &o);
+  return tfmi_out_commit(&o, path, trainer->config.keep);
 }
 
 /* Says what of a checkpoint's head does not fit this trainer's. */
@@ -12924,9 +13163,9 @@ TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
    Opening lists the files, tells their mark (names, sizes, times, tokenizer, separator), and takes
    the ids from the cache if that carries the same mark and its checksum holds; else it encodes file
    by file, a piece of at most TFMI_TEXT_PIECE bytes at a time, cut behind a line, so that texts of
-   any size need little memory. The cache is: two words (format, mark), the ids, two bytes each where
-   the vocabulary has at most 65536 and four otherwise, zeros to a whole word, three words (ids,
-   documents, checksum of all before). It appears whole or not at all, as a checkpoint does.
+   any size need little memory. The cache is: two words (format, mark), the ids, two bytes each
+   where the vocabulary has at most 65536 and four otherwise, zeros to a whole word, three words
+   (ids, documents, checksum of all before). It appears whole or not at all, as a checkpoint does.
 
    A row of ids is read as a ring, from which an epoch cuts sequences end to end, beginning at a
    random place. Their order is a permutation that needs no memory: a Feistel network over the
@@ -13032,7 +13271,7 @@ static void tfmi_data_list(tfmi_data_make *m) {
 
 /* ---- Encoding ---- */
 
-/* How much of a text to take: at most that many bytes, up to the end of a line, or of a character. */
+/* How much of a text to take: at most that many bytes, to the end of a line or of a character. */
 static size_t tfmi_text_cut(const char *text, size_t n, size_t most) {
   size_t at = most;
   if (n <= most) return n;

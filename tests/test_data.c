@@ -170,8 +170,8 @@ static uint64_t mark_of(const tfm_tokenizer *t, const char *separator, bool expe
 }
 
 TEST(the_cache_is_made_anew_when_stale) {
-  tfm_tokenizer *t = words(), *letters = tfm_tokenizer_from_text(" ;abcdefghijklmnopqrstuvwxyz\n", 29,
-                                                                 NULL);
+  static const char alphabet[] = " ;abcdefghijklmnopqrstuvwxyz\n";
+  tfm_tokenizer *t = words(), *letters = tfm_tokenizer_from_text(alphabet, 29, NULL);
   uint64_t mark;
   blob b;
   FILE *f;

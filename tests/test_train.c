@@ -220,6 +220,37 @@ TEST(accumulation_is_a_larger_batch) {
   golden_close(&g);
 }
 
+/* Weights are relative; 0 is as -100; and a token that counts twice is one that is there twice. */
+TEST(targets_have_weights) {
+  golden g;
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  tfm_step plain, twice, some, masked;
+  float weights[512];
+  int32_t targets[512], n, i;
+  if (!golden_open(&g, "gpt2-a", TFM_AUTO)) return;
+  c = golden_config(&g);
+  t = tfm_trainer_create(g.model, &c);
+  n = 2 * g.context;
+  for (i = 0; i < n; i++) weights[i] = 2;
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, NULL, &plain), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, weights, &twice), TFM_OK);
+  CHECK(fabs(plain.loss - twice.loss) < 1e-6 && plain.targets == twice.targets);
+  CHECK(fabs(plain.accuracy - twice.accuracy) < 1e-9);
+  for (i = 0; i < n; i++) {
+    weights[i] = i % 3 ? 0.0f : 0.5f;
+    targets[i] = i % 3 ? -100 : g.targets[i];
+  }
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, weights, &some), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, targets, NULL, &masked), TFM_OK);
+  CHECK(fabs(some.loss - masked.loss) < 1e-6 && some.targets == masked.targets);
+  weights[5] = -1;
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, weights, &some), TFM_E_ARG);
+  CHECK_STR_HAS(tfm_error(), "weight 5 is -1");
+  tfm_trainer_free(t);
+  golden_close(&g);
+}
+
 TEST(evaluation_learns_nothing) {
   golden g;
   tfm_trainer_config c;
@@ -631,6 +662,44 @@ TEST(other_and_damaged_checkpoints_are_refused) {
   CHECK_EQ_INT(tfm_trainer_resume(c, "build/no such file"), TFM_E_IO);
   tfm_trainer_free(a), tfm_trainer_free(b), tfm_trainer_free(c);
   free(saved.data);
+  remove(SAVED);
+}
+
+static int64_t step_of(const char *path) {
+  tfm_trainer *t = trained("llama", 0, NULL);
+  int64_t step = tfm_trainer_resume(t, path) == TFM_OK ? t->step : -1;
+  tfm_trainer_free(t);
+  return step;
+}
+
+TEST(the_newest_checkpoints_are_kept) {
+  tfm_trainer *t = trained("llama", 1, NULL);
+  int32_t tokens[24] = {0}, targets[24] = {0}, i;
+  t->config.keep = 3;
+  for (i = 0; i < 5; i++) {
+    CHECK_EQ_INT(tfm_trainer_save(t, SAVED), TFM_OK);
+    CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL, NULL), TFM_OK);
+  }
+  CHECK_EQ_INT(step_of(SAVED), 5);
+  CHECK_EQ_INT(step_of(SAVED ".1"), 4);
+  CHECK_EQ_INT(step_of(SAVED ".2"), 3);
+  CHECK_EQ_INT(step_of(SAVED ".3"), -1);
+  tfm_trainer_free(t);
+  remove(SAVED), remove(SAVED ".1"), remove(SAVED ".2");
+}
+
+TEST(a_checkpoint_knows_its_data_and_place) {
+  tfm_trainer *t = trained("llama", 4, NULL), *u = trained("llama", 0, NULL);
+  tfm_trainer_info info = {0};
+  t->config.data = 17;
+  CHECK_EQ_INT(tfm_trainer_save(t, SAVED), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_resume(u, SAVED), TFM_E_FORMAT);
+  CHECK_STR_HAS(tfm_error(), "other data");
+  u->config.data = 17;
+  CHECK_EQ_INT(tfm_trainer_resume(u, SAVED), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_describe(u, &info), TFM_OK);
+  CHECK(info.step == 4 && info.sequences == 4);
+  tfm_trainer_free(t), tfm_trainer_free(u);
   remove(SAVED);
 }
 

@@ -4,7 +4,7 @@
 #include "../transformer.h"
 #include "files.h"
 
-#define FOLDER "build/test_data"
+#define FOLDER "build/test_data.texts"
 #define CACHE FOLDER "/.ids"
 
 static void write_text(const char *path, const char *text) {
@@ -42,7 +42,7 @@ static int64_t ids_of(const tfm_data *d, int32_t *ids) {
 }
 
 static void expect(const tfm_tokenizer *t, int32_t *ids, int64_t *n, const char *text) {
-  tfm_tokenizer_info info;
+  tfm_tokenizer_info info = {0};
   CHECK_EQ_INT(tfm_tokenizer_describe(t, &info), TFM_OK);
   if (info.bos >= 0 && info.bos != info.eos) ids[(*n)++] = info.bos;
   *n += tfm_encode(t, text, strlen(text), 0, ids + *n, 100);

@@ -196,7 +196,7 @@ static const struct cpu_layout {
   {0, 0, 0, 0, 0, false}, {1, 0, 4, 1, 0, false}, {1, 0, 2, 1, 0, false}, {1, 0, 2, 1, 0, true},
   {32, 2, 4, 8, 0x80, false}, {32, 2, 4, 4, 0, false},
   {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false},
-  {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}};
+  {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {1, 0, 1, 1, 0, false}, {1, 0, 1, 1, 0, false}};
 
 typedef struct cpu_stripe { /* consecutive rows in one type */
   const uint8_t *data;
@@ -246,10 +246,20 @@ static size_t cpu_part_bytes(const tfm_weight_source *s, const tfm_part *p) {
   return in_place ? 0 : cpu_align((size_t)rows * cpu_span(type, s->cols));
 }
 
+/* Types that the reference knows and these kernels do not: F8 is converted from, only. */
+static bool cpu_declines(const tfm_weight_source *s, const tfm_part *p) {
+  return cpu_layouts[p->type].unit == 0 || cpu_layouts[cpu_type_of(s, p)].unit < 2;
+}
+
 static tfm_pack_size cpu_pack_size(tfm_dev *d, const tfm_weight_source *s) {
   tfm_pack_size size = {0, 0}, failed = {0, 0};
   int32_t i;
   tfm_backend_ref()->pack_size(d, s); /* it knows what cannot be packed, and says so */
+  for (i = 0; i < s->part_count && d->status == TFM_OK; i++)
+    if (cpu_declines(s, &s->parts[i]))
+      tfm_dev_fail(d, TFM_E_UNSUPPORTED, "device cpu has no kernels for %s; choose device ref",
+                   tfm_type_name(cpu_layouts[s->parts[i].type].unit == 0
+                                     ? s->parts[i].type : cpu_type_of(s, &s->parts[i])));
   if (d->status != TFM_OK) return failed;
   size.host_bytes = cpu_align(sizeof(cpu_weight) + (size_t)s->part_count * sizeof(cpu_stripe));
   for (i = 0; i < s->part_count; i++) size.device_bytes += cpu_part_bytes(s, &s->parts[i]);

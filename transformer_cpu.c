@@ -1770,7 +1770,7 @@ static void V(gemm_tile)(const V(gemm_part) *p, float *sums, const void *const *
 
 /* All rows of the part, for the terms at hand. */
 static void V(gemm_rows)(const cpu_gemm *t, const V(gemm_part) *p) {
-  int32_t at = CPU_TURNED / p->depth / CPU_TILE * CPU_TILE; /* rows of a that are turned at a time */
+  int32_t at = CPU_TURNED / p->depth / CPU_TILE * CPU_TILE; /* rows of a turned at a time */
   int32_t cols = cpu_min(p->panels * CPU_ROWS, t->cols - p->col), row, rows, i;
   bool last = p->k + p->depth == t->depth;
   const void *x[CPU_TILE];
@@ -2109,7 +2109,7 @@ static void V(attn_bwd_add)(tfm_mat y, int32_t at, int32_t col, const float *x, 
   }
 }
 
-/* Rows row .. row + n - 1 of a sequence, one query head: pointers, lse and delta, q and dy turned. */
+/* Rows row .. row + n - 1 of a sequence, one query head: pointers, lse, delta; q and dy turned. */
 static void V(attn_bwd_block)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, int32_t row,
                               int32_t n, int32_t head) {
   const cpu_attn_job *a = &t->attn;
@@ -2276,7 +2276,8 @@ static void V(sumsq_shares)(void *context, int32_t begin, int32_t end, int32_t w
   int32_t item;
   (void)worker;
   for (item = begin; item < end; item++) {
-    int64_t at = (int64_t)item * CPU_SHARE, last = at + CPU_SHARE < t->n ? at + CPU_SHARE : t->n, i;
+    int64_t at = (int64_t)item * CPU_SHARE, i;
+    int64_t last = at + CPU_SHARE < t->n ? at + CPU_SHARE : t->n;
     double sum = 0;
     for (; at < last; at += 1024) {
       V(vec) part[2] = {V(all)(0.0f), V(all)(0.0f)}, x;

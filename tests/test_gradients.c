@@ -359,7 +359,8 @@ static void attention(device *t, int rows, int heads, int kv_heads, int width, i
   tfm_kv c;
   attended a;
   for (i = 0; i < rows; i++) {
-    seq[i] = sequences < 0 ? -sequences * i / rows : i < rows / 2 ? below(sequences) : sequences - 1;
+    seq[i] = sequences < 0 ? -sequences * i / rows
+             : i < rows / 2 ? below(sequences) : sequences - 1;
     pos[i] = next[seq[i]]++;
   }
   d_id = ints_put(t, pos, rows);

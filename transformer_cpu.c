@@ -2010,8 +2010,8 @@ static void V(norm_bwd)(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy
 
 /* ---- Training: attention ----
    With p the probability of a key, from its score s and the row's lse, and dp = dy . v:
-   dv = sum of p dy, ds = p (dp - dy . y), dq = sum of ds k, dk = sum of ds q. A thread has all heads
-   of a sequence that share keys. 96 rows of queries meet 32 keys at a time: scores and dp are
+   dv = sum of p dy, ds = p (dp - dy . y), dq = sum of ds k, dk = sum of ds q. An item is what of a
+   sequence shares keys. 96 rows of queries meet 32 keys at a time: scores and dp are
    products with panels of keys and of values, dq is one with rows of keys; dk and dv are products
    of q and dy, transposed, with ds and p, whose rows already lie as a panel's do. */
 

@@ -654,7 +654,7 @@ typedef struct tfm_dev {
   bool host_visible;      /* memory from `alloc` must be addressable by the host (for override) */
   tfm_status status;      /* sticky until sync */
   char message[256];
-  void *work; /* an engine's: work_bytes of device memory for temporaries of entries; else NULL */
+  void *work; /* an engine's or a trainer's: work_bytes for temporaries of entries; else NULL */
   void *state; /* the backend's own, from open to close */
 } tfm_dev;
 
@@ -891,7 +891,8 @@ struct tfm_backend {
   /* Memory that the host and the device both address; NULL: out of memory. */
   void *(*alloc_shared)(tfm_dev *d, size_t bytes);
   void (*release_shared)(tfm_dev *d, void *p, size_t bytes);
-  /* Bytes of tfm_dev.work that entries want for passes of up to `rows` rows over a context. */
+  /* Bytes of tfm_dev.work that entries want for passes of up to `rows` rows over a context; for
+     backward and the optimiser too when net->embed has TFM_ROLE_GRADIENT. */
   size_t (*work_bytes)(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
                        int32_t context);
   /* Graphs. replay runs what was recorded under a key; false: nothing was. record(begin) starts a
@@ -6410,8 +6411,8 @@ static void tfmi_source_read(tfmi_source *s, const char *path, const void *data,
    .bias [E, C]: y = c_proj(act(c_fc(x))), rows by outputs (not turned as Conv1D's are). */
 
 typedef enum tfmi_quantity { /* the first nine every family has */
-  TFMI_N_LAYERS, TFMI_N_WIDTH, TFMI_N_HEADS, TFMI_N_KV_HEADS, TFMI_N_HEAD_WIDTH, TFMI_N_FFN, TFMI_N_VOCABULARY,
-  TFMI_N_CONTEXT, TFMI_N_EPS,
+  TFMI_N_LAYERS, TFMI_N_WIDTH, TFMI_N_HEADS, TFMI_N_KV_HEADS, TFMI_N_HEAD_WIDTH, TFMI_N_FFN,
+  TFMI_N_VOCABULARY, TFMI_N_CONTEXT, TFMI_N_EPS,
   TFMI_N_THETA, TFMI_N_LOCAL_THETA, TFMI_N_PARTIAL, TFMI_N_ORIGINAL, /* rotation */
   TFMI_N_WINDOW, TFMI_N_WINDOW_LAYERS, TFMI_N_WINDOW_EVERY, /* every so many layers one sees all */
   TFMI_N_QUERY_SCALAR, TFMI_N_ATTN_CAP, TFMI_N_LOGIT_CAP,
@@ -6610,7 +6611,8 @@ static const tfmi_family tfmi_families[] = {
    tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY, "hidden_act", "silu",
    {NULL, true}, {NULL, false}, {NULL, false}, {NULL, false}, {"tie_word_embeddings", false},
    {NULL, false}, {"use_sliding_window", true, false, true}, 0,
-   {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_WINDOW, 4096}, {TFMI_N_WINDOW_LAYERS, 28}}},
+   {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_WINDOW, 4096},
+    {TFMI_N_WINDOW_LAYERS, 28}}},
   {"qwen3", "qwen3", {"Qwen3ForCausalLM", "Qwen3Model"}, "model.", tfmi_llama_slots,
    tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_HEAD_NORMS, "hidden_act", "silu",
    {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
@@ -6630,7 +6632,8 @@ static const tfmi_family tfmi_families[] = {
    {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
    {"tie_word_embeddings", true}, {NULL, false}, {NULL, false, false, true}, 46,
    {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_HEAD_WIDTH, 256}, {TFMI_N_WINDOW, 4096},
-    {TFMI_N_WINDOW_EVERY, 2}, {TFMI_N_QUERY_SCALAR, 256}, {TFMI_N_ATTN_CAP, 50}, {TFMI_N_LOGIT_CAP, 30}}},
+    {TFMI_N_WINDOW_EVERY, 2}, {TFMI_N_QUERY_SCALAR, 256}, {TFMI_N_ATTN_CAP, 50},
+    {TFMI_N_LOGIT_CAP, 30}}},
   {"gemma3_text", "gemma3", {"Gemma3ForCausalLM", "Gemma3TextModel"}, "model.",
    tfmi_gemma2_slots, tfmi_llama_keys,
    TFMI_GATED | TFMI_ROTARY | TFMI_ONE_PLUS | TFMI_SCALED_EMBED | TFMI_POST_NORMS |
@@ -6638,8 +6641,9 @@ static const tfmi_family tfmi_families[] = {
    "hidden_activation", "gelu_pytorch_tanh",
    {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
    {"tie_word_embeddings", true}, {NULL, false}, {NULL, false, false, true}, 62,
-   {{TFMI_N_THETA, 1e6}, {TFMI_N_LOCAL_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_HEAD_WIDTH, 256},
-    {TFMI_N_WINDOW, 4096}, {TFMI_N_WINDOW_EVERY, 6}, {TFMI_N_QUERY_SCALAR, 256}, {TFMI_N_LOGIT_CAP, 0}}},
+   {{TFMI_N_THETA, 1e6}, {TFMI_N_LOCAL_THETA, 10000}, {TFMI_N_ORIGINAL, 0},
+    {TFMI_N_HEAD_WIDTH, 256}, {TFMI_N_WINDOW, 4096}, {TFMI_N_WINDOW_EVERY, 6},
+    {TFMI_N_QUERY_SCALAR, 256}, {TFMI_N_LOGIT_CAP, 0}}},
   {"phi3", "phi3", {"Phi3ForCausalLM", "Phi3Model"}, "model.", tfmi_phi3_slots, tfmi_llama_keys,
    TFMI_GATED | TFMI_ROTARY | TFMI_LONGROPE, "hidden_act", "silu",
    {NULL, false}, {NULL, false}, {NULL, false}, {NULL, false}, {"tie_word_embeddings", false},
@@ -6658,15 +6662,17 @@ static const tfmi_family tfmi_families[] = {
    {"tie_word_embeddings", false}, {"norm_topk_prob", false},
    {"use_sliding_window", false, true, true}, 0,
    {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_WINDOW, 4096}, {TFMI_N_WINDOW_LAYERS, 28},
-    {TFMI_N_WINDOW_EVERY, 2}, {TFMI_N_EXPERTS, 60}, {TFMI_N_EXPERTS_USED, 4}, {TFMI_N_EXPERT_FFN, 1408},
-    {TFMI_N_SHARED_FFN, 5632}, {TFMI_N_SPARSE_STEP, 1}, {TFMI_N_BALANCE, 0.001}}},
+    {TFMI_N_WINDOW_EVERY, 2}, {TFMI_N_EXPERTS, 60}, {TFMI_N_EXPERTS_USED, 4},
+    {TFMI_N_EXPERT_FFN, 1408}, {TFMI_N_SHARED_FFN, 5632}, {TFMI_N_SPARSE_STEP, 1},
+    {TFMI_N_BALANCE, 0.001}}},
   {"qwen3_moe", "qwen3moe", {"Qwen3MoeForCausalLM", "Qwen3MoeModel"}, "model.", tfmi_llama_slots,
    tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_HEAD_NORMS | TFMI_MOE, "hidden_act", "silu",
    {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
    {"tie_word_embeddings", false}, {"norm_topk_prob", false},
    {"use_sliding_window", false, false, false}, 0,
    {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_WINDOW, 4096}, {TFMI_N_EXPERTS, 128},
-    {TFMI_N_EXPERTS_USED, 8}, {TFMI_N_EXPERT_FFN, 768}, {TFMI_N_SPARSE_STEP, 1}, {TFMI_N_BALANCE, 0.001}}},
+    {TFMI_N_EXPERTS_USED, 8}, {TFMI_N_EXPERT_FFN, 768}, {TFMI_N_SPARSE_STEP, 1},
+    {TFMI_N_BALANCE, 0.001}}},
   {"gpt2_moe", NULL, {"GPT2MoeLMHeadModel", "GPT2MoeModel"}, "transformer.", tfmi_gpt2_slots,
    tfmi_gpt2_keys,
    TFMI_LAYER_NORM | TFMI_CONV1D | TFMI_LAYER_SCALE | TFMI_MOE | TFMI_SOFTMAX_AFTER,
@@ -7012,7 +7018,8 @@ static float tfmi_net_embed_scale(const tfmi_source *s, const tfmi_family *f, co
 /* ---- Windows ---- */
 
 static bool tfmi_windows_at(const tfmi_source *s, const tfmi_family *f, int32_t layer) {
-  int32_t every = tfmi_whole(s, f, TFMI_N_WINDOW_EVERY), last = tfmi_whole(s, f, TFMI_N_WINDOW_LAYERS);
+  int32_t every = tfmi_whole(s, f, TFMI_N_WINDOW_EVERY);
+  int32_t last = tfmi_whole(s, f, TFMI_N_WINDOW_LAYERS);
   return (!f->windows.from || layer >= last) && (!f->windows.until || layer < last) &&
          (every == 0 || (layer + 1) % every != 0);
 }
@@ -12719,6 +12726,7 @@ static void tfmi_pack_parameters(tfm_trainer *t, size_t *host, size_t *device) {
     tfm_pack_size size = table->pack_size(&t->dev, &s);
     p->weight->rows = p->rows;
     p->weight->cols = p->cols;
+    p->weight->roles = s.roles;
     if (t->packed)
       table->pack(&t->dev, p->weight, &s, t->packed + *host, t->packed_device + *device);
     *host += size.host_bytes;
@@ -12791,6 +12799,8 @@ static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
   t->m = tfmi_take_floats(a, t->total);
   t->v = tfmi_take_floats(a, t->total);
   t->packed_device = (uint8_t *)tfmi_take(a, packed, 1);
+  t->dev.work = tfmi_take(a, t->dev.table->work_bytes(&t->dev, net, t->rows, t->config.batch,
+                                                      t->config.context), 1);
   t->frequencies = tfmi_take_floats(a, net->head_width);
   t->sumsq = tfmi_take_floats(a, 1);
   t->losses = tfmi_take_floats(a, t->rows);

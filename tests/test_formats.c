@@ -569,8 +569,8 @@ TEST(config_refusals) {
     {"\"silu\"", "\"silu\", \"final_logit_softcapping\": 30.0", TFM_E_UNSUPPORTED, "is 30.0"},
     {"\"silu\"", "\"silu\", \"layer_types\": [\"linear_attention\"]", TFM_E_UNSUPPORTED,
      "layer_types has \"linear_attention\" for layer 0"},
-    {"\"silu\"", "\"silu\", \"layer_types\": [\"full_attention\", \"full_attention\"]", TFM_E_FORMAT,
-     "does not name the 1 layers"},
+    {"\"silu\"", "\"silu\", \"layer_types\": [\"full_attention\", \"full_attention\"]",
+     TFM_E_FORMAT, "does not name the 1 layers"},
     {"\"silu\"", "\"silu\", \"attention_bias\": true", TFM_E_FORMAT, "q_proj.bias is missing"},
   };
   int i;

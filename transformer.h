@@ -510,6 +510,7 @@ typedef struct tfm_shape { /* a model to be made; what is 0 is as the family has
   int32_t ffn_width;     /* 0: 4 width; llama: 8/3 width, up to a multiple of 32 */
   bool untied;           /* a head of its own instead of the embedding table */
   uint64_t seed;
+  const tfm_tokenizer *tokenizer; /* its BOS and EOS are the model's; NULL: there are none */
 } tfm_shape;
 
 typedef struct tfm_step {
@@ -12181,13 +12182,13 @@ static tfm_status tfmi_trainer_memory(tfm_trainer *t) {
 
 /* ---- One pass forward and back ---- */
 
-typedef struct tfmi_batch { /* of one pass, or of several; weights may be NULL */
+typedef struct tfmi_lesson { /* of one pass, or of several; weights may be NULL */
   const int32_t *tokens, *targets;
   const float *weights;
-} tfmi_batch;
+} tfmi_lesson;
 
 /* Pass number i of a batch goes to the device. */
-static void tfmi_batch_put(tfm_trainer *t, const tfmi_batch *b, int32_t i) {
+static void tfmi_batch_put(tfm_trainer *t, const tfmi_lesson *b, int32_t i) {
   size_t bytes = (size_t)t->rows * sizeof(int32_t);
   int64_t at = (int64_t)i * t->rows;
   t->dev.table->put(&t->dev, t->id, b->tokens + at, bytes);
@@ -12334,7 +12335,7 @@ static float tfmi_learning_rate(const tfm_trainer_config *c, int64_t s) {
   return c->min_lr + (c->lr - c->min_lr) * (float)left;
 }
 
-static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_batch *b, int64_t i) {
+static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_lesson *b, int64_t i) {
   int32_t vocabulary = t->net.vocabulary, token = b->tokens[i], target = b->targets[i];
   if (token < 0 || token >= vocabulary)
     return tfmi_report(TFM_E_ARG, "trainer: token %lld is %d; expected 0 to %d", (long long)i,
@@ -12349,7 +12350,7 @@ static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_batch *b, in
 }
 
 /* Checks n rows; counts the targets, and sums up their weights. */
-static tfm_status tfmi_batch_check(const tfm_trainer *t, const tfmi_batch *b, int64_t n,
+static tfm_status tfmi_batch_check(const tfm_trainer *t, const tfmi_lesson *b, int64_t n,
                                    int64_t *counted, double *weight) {
   int64_t i;
   *counted = 0;
@@ -12383,7 +12384,7 @@ static tfm_status tfmi_trainer_sync(tfm_trainer *t) {
 }
 
 /* Runs `passes` batches: sums in out, and, when learning, the mean's gradient in g. */
-static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_batch *batch, int32_t passes,
+static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, int32_t passes,
                                     bool learn, tfm_step *out) {
   tfm_dev *d = &t->dev;
   tfmi_loss how = {0, batch->weights != NULL, learn};
@@ -12425,7 +12426,7 @@ static void tfmi_train_update(tfm_trainer *t, float lr) {
 
 TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
                                     const int32_t *targets, const float *weights, tfm_step *out) {
-  tfmi_batch batch = {tokens, targets, weights};
+  tfmi_lesson batch = {tokens, targets, weights};
   tfm_trainer *t = trainer;
   tfm_step s;
   tfm_status status;
@@ -12456,7 +12457,7 @@ TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
 
 TFM_API tfm_status tfm_trainer_eval(tfm_trainer *trainer, const int32_t *tokens,
                                     const int32_t *targets, const float *weights, tfm_step *out) {
-  tfmi_batch batch = {tokens, targets, weights};
+  tfmi_lesson batch = {tokens, targets, weights};
   tfm_step s;
   tfm_status status;
   if (!trainer) return tfmi_null_object("tfm_trainer_eval");
@@ -12530,6 +12531,15 @@ typedef struct tfmi_origin {
 
 static const float tfmi_there = 0; /* what a vector points to before there is memory for it */
 
+/* What begins and ends a text, for the config.json that is exported. */
+static void tfmi_shape_ends(tfm_trainer *t, const tfm_tokenizer *tokenizer) {
+  tfm_tokenizer_info v;
+  if (!tokenizer || tfm_tokenizer_describe(tokenizer, &v) != TFM_OK) return;
+  t->bos = v.bos;
+  t->end_count = v.eos >= 0;
+  t->end[0] = v.eos;
+}
+
 /* The network of a shape, but for its layers. */
 static tfm_status tfmi_shape_net(tfm_trainer *t, const tfm_shape *s) {
   tfm_net *net = &t->net;
@@ -12558,6 +12568,7 @@ static tfm_status tfmi_shape_net(tfm_trainer *t, const tfm_shape *s) {
   if (!f->rotary) net->positions.rows = net->context;
   net->final_norm = &tfmi_there;
   net->final_norm_bias = f->norm == TFM_NORM_LAYER ? &tfmi_there : NULL;
+  tfmi_shape_ends(t, s->tokenizer);
   return TFM_OK;
 }
 

@@ -655,7 +655,7 @@ typedef struct tfm_dev {
   bool host_visible;      /* memory from `alloc` must be addressable by the host (for override) */
   tfm_status status;      /* sticky until sync */
   char message[256];
-  void *work; /* an engine's: work_bytes of device memory for temporaries of entries; else NULL */
+  void *work; /* an engine's or a trainer's: work_bytes for temporaries of entries; else NULL */
   void *state; /* the backend's own, from open to close */
 } tfm_dev;
 
@@ -892,7 +892,8 @@ struct tfm_backend {
   /* Memory that the host and the device both address; NULL: out of memory. */
   void *(*alloc_shared)(tfm_dev *d, size_t bytes);
   void (*release_shared)(tfm_dev *d, void *p, size_t bytes);
-  /* Bytes of tfm_dev.work that entries want for passes of up to `rows` rows over a context. */
+  /* Bytes of tfm_dev.work that entries want for passes of up to `rows` rows over a context; for
+     backward and the optimiser too when net->embed has TFM_ROLE_GRADIENT. */
   size_t (*work_bytes)(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
                        int32_t context);
   /* Graphs. replay runs what was recorded under a key; false: nothing was. record(begin) starts a
@@ -12025,6 +12026,7 @@ static void tfmi_pack_parameters(tfm_trainer *t, size_t *host, size_t *device) {
     tfm_pack_size size = table->pack_size(&t->dev, &s);
     p->weight->rows = p->rows;
     p->weight->cols = p->cols;
+    p->weight->roles = s.roles;
     if (t->packed)
       table->pack(&t->dev, p->weight, &s, t->packed + *host, t->packed_device + *device);
     *host += size.host_bytes;
@@ -12095,6 +12097,8 @@ static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
   t->m = tfmi_take_floats(a, t->total);
   t->v = tfmi_take_floats(a, t->total);
   t->packed_device = (uint8_t *)tfmi_take(a, packed, 1);
+  t->dev.work = tfmi_take(a, t->dev.table->work_bytes(&t->dev, net, t->rows, t->config.batch,
+                                                      t->config.context), 1);
   t->frequencies = tfmi_take_floats(a, net->head_width / 2);
   t->sumsq = tfmi_take_floats(a, 1);
   t->losses = tfmi_take_floats(a, t->rows);

@@ -298,6 +298,21 @@ TEST(safetensors_header) {
     expect_header(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
 }
 
+TEST(safetensors_of_8_bits) { /* the rest of the embedding's room is another tensor's */
+  static const char whole[] = "{\"dtype\":\"F32\",\"shape\":[5,4],\"data_offsets\":[0,80]}";
+  static const char eighth[] = "{\"dtype\":\"F8_E%s\",\"shape\":[5,4],\"data_offsets\":[0,20]},"
+                               "\"x\":{\"dtype\":\"I8\",\"shape\":[60],\"data_offsets\":[20,80]}";
+  static const char *const kinds[] = {"4M3", "5M2"};
+  char text[200];
+  int i;
+  for (i = 0; i < 2; i++) {
+    snprintf(text, sizeof text, eighth, kinds[i]);
+    expect_header(whole, text, TFM_OK, "");
+  }
+  snprintf(text, sizeof text, eighth, "8M0");
+  expect_header(whole, text, TFM_E_UNSUPPORTED, "has type F8_E8M0, expected F32, F16, BF16, F8");
+}
+
 TEST(safetensors_empty_tensors) { /* a zero hides no overflow before it, and none follows it */
   const char *zero = "{\"a\":{\"dtype\":\"BOOL\",\"shape\":[0,4611686018427387904,8],"
                      "\"data_offsets\":[0,0]},\"model";
@@ -696,8 +711,11 @@ TEST(gguf_models) {
       {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, "llama.attention.scale"}, TFM_E_FORMAT, "is 2"},
       {{NULL, NULL, 14, 0, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT,
        "do not fill blocks of Q6_K (256)"},
-      {{NULL, NULL, 3, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED,
-       "token_embd.weight has type Q4_1"},
+      {{NULL, NULL, 3, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 6, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 7, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 9, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED,
+       "token_embd.weight has type Q8_1"},
       {{NULL, NULL, 20, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "has type IQ4_NL"},
       {{NULL, NULL, 4, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "type 4, which is not known"},
       {{NULL, NULL, 31, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED,

@@ -41,7 +41,7 @@ static bool same_token(const tfm_tokenizer *t, int32_t id, const char *text, siz
 
 /* Same tokens, merges and special ids. */
 static void check_same(const tfm_tokenizer *a, const tfm_tokenizer *b) {
-  tfm_tokenizer_info x, y;
+  tfm_tokenizer_info x = {0}, y = {0};
   int32_t i;
   uint64_t k;
   CHECK(a && b);

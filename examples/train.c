@@ -269,6 +269,7 @@ int main(int argc, char **argv) {
   if (o.run.folder) mkdir(o.run.folder, 0777);
   if (run_list(&o.run)) tokenizer = tokenizer_open(&o);
   if (tokenizer) status = run_all(&o, &r, tokenizer);
+  else if (interrupted) status = TOOL_CANCELLED;
   run_free(&r);
   tfm_tokenizer_free(tokenizer);
   run_options_free(&o.run);

@@ -90,9 +90,10 @@ check "Ctrl-C" interrupt
 small=(build/train README.md --layers 1 --width 32 --heads 2 --context 48 --batch 8 --steps 1200
        --save-every 400 --lr 0.01)
 resumes() { # interrupted and resumed, as if nothing had happened
+  rm -f "$work/err"
   "${small[@]}" -o "$work/again" > "$work/out" 2> "$work/err" &
   local pid=$!
-  until grep -q "step 25" "$work/err" || ! kill -0 $pid 2> /dev/null; do sleep 0.05; done
+  until grep -sq "step 25" "$work/err" || ! kill -0 $pid 2> /dev/null; do sleep 0.05; done
   kill -INT $pid
   wait $pid
   local found=$?

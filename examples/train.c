@@ -167,7 +167,8 @@ static tfm_tokenizer *tokenizer_named(const options *o) {
     size_t n = strlen(kinds[i].name);
     if (strncmp(o->tokenizer, kinds[i].name, n)) continue;
     if (o->tokenizer[n] == 0) return tokenizer_train(o, kinds[i].kind, 0);
-    if (o->tokenizer[n] == ':') return tokenizer_train(o, kinds[i].kind, atoi(o->tokenizer + n + 1));
+    if (o->tokenizer[n] == ':')
+      return tokenizer_train(o, kinds[i].kind, atoi(o->tokenizer + n + 1));
   }
   t = tfm_tokenizer_load(o->tokenizer, NULL);
   if (!t) tool_fail();

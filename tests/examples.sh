@@ -118,7 +118,8 @@ assert logs[0][-1]["validation"] < 3.3, logs[0][-1]' "$work/whole/log.jsonl" "$w
 check "what train wrote generates" status 0 build/generate "$work/whole" -n 20
 check "train, another shape" fails_with 1 "another shape" build/train README.md -o "$work/whole" \
   --resume --context 48 --steps 1200
-check "train, other data" fails_with 1 "other data" "${small[@]}" -o "$work/whole" --resume --seed 2
+check "train, other data" fails_with 1 "other data" "${small[@]}" -o "$work/whole" --resume \
+  --seed 2
 check "train, too short a text" fails_with 1 "more than the context" build/train tests/api.txt \
   --context 30000
 check "train, no such text" fails_with 1 "no/such" build/train no/such

@@ -129,7 +129,8 @@ check "tokenize --train char" status 0 build/tokenize --train char README.md -o 
 check "tokenize --train tells" grep -q "characters, [0-9]* tokens" "$work/err"
 check "tokenize --train, no overwriting" fails_with 2 "exists; --force" build/tokenize --train bpe \
   README.md -o "$work/chars"
-check "tokenize --train, no output" fails_with 2 "needs the FILE" build/tokenize --train bpe README.md
+check "tokenize --train, no output" fails_with 2 "needs the FILE" build/tokenize --train bpe \
+  README.md
 check "tokenize --train, no such kind" fails_with 2 "bpe:N" build/tokenize --train bep:1 x -o y
 
 step_by_step() { # MODEL VOCABULARY: one call, and token by token, write the same logits

@@ -6582,15 +6582,15 @@ TFM_API tfm_status tfm_tokenizer_save(const tfm_tokenizer *tokenizer, const char
 
 /* ---- Many texts ---- */
 
-typedef struct tfmi_batch {
+typedef struct tfmi_encodings {
   const tfm_tokenizer *t;
   tfm_encoding *item;
   size_t count, next; /* atomic: the first that nobody has taken */
   unsigned flags;
-} tfmi_batch;
+} tfmi_encodings;
 
-static void tfmi_batch_run(void *context, int32_t begin, int32_t end, int32_t worker) {
-  tfmi_batch *b = (tfmi_batch *)context;
+static void tfmi_encodings_run(void *context, int32_t begin, int32_t end, int32_t worker) {
+  tfmi_encodings *b = (tfmi_encodings *)context;
   const volatile int32_t *cancel = b->t->heap.host.cancel;
   (void)begin, (void)end, (void)worker; /* whoever is free takes the next text */
   for (;;) {
@@ -6605,7 +6605,7 @@ static void tfmi_batch_run(void *context, int32_t begin, int32_t end, int32_t wo
 
 TFM_API tfm_status tfm_encode_batch(const tfm_tokenizer *tokenizer, tfm_encoding *batch, size_t n,
                                     unsigned flags, int32_t threads) {
-  tfmi_batch b = {tokenizer, batch, n, 0, flags};
+  tfmi_encodings b = {tokenizer, batch, n, 0, flags};
   tfmi_heap heap;
   tfm_status status;
   tfm_dev dev;
@@ -6619,7 +6619,7 @@ TFM_API tfm_status tfm_encode_batch(const tfm_tokenizer *tokenizer, tfm_encoding
   if (threads > 0 && (uint64_t)threads > n) threads = n ? (int32_t)n : 1;
   status = tfmi_pool_open(&dev, &heap, threads);
   if (status != TFM_OK) return status;
-  tfm_parallel_for(&dev, dev.threads, 1, tfmi_batch_run, &b);
+  tfm_parallel_for(&dev, dev.threads, 1, tfmi_encodings_run, &b);
   tfmi_pool_close(&dev, &heap);
   for (i = 0; i < n && batch[i].count >= 0; i++) continue;
   if (i == n) return TFM_OK;

@@ -108,8 +108,8 @@ typedef struct run_options {
 } run_options;
 
 enum { RUN_KEY = 1024, RUN_LR, RUN_MIN_LR, RUN_SAVE, RUN_SEED, RUN_RESUME, RUN_VALIDATION,
-       RUN_SHARE, RUN_SEPARATOR, RUN_GENERATE, RUN_KEEP, RUN_WARMUP, RUN_SCHEDULE, RUN_DECAY, RUN_CLIP,
-       RUN_ACCUMULATE, RUN_SAMPLE, RUN_BATCHES };
+       RUN_SHARE, RUN_SEPARATOR, RUN_GENERATE, RUN_KEEP, RUN_WARMUP, RUN_SCHEDULE, RUN_DECAY,
+       RUN_CLIP, RUN_ACCUMULATE, RUN_SAMPLE, RUN_BATCHES };
 
 static const struct argp_option run_option_list[] = {
   {"output", 'o', "DIR", 0, "Model, tokenizer, checkpoint, log.jsonl, loss.svg, samples.txt", 0},

@@ -124,7 +124,7 @@ check "train, too short a text" fails_with 1 "more than the context" build/train
   --context 30000
 check "train, no such text" fails_with 1 "no/such" build/train no/such
 check "train, no such preset" fails_with 2 "medium" build/train README.md --preset huge
-books=(build/train tests --validation tests/lint.py --arch llama --tokenizer bpe:300 --layers 1
+books=(build/train examples --validation examples/hello.c --arch llama --tokenizer bpe:300 --layers 1
        --width 32 --heads 2 --kv-heads 1 --ffn 64 --context 32 --batch 4 --steps 4 --generate "a b")
 check "train on a folder" status 0 "${books[@]}" -o "$work/folder"
 check "train begins samples" grep -q "^a b" "$work/out"
@@ -151,7 +151,8 @@ check "tokenize --train char" status 0 build/tokenize --train char README.md -o 
 check "tokenize --train tells" grep -q "characters, [0-9]* tokens" "$work/err"
 check "tokenize --train, no overwriting" fails_with 2 "exists; --force" build/tokenize --train bpe \
   README.md -o "$work/chars"
-check "tokenize --train, no output" fails_with 2 "needs the FILE" build/tokenize --train bpe README.md
+check "tokenize --train, no output" fails_with 2 "needs the FILE" build/tokenize --train bpe \
+  README.md
 check "tokenize --train, no such kind" fails_with 2 "bpe:N" build/tokenize --train bep:1 x -o y
 
 step_by_step() { # MODEL VOCABULARY: one call, and token by token, write the same logits

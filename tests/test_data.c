@@ -92,8 +92,7 @@ TEST(an_epoch_visits_everything_once) {
   }
 }
 
-/* One token a letter of the text. */
-static tfm_tokenizer *letters_of(const char *text, size_t bytes) {
+static tfm_tokenizer *characters_of(const char *text, size_t bytes) {
   tfm_vocabulary_config c;
   memset(&c, 0, sizeof c);
   c.kind = TFM_CHARACTERS;
@@ -104,7 +103,7 @@ static tfm_data *characters(tfm_tokenizer **t, const tfm_data_config *c) {
   blob b = blob_read("README.md");
   static const char *const readme[] = {"README.md"};
   tfm_data *d;
-  *t = letters_of((const char *)b.data, b.bytes);
+  *t = characters_of((const char *)b.data, b.bytes);
   d = tfm_data_open(readme, 1, *t, c);
   if (!d) fprintf(stderr, "%s\n", tfm_error());
   CHECK(d && d->tokens > 3000);
@@ -179,7 +178,7 @@ static uint64_t mark_of(const tfm_tokenizer *t, const char *separator, bool expe
 
 TEST(the_cache_is_made_anew_when_stale) {
   static const char alphabet[] = " ;abcdefghijklmnopqrstuvwxyz\n";
-  tfm_tokenizer *t = words(), *letters = letters_of(alphabet, 29);
+  tfm_tokenizer *t = words(), *letters = characters_of(alphabet, 29);
   uint64_t mark;
   blob b;
   FILE *f;

@@ -125,7 +125,8 @@ check "train, too short a text" fails_with 1 "more than the context" build/train
 check "train, no such text" fails_with 1 "no/such" build/train no/such
 check "train, no such preset" fails_with 2 "medium" build/train README.md --preset huge
 books=(build/train examples --validation examples/hello.c --arch llama --tokenizer bpe:300
-       --layers 1 --width 32 --heads 2 --kv-heads 1 --ffn 64 --context 32 --batch 4 --steps 4 --generate "a b")
+       --layers 1 --width 32 --heads 2 --kv-heads 1 --ffn 64 --context 32
+       --batch 4 --steps 4 --generate "a b")
 check "train on a folder" status 0 "${books[@]}" -o "$work/folder"
 check "train begins samples" grep -q "^a b" "$work/out"
 check "train --lr-find" status 0 "${books[@]}" --lr-find=3 -o "$work/folder"

@@ -43,8 +43,8 @@
      >>json       a strict pull parser              >>engine     memory, pages, many sequences
      >>gguf       the GGUF container                >>session    feeding, choosing, text
      >>tokenizer  text to ids and back              >>generate   prompt in, text out
-     >>formats    safetensors, shards, llama2.c     >>train      backward pass, optimiser, trainer
-                                                    >>export     folders, checkpoints
+     >>vocabulary built from text, saved            >>train      backward pass, optimiser, trainer
+     >>formats    safetensors, shards, llama2.c     >>export     folders, checkpoints
                                                     >>data       text files to sequences
 
    Options, defined before the include:
@@ -278,14 +278,39 @@ TFM_API tfm_tokenizer *tfm_tokenizer_load(const char *path, const tfm_tokenizer_
 /* The same from memory, which may be released afterwards; the kind is recognised by its bytes. */
 TFM_API tfm_tokenizer *tfm_tokenizer_load_memory(const void *data, size_t bytes,
                                                  const tfm_tokenizer_config *config);
-/* One token per distinct code point of `text`, in code point order; others are an error to
-   encode. */
-TFM_API tfm_tokenizer *tfm_tokenizer_from_text(const char *text, size_t bytes,
-                                               const tfm_tokenizer_config *config);
+
+typedef enum tfm_vocabulary { /* what tokens are, in a vocabulary built from text */
+  TFM_BPE = 0,       /* bytes, merged by frequency */
+  TFM_WORDS = 1,     /* what the pattern cuts out, blanks included: the most frequent */
+  TFM_CHARACTERS = 2 /* code points, in their order */
+} tfm_vocabulary;
+
+typedef struct tfm_vocabulary_config {
+  tfm_host host;
+  tfm_vocabulary kind;
+  int32_t size;          /* tokens at most; 0: 4096 of BPE, 32768 words, every character */
+  int64_t min_frequency; /* a token's, in the texts; 0: 2 of BPE, else 1 */
+  const char *pattern;   /* how BPE and words cut text: "gpt2", "llama3", "qwen2"; NULL: "gpt2" */
+  /* Texts of special tokens, which get the first ids. Their names make them BOS ("<s>", "<bos>"),
+     EOS ("</s>", "<eos>"), both ("<|endoftext|>"), PAD ("<pad>") and, for words and characters, UNK
+     ("<unk>"), without which unknown ones are an error to encode. */
+  const char *const *special;
+  int32_t special_count;
+  bool adds_bos, adds_eos; /* what TFM_ENCODE_SPECIAL adds */
+  int32_t threads;       /* workers; 0: one per core. The result is the same */
+} tfm_vocabulary_config;
+
+/* Builds a vocabulary from `count` texts of UTF-8; bytes NULL: each ends with a NUL. NULL config:
+   byte-level BPE. Merges and ids are those of Hugging Face's BpeTrainer, fed the same texts. */
+TFM_API tfm_tokenizer *tfm_tokenizer_train(const char *const *texts, const size_t *bytes,
+                                           size_t count, const tfm_vocabulary_config *config);
+/* Writes tokenizer.json, which Hugging Face's tokenizers loads with the same ids: of what was built
+   from text and of any byte-level BPE. Others are refused: copy their file. */
+TFM_API tfm_status tfm_tokenizer_save(const tfm_tokenizer *tokenizer, const char *path);
 TFM_API void tfm_tokenizer_free(tfm_tokenizer *tokenizer);
 
 typedef struct tfm_tokenizer_info {
-  const char *kind;    /* "byte-level BPE", "SentencePiece BPE", "characters" */
+  const char *kind;    /* "byte-level BPE", "SentencePiece BPE", "words", "characters" */
   int32_t vocabulary;  /* ids are 0 .. vocabulary-1; gaps have no text */
   int32_t bos, eos, unk, pad; /* -1: none */
   bool adds_bos, adds_eos;    /* what TFM_ENCODE_SPECIAL adds */
@@ -307,6 +332,19 @@ enum {
    memory limit holds for each call by itself. */
 TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
                            unsigned flags, int32_t *ids, size_t cap);
+typedef struct tfm_encoding { /* one text of a batch */
+  const char *text;
+  size_t bytes;
+  int32_t *ids;  /* [cap] */
+  size_t cap;
+  int64_t count; /* out: what tfm_encode returns */
+} tfm_encoding;
+
+/* tfm_encode for n texts over `threads` threads (0: one per core), each text by one of them. What
+   went wrong first, in the order of the texts, is returned; the others are encoded all the same.
+   host.alloc is called by all of these threads. */
+TFM_API tfm_status tfm_encode_batch(const tfm_tokenizer *tokenizer, tfm_encoding *batch, size_t n,
+                                    unsigned flags, int32_t threads);
 /* The text of n ids as UTF-8, snprintf fashion: returns its length in bytes, writes at most cap - 1
    and a terminating NUL. Bytes that form no character become U+FFFD. Special tokens are written
    out. A negative status when an id is outside the vocabulary. */
@@ -510,6 +548,7 @@ typedef struct tfm_shape { /* a model to be made; what is 0 is as the family has
   int32_t ffn_width;     /* 0: 4 width; llama: 8/3 width, up to a multiple of 32 */
   bool untied;           /* a head of its own instead of the embedding table */
   uint64_t seed;
+  const tfm_tokenizer *tokenizer; /* its BOS and EOS are the model's; NULL: there are none */
 } tfm_shape;
 
 typedef struct tfm_step {
@@ -1902,7 +1941,9 @@ static bool tfmi_is_llama2(const uint8_t *data, size_t bytes);
 static tfm_status tfmi_dev_open(tfm_dev *d, tfmi_heap *heap, tfm_device which, int32_t index,
                                 int32_t threads, const char *override, bool no_fallback);
 static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap);
-static void tfmi_pool_close(tfm_dev *d, tfmi_heap *heap); /* only its threads */
+static tfm_status tfmi_pool_open(tfm_dev *d, tfmi_heap *heap, int32_t threads); /* only threads */
+static void tfmi_pool_close(tfm_dev *d, tfmi_heap *heap);
+static int32_t tfmi_cores(void);
 /* The name of an entry that models with experts need and the table has not; NULL: it has all. */
 static const char *tfmi_experts_missing(const tfm_backend *table);
 
@@ -3211,6 +3252,7 @@ struct tfm_tokenizer {
   bool prefix_blank;        /* a pre-token stage that puts a blank before text without one */
   tfmi_splitter split;      /* NULL: text stays in one piece */
   bool from_bytes;          /* symbols are bytes, not characters */
+  bool words;               /* a pre-token is a token, or unknown: nothing is merged */
   bool byte_fallback;       /* a character that is no symbol becomes its bytes' tokens */
   bool fuse_unk;            /* a run of unknown characters is one unk */
   bool strict;              /* an unknown character is an error */
@@ -3642,10 +3684,23 @@ static void tfmi_encode_characters(tfmi_encoder *e, const char *p, size_t n) {
   }
 }
 
+static void tfmi_encode_word(tfmi_encoder *e, const char *p, size_t n) {
+  tfmi_text word = {p, n};
+  int32_t id = tfmi_own_id(e->t, p, n);
+  if (id < 0 && e->t->strict)
+    e->status = tfmi_report(TFM_E_ARG, "tfm_encode: the word \"%s\" is not in this vocabulary; "
+                            "remove it from the text", tfmi_plain(word).text);
+  else tfmi_emit(e, id < 0 ? e->t->unk : id);
+}
+
 static void tfmi_encode_piece(tfmi_encoder *e, const char *p, size_t n) { /* one pre-token */
   const tfm_tokenizer *t = e->t;
   int32_t id;
   e->last = -1;
+  if (t->words) {
+    tfmi_encode_word(e, p, n);
+    return;
+  }
   if (t->whole.slot) {
     id = tfmi_text_find(&t->whole, p, n);
     if (id >= 0) {
@@ -4800,10 +4855,10 @@ static void tfmi_json_split(tfmi_make *m, tfmi_json_parts *parts) {
   for (i = 0; i < count; i++) {
     const tfmi_part *p = &parts->split[i];
     bool last = i + 1 == count;
-    if (tfmi_text_is(p->type, "Split") && i == 0 && !last && p->regex && !p->invert &&
+    if (tfmi_text_is(p->type, "Split") && i == 0 && last == t->words && p->regex && !p->invert &&
         tfmi_text_is(p->behavior, "Isolated")) {
       t->split = tfmi_pattern_find(parts->json, p);
-    } else if (tfmi_text_is(p->type, "ByteLevel") && last &&
+    } else if (tfmi_text_is(p->type, "ByteLevel") && last && !t->words &&
                !(t->split && (p->use_regex || p->add_prefix_space))) {
       t->from_bytes = true;
       t->prefix_blank = p->add_prefix_space;
@@ -4983,9 +5038,10 @@ static void tfmi_json_model(tfmi_make *m, tfmi_json *j) {
   while (tfmi_json_member(j, &key)) {
     stbds_arrput(keys, key);
     if (tfmi_text_is(key, "type")) type = tfmi_json_string(j);
-    if (!tfmi_text_is(type, "BPE") || (tfmi_text_is(key, "vocab") &&
-                                       tfmi_json_peek(j) == TFMI_JSON_ARRAY))
-      tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the model is %s, expected BPE",
+    t->words = tfmi_text_is(type, "WordLevel");
+    if ((!tfmi_text_is(type, "BPE") && !t->words) ||
+        (tfmi_text_is(key, "vocab") && tfmi_json_peek(j) == TFMI_JSON_ARRAY))
+      tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the model is %s, expected BPE or WordLevel",
                      tfmi_text_is(type, "BPE") ? "Unigram" : tfmi_plain(type).text);
     if (tfmi_text_is(key, "type")) continue;
     if (tfmi_text_is(key, "vocab")) tfmi_json_vocabulary(m, j);
@@ -5065,9 +5121,11 @@ static void tfmi_read_json(tfmi_make *m, tfmi_text file) {
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "%s together with %s-level BPE",
               m->t->from_bytes ? "byte_fallback" : "ignore_merges",
               m->t->from_bytes ? "byte" : "character");
-  m->t->kind = m->t->from_bytes ? "byte-level BPE" : "SentencePiece BPE";
+  m->t->kind = m->t->from_bytes ? "byte-level BPE" : m->t->words ? "words" : "SentencePiece BPE";
   tfmi_json_added_ids(m);
   tfmi_make_tables(m);
+  if (!m->t->from_bytes && !m->t->words && !m->merge_count) m->t->kind = "characters";
+  m->t->strict = m->t->words && m->t->unk < 0;
   tfmi_json_check_template(m);
 }
 
@@ -5454,28 +5512,6 @@ static void tfmi_read_llama2c(tfmi_make *m, tfmi_text file) {
   tfmi_make_before(m, &t->bos, 1);
 }
 
-/* ---- Characters of a text ---- */
-
-static void tfmi_read_characters(tfmi_make *m) {
-  const char *text = (const char *)m->data;
-  uint8_t *seen = (uint8_t *)tfmi_scratch(&m->load, TFMI_CODES, 1);
-  uint32_t code;
-  int32_t id = 0;
-  tfmi_rune r;
-  size_t at;
-  for (at = 0; at < m->bytes; at += r.bytes) {
-    r = tfmi_rune_at(text + at, m->bytes - at);
-    if (r.state != TFMI_RUNE_WHOLE)
-      tfmi_fail(&m->load, TFM_E_ARG, "byte %llu of the text is not UTF-8", (unsigned long long)at);
-    seen[r.code] = 1;
-  }
-  for (code = 0; code < TFMI_CODES; code++)
-    if (seen[code]) tfmi_make_character(m, code, id++, TFMI_PIECE_NORMAL);
-  m->t->kind = "characters";
-  m->t->strict = true;
-  tfmi_make_tables(m);
-}
-
 /* ---- Finding the file, knowing its kind ---- */
 
 static tfmi_text tfmi_make_file(tfmi_make *m, const char *path) {
@@ -5682,19 +5718,6 @@ TFM_API tfm_tokenizer *tfm_tokenizer_load_memory(const void *data, size_t bytes,
   return tfmi_make_tokenizer(&m, "tokenizer in memory", config, tfmi_read_memory);
 }
 
-TFM_API tfm_tokenizer *tfm_tokenizer_from_text(const char *text, size_t bytes,
-                                               const tfm_tokenizer_config *config) {
-  tfmi_make m;
-  memset(&m, 0, sizeof m);
-  m.data = text;
-  m.bytes = bytes;
-  if (!text || !bytes) {
-    tfmi_report(TFM_E_ARG, "tfm_tokenizer_from_text: the text is empty");
-    return NULL;
-  }
-  return tfmi_make_tokenizer(&m, "tfm_tokenizer_from_text", config, tfmi_read_characters);
-}
-
 TFM_API void tfm_tokenizer_free(tfm_tokenizer *tokenizer) {
   tfmi_heap heap;
   tfmi_block kept;
@@ -5704,6 +5727,931 @@ TFM_API void tfm_tokenizer_free(tfm_tokenizer *tokenizer) {
   kept.next->prev = kept.prev->next = &kept;
   tfmi_ring_free(&heap, &kept);
 }
+/* =================================================================================================
+   >>vocabulary   vocabularies built from text, and written to files
+   =================================================================================================
+
+   Texts are cut into pre-tokens and these counted, by several workers: each counts a share of the
+   bytes in a table of its own, whose entries point into the texts. Workers take no memory: one
+   whose table is full, or whose stretch is done, returns; the caller makes room, tells the progress
+   and sends all on. Shares begin between a letter and white space, where every pattern cuts. The
+   tables are then joined and sorted by count and bytes: from here on, and in the result, nothing
+   depends on the number of workers.
+
+   Byte-level BPE merges the most frequent pair of symbols, again and again. A queue holds pairs by
+   count, each with the words that it was found in; when a pair comes up whose count has changed it
+   is put back with the right one. So one merge costs what its words do, not a pass over all. Among
+   equal counts the pair of lowest ids is first: the merges are those of Hugging Face's BpeTrainer.
+   One case is open there: when two pairs spell one token, so that a pair can be queued twice with
+   one count, its heap does not tell which of the two is first; here it is the earlier one. */
+
+typedef struct tfmi_word { /* a pre-token of the texts */
+  const char *at;
+  int64_t count; /* 0: a free slot */
+  uint32_t n, hash;
+} tfmi_word;
+
+typedef struct tfmi_counter { /* a worker */
+  tfmi_word *slot;
+  uint64_t mask, used;
+  size_t text, at, last, end; /* it is at byte `at` of a text, and stops at `end` of the last one */
+  uint64_t counted;           /* bytes */
+  bool full, broken;          /* broken: a pre-token of 2^32 bytes, told by the caller */
+} tfmi_counter;
+
+typedef struct tfmi_training { /* one call */
+  const char *const *texts;
+  const size_t *bytes; /* NULL: each text ends with a NUL */
+  size_t count;
+  uint64_t total;      /* bytes of all texts */
+  const tfm_vocabulary_config *config;
+  tfmi_heap heap;      /* of the pool */
+  tfm_dev dev;         /* has nothing but the pool */
+  tfmi_splitter split;
+  int32_t size;        /* of the vocabulary */
+  int64_t least;       /* occurrences */
+  tfmi_counter *counter;
+  tfmi_word *word;     /* [words] once they are sorted */
+  int32_t words;
+} tfmi_training;
+
+enum { TFMI_STRETCH_BYTES = 1 << 21 }; /* that a worker counts before it comes back */
+
+static size_t tfmi_text_bytes(const tfmi_training *r, size_t i) {
+  return r->bytes ? r->bytes[i] : strlen(r->texts[i]);
+}
+
+static void tfmi_training_goes_on(tfmi_make *m, const char *phase, double done) {
+  if (!tfmi_goes_on(&m->heap.host, phase, done))
+    tfmi_fail(&m->load, TFM_E_CANCELLED, "cancelled while %s", phase);
+}
+
+/* ---- Counting words ---- */
+
+/* The slot of the word, or the free one where it belongs. */
+static tfmi_word *tfmi_word_slot_of(const tfmi_counter *c, const char *p, uint32_t n,
+                                    uint32_t hash) {
+  uint64_t i = hash & c->mask;
+  for (;; i = (i + 1) & c->mask) {
+    tfmi_word *w = &c->slot[i];
+    if (!w->count || (w->hash == hash && w->n == n && memcmp(w->at, p, n) == 0)) return w;
+  }
+}
+
+/* False when the table is too full to take a new word. */
+static bool tfmi_word_count(tfmi_counter *c, const char *p, uint32_t n, uint32_t hash,
+                            int64_t times) {
+  tfmi_word *w = tfmi_word_slot_of(c, p, n, hash);
+  if (!w->count) {
+    if (2 * c->used > c->mask) return false;
+    c->used++;
+    w->at = p;
+    w->n = n;
+    w->hash = hash;
+  }
+  w->count += times;
+  return true;
+}
+
+/* Counts on, until the share, the stretch or the table's room is at its end. */
+static void tfmi_counter_run(const tfmi_training *r, tfmi_counter *c) {
+  uint64_t stop = c->counted + TFMI_STRETCH_BYTES;
+  while (c->text < r->count && c->counted < stop) {
+    const char *text = r->texts[c->text];
+    size_t end = c->text == c->last ? c->end : tfmi_text_bytes(r, c->text);
+    while (c->at < end && c->counted < stop) {
+      size_t n = r->split(text + c->at, end - c->at);
+      c->broken = n > UINT32_MAX;
+      c->full = !c->broken && !tfmi_word_count(c, text + c->at, (uint32_t)n,
+                                               tfmi_text_hash(text + c->at, n), 1);
+      if (c->broken || c->full) return;
+      c->at += n;
+      c->counted += n;
+    }
+    if (c->at < end) return;
+    c->text = c->text == c->last ? r->count : c->text + 1;
+    c->at = 0;
+  }
+}
+
+static void tfmi_counters_run(void *context, int32_t begin, int32_t end, int32_t worker) {
+  tfmi_training *r = (tfmi_training *)context;
+  int32_t i;
+  (void)worker;
+  for (i = begin; i < end; i++) tfmi_counter_run(r, &r->counter[i]);
+}
+
+static void tfmi_counter_grow(tfmi_make *m, tfmi_counter *c) {
+  tfmi_counter old = *c;
+  uint64_t slots = old.slot ? 2 * (old.mask + 1) : 1 << 14, i;
+  c->slot = TFMI_NEW(tfmi_word, tfmi_scratch(&m->load, slots, sizeof *c->slot));
+  c->mask = slots - 1;
+  c->used = 0;
+  c->full = false;
+  for (i = 0; old.slot && i <= old.mask; i++) {
+    const tfmi_word *w = &old.slot[i];
+    if (w->count) tfmi_word_count(c, w->at, w->n, w->hash, w->count);
+  }
+  tfmi_release(&m->load, old.slot);
+}
+
+/* The first place from `at` on where a share can begin: before white space that follows a letter.
+   Whatever the pattern, the letter ends its pre-token, and what follows is cut as if it were the
+   text's beginning. */
+static size_t tfmi_share_begin(const char *p, size_t n, size_t at) {
+  for (; at && at < n; at++) {
+    unsigned letter = (unsigned)((uint8_t)p[at - 1] | 32) - 'a';
+    if (letter < 26 && (p[at] == ' ' || p[at] == '\n')) break;
+  }
+  return at;
+}
+
+/* Cuts the texts into shares of about the same size. */
+static void tfmi_counters_start(tfmi_training *r, int32_t workers) {
+  uint64_t before = 0; /* bytes of the texts before `text` */
+  size_t text = 0;
+  int32_t i;
+  for (i = 0; i < workers; i++) {
+    tfmi_counter *c = &r->counter[i];
+    uint64_t from = r->total / (uint64_t)workers * (uint64_t)i;
+    while (text + 1 < r->count && before + tfmi_text_bytes(r, text) <= from)
+      before += tfmi_text_bytes(r, text++);
+    c->text = text;
+    c->at = tfmi_share_begin(r->texts[text], tfmi_text_bytes(r, text), (size_t)(from - before));
+    if (i) {
+      c[-1].last = text;
+      c[-1].end = c->at;
+    }
+  }
+  r->counter[workers - 1].last = r->count - 1;
+  r->counter[workers - 1].end = tfmi_text_bytes(r, r->count - 1);
+}
+
+static int tfmi_word_order(const void *a, const void *b) { /* most frequent first, then by bytes */
+  const tfmi_word *v = (const tfmi_word *)a, *w = (const tfmi_word *)b;
+  size_t n = v->n < w->n ? v->n : w->n;
+  int order;
+  if (v->count != w->count) return v->count > w->count ? -1 : 1;
+  order = memcmp(v->at, w->at, n);
+  return order ? order : v->n < w->n ? -1 : v->n > w->n;
+}
+
+/* Joins the workers' tables into the first and makes a sorted list of it. */
+static void tfmi_words_join(tfmi_make *m, tfmi_training *r, int32_t workers) {
+  tfmi_counter *all = &r->counter[0];
+  uint64_t k, n = 0;
+  int32_t i;
+  for (i = 1; i < workers; i++) {
+    tfmi_counter *c = &r->counter[i];
+    for (k = 0; k <= c->mask; k++) {
+      const tfmi_word *w = &c->slot[k];
+      while (w->count && !tfmi_word_count(all, w->at, w->n, w->hash, w->count))
+        tfmi_counter_grow(m, all);
+    }
+    tfmi_release(&m->load, c->slot);
+  }
+  for (k = 0; k <= all->mask; k++)
+    if (all->slot[k].count) all->slot[n++] = all->slot[k];
+  if (n > INT32_MAX)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the texts have %llu different words, expected less "
+              "than 2^31", (unsigned long long)n);
+  tfmi_sort(all->slot, (size_t)n, sizeof *all->slot, tfmi_word_order);
+  r->word = all->slot;
+  r->words = (int32_t)n;
+}
+
+static void tfmi_count_words(tfmi_make *m, tfmi_training *r) {
+  int32_t workers = r->dev.threads, i;
+  bool more = true;
+  uint64_t counted;
+  r->counter = TFMI_NEW(tfmi_counter, tfmi_scratch(&m->load, (uint64_t)workers,
+                                                   sizeof *r->counter));
+  for (i = 0; i < workers; i++) tfmi_counter_grow(m, &r->counter[i]);
+  tfmi_counters_start(r, workers);
+  while (more) {
+    tfm_parallel_for(&r->dev, workers, 1, tfmi_counters_run, r);
+    for (more = false, counted = 0, i = 0; i < workers; i++) {
+      if (r->counter[i].broken)
+        tfmi_fail(&m->load, TFM_E_ARG, "text %llu cannot be cut within 2^32 bytes",
+                  (unsigned long long)r->counter[i].text);
+      if (r->counter[i].full) tfmi_counter_grow(m, &r->counter[i]);
+      more = more || r->counter[i].text < r->count;
+      counted += r->counter[i].counted;
+    }
+    tfmi_training_goes_on(m, "counting words", (double)counted / (double)r->total);
+  }
+  tfmi_words_join(m, r, workers);
+}
+
+/* ---- Byte-level BPE ---- */
+
+typedef struct tfmi_spelling { /* a token's, in the arena of tfmi_bpe */
+  uint32_t at, n;
+} tfmi_spelling;
+
+typedef struct tfmi_symbols { /* a word that is being merged */
+  size_t at; /* in the list of all symbols */
+  int64_t count;
+  int32_t n;
+} tfmi_symbols;
+
+typedef struct tfmi_pair {
+  int32_t left, right;
+  int64_t count;
+  int32_t *words; /* stb array: where it has come up since it was queued last; ascending */
+} tfmi_pair;
+
+typedef struct tfmi_queued {
+  int64_t count; /* when it was queued */
+  int32_t pair, order;
+  int32_t *words;
+} tfmi_queued;
+
+typedef struct tfmi_bpe {
+  tfmi_make *make;
+  char *arena;             /* stb arrays, all but the tables */
+  tfmi_spelling *token;    /* by id */
+  tfmi_text_table spelled; /* whose arena moves */
+  int32_t *symbol;
+  tfmi_symbols *word;
+  tfmi_pair *pair;
+  int32_t *merged;         /* pairs, in order */
+  int32_t *touched;        /* pairs to be queued */
+  tfmi_queued *queue;      /* a heap */
+  int32_t *pair_slot;      /* by ids; -1: free */
+  uint64_t pair_mask;
+  int32_t queued;          /* so far */
+} tfmi_bpe;
+
+/* The id of a spelling, which is a new one when there was none. */
+static int32_t tfmi_bpe_token(tfmi_bpe *b, const char *p, size_t n) {
+  size_t at = (size_t)stbds_arrlen(b->arena);
+  int32_t id = (int32_t)stbds_arrlen(b->token), known;
+  tfmi_spelling s;
+  if (at + n > UINT32_MAX)
+    tfmi_fail(&b->make->load, TFM_E_UNSUPPORTED, "the vocabulary's texts take more than 2^32 bytes;"
+              " expected a smaller size");
+  stbds_arrsetlen(b->arena, at + n);
+  memcpy(b->arena + at, p, n);
+  b->spelled.arena = b->arena;
+  s.at = (uint32_t)at;
+  s.n = (uint32_t)n;
+  known = tfmi_text_table_put(b->make, &b->spelled, s.at, s.n, id);
+  if (known < 0) stbds_arrput(b->token, s);
+  else stbds_arrsetlen(b->arena, at);
+  return known < 0 ? id : known;
+}
+
+static tfmi_text tfmi_bpe_text(const tfmi_bpe *b, int32_t id) {
+  tfmi_text text;
+  text.at = b->arena + b->token[id].at;
+  text.n = b->token[id].n;
+  return text;
+}
+
+static int32_t tfmi_bpe_joined(tfmi_bpe *b, int32_t left, int32_t right) {
+  tfmi_text l = tfmi_bpe_text(b, left), r = tfmi_bpe_text(b, right);
+  char *both = (char *)tfmi_scratch(&b->make->load, l.n + r.n, 1);
+  int32_t id = tfmi_bpe_token(b, both, tfmi_append(both, tfmi_append(both, 0, l), r));
+  tfmi_release(&b->make->load, both);
+  return id;
+}
+
+static int32_t *tfmi_pair_slot(tfmi_bpe *b, int32_t left, int32_t right) {
+  uint64_t i = tfmi_mix(tfmi_pair_key(left, right)) & b->pair_mask;
+  for (;; i = (i + 1) & b->pair_mask) {
+    int32_t *slot = &b->pair_slot[i];
+    if (*slot < 0 || (b->pair[*slot].left == left && b->pair[*slot].right == right)) return slot;
+  }
+}
+
+static void tfmi_pairs_grow(tfmi_bpe *b) {
+  uint64_t slots = b->pair_slot ? 2 * (b->pair_mask + 1) : 1 << 16;
+  ptrdiff_t i;
+  tfmi_release(&b->make->load, b->pair_slot);
+  b->pair_slot = TFMI_NEW(int32_t, tfmi_scratch(&b->make->load, slots, sizeof *b->pair_slot));
+  b->pair_mask = slots - 1;
+  memset(b->pair_slot, 0xff, slots * sizeof *b->pair_slot);
+  for (i = 0; i < stbds_arrlen(b->pair); i++)
+    *tfmi_pair_slot(b, b->pair[i].left, b->pair[i].right) = (int32_t)i;
+}
+
+/* The pair has become more or less frequent by one place of a word. */
+static void tfmi_pair_count(tfmi_bpe *b, int32_t left, int32_t right, int32_t word, bool more) {
+  int64_t count = b->word[word].count;
+  int32_t *slot = tfmi_pair_slot(b, left, right);
+  tfmi_pair *p;
+  if (*slot < 0) {
+    tfmi_pair fresh = {left, right, 0, NULL};
+    if (2 * (uint64_t)stbds_arrlen(b->pair) > b->pair_mask) {
+      tfmi_pairs_grow(b);
+      slot = tfmi_pair_slot(b, left, right);
+    }
+    *slot = (int32_t)stbds_arrlen(b->pair);
+    stbds_arrput(b->pair, fresh);
+  }
+  p = &b->pair[*slot];
+  p->count += more ? count : -count;
+  if (!more) return;
+  if (!p->words) stbds_arrput(b->touched, *slot);
+  if (!p->words || stbds_arrlast(p->words) != word) stbds_arrput(p->words, word);
+}
+
+static bool tfmi_queued_before(const tfmi_bpe *b, const tfmi_queued *x, const tfmi_queued *y) {
+  const tfmi_pair *p = &b->pair[x->pair], *q = &b->pair[y->pair];
+  if (x->count != y->count) return x->count > y->count;
+  if (p->left != q->left) return p->left < q->left;
+  return p->right != q->right ? p->right < q->right : x->order < y->order;
+}
+
+static void tfmi_pair_queue(tfmi_bpe *b, tfmi_queued entry) {
+  size_t i = (size_t)stbds_arrlen(b->queue);
+  stbds_arrput(b->queue, entry);
+  for (; i > 0 && tfmi_queued_before(b, &entry, &b->queue[(i - 1) / 2]); i = (i - 1) / 2)
+    b->queue[i] = b->queue[(i - 1) / 2];
+  b->queue[i] = entry;
+}
+
+static tfmi_queued tfmi_pair_unqueue(tfmi_bpe *b) {
+  tfmi_queued top = b->queue[0], last = stbds_arrpop(b->queue);
+  size_t i = 0, child, n = (size_t)stbds_arrlen(b->queue);
+  while ((child = 2 * i + 1) < n) {
+    child += child + 1 < n && tfmi_queued_before(b, &b->queue[child + 1], &b->queue[child]);
+    if (!tfmi_queued_before(b, &b->queue[child], &last)) break;
+    b->queue[i] = b->queue[child];
+    i = child;
+  }
+  if (n) b->queue[i] = last;
+  return top;
+}
+
+static void tfmi_queue_touched(tfmi_bpe *b) {
+  while (stbds_arrlen(b->touched)) {
+    tfmi_queued entry;
+    tfmi_pair *p;
+    entry.pair = stbds_arrpop(b->touched);
+    p = &b->pair[entry.pair];
+    entry.count = p->count;
+    entry.words = p->words;
+    entry.order = b->queued++;
+    p->words = NULL;
+    if (entry.count > 0) tfmi_pair_queue(b, entry);
+    else stbds_arrfree(entry.words);
+  }
+}
+
+/* Merges the pair wherever the word has it. Its own count stays: it is not asked for again. */
+static void tfmi_word_merge(tfmi_bpe *b, int32_t word, int32_t left, int32_t right, int32_t into) {
+  tfmi_symbols *w = &b->word[word];
+  int32_t *s = b->symbol + w->at, n = w->n, from = 0, to = 0;
+  while (from < n) {
+    if (from + 1 == n || s[from] != left || s[from + 1] != right) {
+      s[to++] = s[from++];
+      continue;
+    }
+    if (to) {
+      tfmi_pair_count(b, s[to - 1], left, word, false);
+      tfmi_pair_count(b, s[to - 1], into, word, true);
+    }
+    from += 2;
+    s[to++] = into;
+    if (from < n) {
+      tfmi_pair_count(b, right, s[from], word, false);
+      tfmi_pair_count(b, into, s[from], word, true);
+    }
+  }
+  w->n = to;
+}
+
+/* The words as symbols, and their pairs counted. */
+static void tfmi_bpe_words(tfmi_bpe *b, const tfmi_training *r, const int32_t byte_id[256]) {
+  int32_t i, k;
+  for (i = 0; i < r->words; i++) {
+    const tfmi_word *from = &r->word[i];
+    tfmi_symbols w;
+    uint32_t j;
+    w.at = (size_t)stbds_arrlen(b->symbol);
+    w.n = (int32_t)from->n;
+    w.count = from->count;
+    if (from->n > INT32_MAX)
+      tfmi_fail(&b->make->load, TFM_E_ARG, "a word of the texts has more than 2^31 bytes");
+    stbds_arrput(b->word, w);
+    for (j = 0; j < from->n; j++) stbds_arrput(b->symbol, byte_id[(uint8_t)from->at[j]]);
+    for (k = 1; k < w.n; k++)
+      tfmi_pair_count(b, b->symbol[w.at + (size_t)k - 1], b->symbol[w.at + (size_t)k], i, true);
+  }
+  tfmi_queue_touched(b);
+}
+
+/* The next merge, or false: no pair is frequent enough. */
+static bool tfmi_bpe_merge(tfmi_bpe *b, int64_t least) {
+  tfmi_queued top;
+  tfmi_pair p;
+  int32_t into;
+  ptrdiff_t i;
+  for (;;) {
+    if (!stbds_arrlen(b->queue)) return false;
+    top = tfmi_pair_unqueue(b);
+    p = b->pair[top.pair];
+    if (p.count == top.count) break;
+    top.count = p.count;
+    tfmi_pair_queue(b, top);
+  }
+  if (p.count < 1 || p.count < least) return false;
+  into = tfmi_bpe_joined(b, p.left, p.right);
+  stbds_arrput(b->merged, top.pair);
+  for (i = 0; i < stbds_arrlen(top.words); i++)
+    tfmi_word_merge(b, top.words[i], p.left, p.right, into);
+  stbds_arrfree(top.words);
+  tfmi_queue_touched(b);
+  return true;
+}
+
+/* Letters stand for bytes; their ids follow the letters' order. */
+static void tfmi_bpe_alphabet(tfmi_bpe *b, int32_t byte_id[256]) {
+  uint32_t letter;
+  char spelled[4];
+  for (letter = 0; letter < 0x144; letter++) {
+    int byte = tfmi_byte_of(letter);
+    if (byte < 0) continue;
+    byte_id[byte] = tfmi_bpe_token(b, spelled, (size_t)(tfmi_put_utf8(spelled, letter) - spelled));
+  }
+}
+
+static void tfmi_train_bpe(tfmi_make *m, tfmi_training *r) {
+  int32_t byte_id[256], i;
+  tfmi_merge_text merge;
+  tfmi_bpe b;
+  memset(&b, 0, sizeof b);
+  b.make = m;
+  tfmi_text_table_make(m, &b.spelled, (uint64_t)r->size);
+  tfmi_pairs_grow(&b);
+  for (i = 0; i < (int32_t)stbds_arrlen(m->piece); i++)
+    tfmi_bpe_token(&b, m->piece[i].text.at, m->piece[i].text.n);
+  tfmi_bpe_alphabet(&b, byte_id);
+  if (stbds_arrlen(b.token) > r->size)
+    tfmi_fail(&m->load, TFM_E_ARG, "size is %d, expected at least %lld: 256 bytes and the special "
+              "tokens", (int)r->size, (long long)stbds_arrlen(b.token));
+  tfmi_count_words(m, r);
+  tfmi_bpe_words(&b, r, byte_id);
+  while ((int32_t)stbds_arrlen(b.token) < r->size && tfmi_bpe_merge(&b, r->least))
+    if (stbds_arrlen(b.token) % 64 == 0)
+      tfmi_training_goes_on(m, "merging", (double)stbds_arrlen(b.token) / (double)r->size);
+  for (i = (int32_t)stbds_arrlen(m->piece); i < (int32_t)stbds_arrlen(b.token); i++)
+    tfmi_make_piece(m, tfmi_bpe_text(&b, i), i, TFMI_PIECE_NORMAL, 0);
+  for (i = 0; i < (int32_t)stbds_arrlen(b.merged); i++) {
+    merge.left = tfmi_bpe_text(&b, b.pair[b.merged[i]].left);
+    merge.right = tfmi_bpe_text(&b, b.pair[b.merged[i]].right);
+    stbds_arrput(m->merge, merge);
+  }
+  m->t->kind = "byte-level BPE";
+  m->t->from_bytes = true;
+  m->t->split = r->split;
+}
+
+/* ---- Words, characters ---- */
+
+static void tfmi_check_texts(tfmi_make *m, const tfmi_training *r) { /* are UTF-8 */
+  size_t i, at;
+  for (i = 0; i < r->count; i++) {
+    size_t n = tfmi_text_bytes(r, i);
+    for (at = 0; at < n;) {
+      tfmi_rune c = tfmi_rune_at(r->texts[i] + at, n - at);
+      if (c.state != TFMI_RUNE_WHOLE)
+        tfmi_fail(&m->load, TFM_E_ARG, "byte %llu of text %llu is not UTF-8; convert the text",
+                  (unsigned long long)at, (unsigned long long)i);
+      at += c.bytes;
+    }
+  }
+}
+
+static bool tfmi_is_special(const tfmi_make *m, tfmi_text text) {
+  ptrdiff_t i;
+  for (i = 0; i < stbds_arrlen(m->added); i++)
+    if (tfmi_text_order(m->added[i].text, text) == 0) return true;
+  return false;
+}
+
+static void tfmi_train_words(tfmi_make *m, tfmi_training *r) {
+  int32_t i, id = (int32_t)stbds_arrlen(m->piece);
+  tfmi_check_texts(m, r);
+  tfmi_count_words(m, r);
+  for (i = 0; i < r->words && id < r->size && r->word[i].count >= r->least; i++) {
+    tfmi_text text;
+    text.at = r->word[i].at;
+    text.n = r->word[i].n;
+    if (!tfmi_is_special(m, text)) tfmi_make_piece(m, text, id++, TFMI_PIECE_NORMAL, 0);
+  }
+  m->t->kind = "words";
+  m->t->words = true;
+  m->t->split = r->split;
+}
+
+typedef struct tfmi_character {
+  int64_t count;
+  uint32_t code;
+} tfmi_character;
+
+static int tfmi_character_order(const void *a, const void *b) { /* most frequent first */
+  const tfmi_character *c = (const tfmi_character *)a, *d = (const tfmi_character *)b;
+  if (c->count != d->count) return c->count > d->count ? -1 : 1;
+  return c->code < d->code ? -1 : c->code > d->code;
+}
+
+static int tfmi_code_order(const void *a, const void *b) {
+  const tfmi_character *c = (const tfmi_character *)a, *d = (const tfmi_character *)b;
+  return c->code < d->code ? -1 : c->code > d->code;
+}
+
+static tfmi_character *tfmi_count_characters(tfmi_make *m, const tfmi_training *r) {
+  int64_t *count = TFMI_NEW(int64_t, tfmi_scratch(&m->load, TFMI_CODES, sizeof *count));
+  tfmi_character *found = NULL, c;
+  size_t i, at;
+  for (i = 0; i < r->count; i++) {
+    size_t n = tfmi_text_bytes(r, i);
+    tfmi_rune rune;
+    for (at = 0; at < n; at += rune.bytes) {
+      rune = tfmi_rune_at(r->texts[i] + at, n - at);
+      count[rune.code]++;
+    }
+    tfmi_training_goes_on(m, "counting characters", (double)(i + 1) / (double)r->count);
+  }
+  for (c.code = 0; c.code < TFMI_CODES; c.code++) {
+    c.count = count[c.code];
+    if (c.count >= r->least) stbds_arrput(found, c);
+  }
+  return found;
+}
+
+static void tfmi_train_characters(tfmi_make *m, tfmi_training *r) {
+  int32_t id = (int32_t)stbds_arrlen(m->piece);
+  ptrdiff_t room = r->size - id, i;
+  tfmi_character *c;
+  tfmi_check_texts(m, r);
+  c = tfmi_count_characters(m, r);
+  tfmi_sort(c, (size_t)stbds_arrlen(c), sizeof *c, tfmi_character_order);
+  if (stbds_arrlen(c) > room) stbds_arrsetlen(c, (size_t)(room > 0 ? room : 0));
+  tfmi_sort(c, (size_t)stbds_arrlen(c), sizeof *c, tfmi_code_order);
+  for (i = 0; i < stbds_arrlen(c); i++)
+    tfmi_make_character(m, c[i].code, id++, TFMI_PIECE_NORMAL);
+  m->t->kind = "characters";
+}
+
+/* ---- Training ---- */
+
+static const struct tfmi_vocabulary_row {
+  void (*train)(tfmi_make *m, tfmi_training *r);
+  int32_t size;
+  int64_t least;
+} tfmi_vocabularies[] = { /* by tfm_vocabulary, with what 0 means */
+  {tfmi_train_bpe, 4096, 2},
+  {tfmi_train_words, 32768, 1},
+  {tfmi_train_characters, TFMI_VOCABULARY_MAX, 1},
+};
+
+static const struct tfmi_named_split { const char *name; tfmi_splitter split; } tfmi_splits[] = {
+  {"gpt2", tfmi_split_gpt2}, {"llama3", tfmi_split_llama3}, {"qwen2", tfmi_split_qwen2}};
+
+static tfmi_splitter tfmi_split_named(tfmi_make *m, const char *name) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_splits); i++)
+    if (!strcmp(name ? name : "gpt2", tfmi_splits[i].name)) return tfmi_splits[i].split;
+  tfmi_fail(&m->load, TFM_E_ARG, "pattern is \"%s\", expected gpt2, llama3 or qwen2", name);
+}
+
+static void tfmi_training_special(tfmi_make *m, const tfm_vocabulary_config *c) {
+  int32_t i;
+  for (i = 0; i < c->special_count; i++) {
+    tfmi_text text = c->special && c->special[i] ? tfmi_text_of(c->special[i]) : tfmi_text_of("");
+    if (!text.n) tfmi_fail(&m->load, TFM_E_ARG, "special[%d] is NULL or empty", (int)i);
+    if (tfmi_is_special(m, text))
+      tfmi_fail(&m->load, TFM_E_ARG, "special[%d] is \"%s\" again; name it once", (int)i,
+                tfmi_plain(text).text);
+    tfmi_make_piece(m, text, i, TFMI_PIECE_NORMAL, 0);
+    tfmi_make_added(m, text, i, true);
+  }
+}
+
+/* What TFM_ENCODE_SPECIAL adds. */
+static void tfmi_training_template(tfmi_make *m, const tfm_vocabulary_config *c) {
+  tfm_tokenizer *t = m->t;
+  if ((c->adds_bos && t->bos < 0) || (c->adds_eos && t->eos < 0))
+    tfmi_fail(&m->load, TFM_E_ARG, "adds_%s: no special token is named like one; expected %s",
+              c->adds_bos && t->bos < 0 ? "bos" : "eos",
+              c->adds_bos && t->bos < 0 ? "\"<s>\" or \"<bos>\"" : "\"</s>\" or \"<eos>\"");
+  tfmi_make_before(m, &t->bos, c->adds_bos);
+  tfmi_make_after(m, &t->eos, c->adds_eos);
+}
+
+static void tfmi_training_check(tfmi_make *m, tfmi_training *r) {
+  const tfm_vocabulary_config *c = r->config;
+  size_t i;
+  if ((int)c->kind < 0 || (int)c->kind >= TFMI_COUNT(tfmi_vocabularies))
+    tfmi_fail(&m->load, TFM_E_ARG, "kind is %d, expected 0 to %d", (int)c->kind,
+              TFMI_COUNT(tfmi_vocabularies) - 1);
+  if (c->size < 0 || c->size > TFMI_VOCABULARY_MAX || c->min_frequency < 0 || c->special_count < 0)
+    tfmi_fail(&m->load, TFM_E_ARG, "size is %d, min_frequency %lld, special_count %d; expected 0 to"
+              " %d, and no negative number", (int)c->size, (long long)c->min_frequency,
+              (int)c->special_count, TFMI_VOCABULARY_MAX);
+  for (i = 0; i < r->count; i++) {
+    if (!r->texts[i])
+      tfmi_fail(&m->load, TFM_E_ARG, "text %llu is NULL", (unsigned long long)i);
+    r->total += tfmi_text_bytes(r, i);
+  }
+  if (!r->total) tfmi_fail(&m->load, TFM_E_ARG, "the texts are empty");
+}
+
+static void tfmi_read_texts(tfmi_make *m) {
+  tfmi_training *r = (tfmi_training *)(uintptr_t)m->data;
+  const struct tfmi_vocabulary_row *row;
+  static const char *const unk[] = {"<unk>", "[UNK]"};
+  tfmi_training_check(m, r);
+  row = &tfmi_vocabularies[r->config->kind];
+  r->size = r->config->size ? r->config->size : row->size;
+  r->least = r->config->min_frequency ? r->config->min_frequency : row->least;
+  r->split = tfmi_split_named(m, r->config->pattern);
+  if (tfmi_pool_open(&r->dev, &r->heap, r->config->threads) != TFM_OK) tfmi_fail_again(&m->load);
+  tfmi_training_special(m, r->config);
+  row->train(m, r);
+  m->vocabulary_pieces = (size_t)stbds_arrlen(m->piece);
+  if (!m->t->from_bytes) m->t->unk = tfmi_guess_id(m, unk, TFMI_COUNT(unk));
+  m->t->strict = !m->t->from_bytes && m->t->unk < 0;
+  tfmi_make_tables(m);
+  tfmi_training_template(m, r->config);
+}
+
+TFM_API tfm_tokenizer *tfm_tokenizer_train(const char *const *texts, const size_t *bytes,
+                                           size_t count, const tfm_vocabulary_config *config) {
+  tfm_vocabulary_config none;
+  tfm_tokenizer_config c;
+  tfmi_training r;
+  tfmi_make m;
+  tfm_tokenizer *t;
+  if (!texts || !count) {
+    tfmi_report(TFM_E_ARG, "tfm_tokenizer_train: there are no texts");
+    return NULL;
+  }
+  memset(&none, 0, sizeof none);
+  memset(&c, 0, sizeof c);
+  memset(&r, 0, sizeof r);
+  memset(&m, 0, sizeof m);
+  r.config = config ? config : &none;
+  r.heap.host = c.host = r.config->host;
+  r.dev.host = &r.heap.host;
+  r.texts = texts;
+  r.bytes = bytes;
+  r.count = count;
+  m.data = &r;
+  t = tfmi_make_tokenizer(&m, "tfm_tokenizer_train", &c, tfmi_read_texts);
+  tfmi_pool_close(&r.dev, &r.heap);
+  return t;
+}
+
+/* ---- Saving: Hugging Face's tokenizer.json ----
+   Of vocabularies that are tables of merges, or of whole words, as they are there too. Those of
+   scored pieces are not: their ranks are equal where their scores are. */
+
+typedef struct tfmi_saving {
+  const tfm_tokenizer *t;
+  const char *pattern;  /* NULL: GPT-2's, or none */
+  int32_t *slot;        /* of the merges, by rank; -1: none */
+} tfmi_saving;
+
+static void tfmi_save_string(tfmi_out *o, const char *p, size_t n) {
+  size_t i;
+  tfmi_out_bytes(o, "\"", 1);
+  for (i = 0; i < n; i++)
+    if ((uint8_t)p[i] < 0x20 || p[i] == '"' || p[i] == '\\')
+      tfmi_out_text(o, "\\u%04x", (unsigned)(uint8_t)p[i]);
+    else tfmi_out_bytes(o, p + i, 1);
+  tfmi_out_bytes(o, "\"", 1);
+}
+
+static void tfmi_save_token(const tfm_tokenizer *t, tfmi_out *o, int32_t id) {
+  tfmi_save_string(o, t->arena + t->token[id].at, t->token[id].n);
+}
+
+static const char *tfmi_save_bool(bool value) { return value ? "true" : "false"; }
+
+/* The added token of this id and the set it is in, or NULL. */
+static const tfmi_added *tfmi_added_of(const tfm_tokenizer *t, int32_t id, int *set) {
+  int32_t i;
+  for (*set = 0; *set < 2; ++*set)
+    for (i = 0; i < t->added[*set].count; i++)
+      if (t->added[*set].token[i].id == id) return &t->added[*set].token[i];
+  return NULL;
+}
+
+static void tfmi_save_added(const tfm_tokenizer *t, tfmi_out *o) {
+  int32_t id, count = 0;
+  int set;
+  tfmi_out_text(o, ",\n  \"added_tokens\": [");
+  for (id = 0; id < t->vocabulary; id++) { /* the order of ids is asked for */
+    const tfmi_added *a = tfmi_added_of(t, id, &set);
+    if (!a) continue;
+    tfmi_out_text(o, "%s\n    {\"id\": %d, \"content\": ", count++ ? "," : "", (int)id);
+    tfmi_save_token(t, o, id);
+    tfmi_out_text(o, ", \"single_word\": false, \"lstrip\": %s, \"rstrip\": %s, \"normalized\": %s,"
+                  " \"special\": %s}", tfmi_save_bool(a->left_blanks),
+                  tfmi_save_bool(a->right_blanks), tfmi_save_bool(set == 1),
+                  tfmi_save_bool(a->special));
+  }
+  tfmi_out_text(o, "]");
+}
+
+/* Pre-tokenizer and decoder. */
+static void tfmi_save_split(const tfmi_saving *s, tfmi_out *o) {
+  const tfm_tokenizer *t = s->t;
+  tfmi_out_text(o, ",\n  \"normalizer\": null,\n  \"pre_tokenizer\": ");
+  if (s->pattern) {
+    tfmi_out_text(o, "{\"type\": \"Sequence\", \"pretokenizers\": [{\"type\": \"Split\", "
+                  "\"pattern\": {\"Regex\": ");
+    tfmi_save_string(o, s->pattern, strlen(s->pattern));
+    tfmi_out_text(o, "}, \"behavior\": \"Isolated\", \"invert\": false}%s",
+                  t->from_bytes ? ", " : "]}");
+  }
+  if (t->from_bytes)
+    tfmi_out_text(o, "{\"type\": \"ByteLevel\", \"add_prefix_space\": %s, \"trim_offsets\": false, "
+                  "\"use_regex\": %s}%s", tfmi_save_bool(t->prefix_blank),
+                  tfmi_save_bool(!s->pattern && t->split), s->pattern ? "]}" : "");
+  else if (!s->pattern) tfmi_out_text(o, "null");
+  if (t->from_bytes)
+    tfmi_out_text(o, ",\n  \"decoder\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false, "
+                  "\"trim_offsets\": false, \"use_regex\": false}");
+  else tfmi_out_text(o, ",\n  \"decoder\": {\"type\": \"Fuse\"}");
+}
+
+/* One token of the template, with what separates it from its neighbours. */
+static void tfmi_save_template_token(const tfm_tokenizer *t, tfmi_out *o, const char *before,
+                                     int32_t id, const char *behind) {
+  tfmi_out_text(o, "%s{\"SpecialToken\": {\"id\": ", before);
+  tfmi_save_token(t, o, id);
+  tfmi_out_text(o, ", \"type_id\": 0}}%s", behind);
+}
+
+static void tfmi_save_template(const tfm_tokenizer *t, tfmi_out *o) {
+  int32_t i, k, count = t->before_count + t->after_count;
+  tfmi_out_text(o, ",\n  \"post_processor\": ");
+  if (!count) {
+    tfmi_out_text(o, "null");
+    return;
+  }
+  tfmi_out_text(o, "{\"type\": \"TemplateProcessing\", \"single\": [");
+  for (i = 0; i < t->before_count; i++) tfmi_save_template_token(t, o, "", t->before[i], ", ");
+  tfmi_out_text(o, "{\"Sequence\": {\"id\": \"A\", \"type_id\": 0}}");
+  for (i = 0; i < t->after_count; i++) tfmi_save_template_token(t, o, ", ", t->after[i], "");
+  tfmi_out_text(o, "], \"pair\": [{\"Sequence\": {\"id\": \"A\", \"type_id\": 0}}, "
+                "{\"Sequence\": {\"id\": \"B\", \"type_id\": 1}}], \"special_tokens\": {");
+  for (i = 0; i < count; i++) {
+    int32_t id = i < t->before_count ? t->before[i] : t->after[i - t->before_count];
+    for (k = 0; k < i; k++) /* once each */
+      if ((k < t->before_count ? t->before[k] : t->after[k - t->before_count]) == id) break;
+    if (k < i) continue;
+    tfmi_out_text(o, i ? ", " : "");
+    tfmi_save_token(t, o, id);
+    tfmi_out_text(o, ": {\"id\": ");
+    tfmi_save_token(t, o, id);
+    tfmi_out_text(o, ", \"ids\": [%d], \"tokens\": [", (int)id);
+    tfmi_save_token(t, o, id);
+    tfmi_out_text(o, "]}");
+  }
+  tfmi_out_text(o, "}}");
+}
+
+static void tfmi_save_model(const tfmi_saving *s, tfmi_out *o) {
+  const tfm_tokenizer *t = s->t;
+  int32_t id, count = 0;
+  int64_t i, merges = 0;
+  tfmi_out_text(o, ",\n  \"model\": {\n    \"type\": \"%s\"", t->words ? "WordLevel" : "BPE");
+  if (t->unk >= 0 || t->words) {
+    tfmi_out_text(o, ",\n    \"unk_token\": ");
+    if (t->unk >= 0) tfmi_save_token(t, o, t->unk);
+    else tfmi_out_text(o, "\"\""); /* the reference wants one, and fails where it is missing */
+  }
+  if (!t->words)
+    tfmi_out_text(o, ",\n    \"dropout\": null,\n    \"fuse_unk\": %s,\n    \"byte_fallback\": "
+                  "false,\n    \"ignore_merges\": %s", tfmi_save_bool(t->fuse_unk),
+                  tfmi_save_bool(t->whole.slot != NULL));
+  tfmi_out_text(o, ",\n    \"vocab\": {");
+  for (id = 0; id < t->vocabulary; id++) {
+    if (t->token[id].speech == TFMI_SPEECH_NONE || t->token[id].added) continue;
+    tfmi_out_text(o, "%s\n      ", count++ ? "," : "");
+    tfmi_save_token(t, o, id);
+    tfmi_out_text(o, ": %d", (int)id);
+  }
+  tfmi_out_text(o, "\n    }");
+  if (!t->words) tfmi_out_text(o, ",\n    \"merges\": [");
+  for (i = 0; i < t->merges.ranks; i++) {
+    const tfmi_merge *merge = &t->merges.slot[s->slot[i] < 0 ? 0 : s->slot[i]];
+    if (s->slot[i] < 0) continue;
+    tfmi_out_text(o, "%s\n      [", merges++ ? "," : "");
+    tfmi_save_token(t, o, merge->left);
+    tfmi_out_text(o, ", ");
+    tfmi_save_token(t, o, merge->right);
+    tfmi_out_text(o, "]");
+  }
+  tfmi_out_text(o, "%s\n  }\n}\n", t->words ? "" : "]");
+}
+
+static void tfmi_save_json(void *context, tfmi_out *o) {
+  const tfmi_saving *s = (const tfmi_saving *)context;
+  tfmi_out_text(o, "{\n  \"version\": \"1.0\",\n  \"truncation\": null,\n  \"padding\": null");
+  tfmi_save_added(s->t, o);
+  tfmi_save_split(s, o);
+  tfmi_save_template(s->t, o);
+  tfmi_save_model(s, o);
+}
+
+/* The pattern that splits the text; false when there is one that has no name in the file. */
+static bool tfmi_save_pattern(const tfm_tokenizer *t, const char **pattern) {
+  int i;
+  *pattern = NULL;
+  if (!t->split || (t->from_bytes && t->split == tfmi_split_gpt2)) return true;
+  for (i = 0; i < TFMI_COUNT(tfmi_patterns) && !*pattern; i++)
+    if (tfmi_patterns[i].split == t->split) *pattern = tfmi_patterns[i].pattern;
+  return *pattern && !(t->from_bytes && t->prefix_blank);
+}
+
+static bool tfmi_can_save(const tfm_tokenizer *t) {
+  bool plain = !t->prefix.n && !t->blank.n && !t->squeeze && !t->byte_fallback && !t->strip;
+  return plain && (t->from_bytes || t->words || t->merges.ranks == 0);
+}
+
+TFM_API tfm_status tfm_tokenizer_save(const tfm_tokenizer *tokenizer, const char *path) {
+  const tfm_tokenizer *t = tokenizer;
+  tfmi_saving s;
+  tfmi_heap heap;
+  tfm_status status;
+  size_t bytes;
+  uint64_t i;
+  if (!t) return tfmi_null_object("tfm_tokenizer_save");
+  if (!path) return tfmi_report(TFM_E_ARG, "tfm_tokenizer_save: path is NULL");
+  s.t = t;
+  if (!tfmi_can_save(t) || !tfmi_save_pattern(t, &s.pattern))
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_tokenizer_save: a %s vocabulary that was not built "
+                       "from text cannot be written as tokenizer.json; copy its own file", t->kind);
+  heap = t->heap;
+  bytes = (size_t)t->merges.ranks * sizeof *s.slot;
+  s.slot = TFMI_NEW(int32_t, tfmi_heap_get(&heap, bytes));
+  if (!s.slot) return TFM_E_MEMORY;
+  memset(s.slot, 0xff, bytes);
+  for (i = 0; i <= t->merges.mask; i++)
+    if (t->merges.slot[i].into >= 0) s.slot[t->merges.slot[i].rank] = (int32_t)i;
+  status = tfmi_out_file(path, tfmi_save_json, &s);
+  tfmi_heap_put(&heap, s.slot, bytes);
+  return status;
+}
+
+/* ---- Many texts ---- */
+
+typedef struct tfmi_encodings {
+  const tfm_tokenizer *t;
+  tfm_encoding *item;
+  size_t count, next; /* atomic: the first that nobody has taken */
+  unsigned flags;
+} tfmi_encodings;
+
+static void tfmi_encodings_run(void *context, int32_t begin, int32_t end, int32_t worker) {
+  tfmi_encodings *b = (tfmi_encodings *)context;
+  const volatile int32_t *cancel = b->t->heap.host.cancel;
+  (void)begin, (void)end, (void)worker; /* whoever is free takes the next text */
+  for (;;) {
+    size_t i = __atomic_fetch_add(&b->next, 1, __ATOMIC_RELAXED);
+    tfm_encoding *e;
+    if (i >= b->count) return;
+    e = &b->item[i];
+    e->count = cancel && *cancel ? (int64_t)TFM_E_CANCELLED
+                                 : tfm_encode(b->t, e->text, e->bytes, b->flags, e->ids, e->cap);
+  }
+}
+
+TFM_API tfm_status tfm_encode_batch(const tfm_tokenizer *tokenizer, tfm_encoding *batch, size_t n,
+                                    unsigned flags, int32_t threads) {
+  tfmi_encodings b = {tokenizer, batch, n, 0, flags};
+  tfmi_heap heap;
+  tfm_status status;
+  tfm_dev dev;
+  size_t i;
+  if (!tokenizer) return tfmi_null_object("tfm_encode_batch");
+  if (n && !batch) return tfmi_report(TFM_E_ARG, "tfm_encode_batch: batch is NULL, n is not 0");
+  heap = tokenizer->heap;
+  memset(&dev, 0, sizeof dev);
+  dev.host = &heap.host;
+  if (threads == 0) threads = tfmi_cores();
+  if (threads > 0 && (uint64_t)threads > n) threads = n ? (int32_t)n : 1;
+  status = tfmi_pool_open(&dev, &heap, threads);
+  if (status != TFM_OK) return status;
+  tfm_parallel_for(&dev, dev.threads, 1, tfmi_encodings_run, &b);
+  tfmi_pool_close(&dev, &heap);
+  for (i = 0; i < n && batch[i].count >= 0; i++) continue;
+  if (i == n) return TFM_OK;
+  if (batch[i].count == TFM_E_CANCELLED)
+    return tfmi_report(TFM_E_CANCELLED, "tfm_encode_batch: cancelled at text %llu",
+                       (unsigned long long)i);
+  /* the sentence was another thread's */
+  return (tfm_status)tfm_encode(tokenizer, batch[i].text, batch[i].bytes, flags, NULL, 0);
+}
+
 /* =================================================================================================
    >>formats   safetensors, shards, GGUF and llama2.c files become one directory of tensors
    =================================================================================================
@@ -13255,13 +14203,13 @@ static tfm_status tfmi_trainer_memory(tfm_trainer *t) {
 
 /* ---- One pass forward and back ---- */
 
-typedef struct tfmi_batch { /* of one pass, or of several; weights may be NULL */
+typedef struct tfmi_lesson { /* of one pass, or of several; weights may be NULL */
   const int32_t *tokens, *targets;
   const float *weights;
-} tfmi_batch;
+} tfmi_lesson;
 
 /* Pass number i of a batch goes to the device. */
-static void tfmi_batch_put(tfm_trainer *t, const tfmi_batch *b, int32_t i) {
+static void tfmi_batch_put(tfm_trainer *t, const tfmi_lesson *b, int32_t i) {
   size_t bytes = (size_t)t->rows * sizeof(int32_t);
   int64_t at = (int64_t)i * t->rows;
   t->dev.table->put(&t->dev, t->id, b->tokens + at, bytes);
@@ -13408,7 +14356,7 @@ static float tfmi_learning_rate(const tfm_trainer_config *c, int64_t s) {
   return c->min_lr + (c->lr - c->min_lr) * (float)left;
 }
 
-static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_batch *b, int64_t i) {
+static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_lesson *b, int64_t i) {
   int32_t vocabulary = t->net.vocabulary, token = b->tokens[i], target = b->targets[i];
   if (token < 0 || token >= vocabulary)
     return tfmi_report(TFM_E_ARG, "trainer: token %lld is %d; expected 0 to %d", (long long)i,
@@ -13423,7 +14371,7 @@ static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_batch *b, in
 }
 
 /* Checks n rows; counts the targets, and sums up their weights. */
-static tfm_status tfmi_batch_check(const tfm_trainer *t, const tfmi_batch *b, int64_t n,
+static tfm_status tfmi_batch_check(const tfm_trainer *t, const tfmi_lesson *b, int64_t n,
                                    int64_t *counted, double *weight) {
   int64_t i;
   *counted = 0;
@@ -13457,7 +14405,7 @@ static tfm_status tfmi_trainer_sync(tfm_trainer *t) {
 }
 
 /* Runs `passes` batches: sums in out, and, when learning, the mean's gradient in g. */
-static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_batch *batch, int32_t passes,
+static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, int32_t passes,
                                     bool learn, tfm_step *out) {
   tfm_dev *d = &t->dev;
   tfmi_loss how = {0, batch->weights != NULL, learn};
@@ -13499,7 +14447,7 @@ static void tfmi_train_update(tfm_trainer *t, float lr) {
 
 TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
                                     const int32_t *targets, const float *weights, tfm_step *out) {
-  tfmi_batch batch = {tokens, targets, weights};
+  tfmi_lesson batch = {tokens, targets, weights};
   tfm_trainer *t = trainer;
   tfm_step s;
   tfm_status status;
@@ -13530,7 +14478,7 @@ TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
 
 TFM_API tfm_status tfm_trainer_eval(tfm_trainer *trainer, const int32_t *tokens,
                                     const int32_t *targets, const float *weights, tfm_step *out) {
-  tfmi_batch batch = {tokens, targets, weights};
+  tfmi_lesson batch = {tokens, targets, weights};
   tfm_step s;
   tfm_status status;
   if (!trainer) return tfmi_null_object("tfm_trainer_eval");
@@ -13604,6 +14552,15 @@ typedef struct tfmi_origin {
 
 static const float tfmi_there = 0; /* what a vector points to before there is memory for it */
 
+/* What begins and ends a text, for the config.json that is exported. */
+static void tfmi_shape_ends(tfm_trainer *t, const tfm_tokenizer *tokenizer) {
+  tfm_tokenizer_info v;
+  if (!tokenizer || tfm_tokenizer_describe(tokenizer, &v) != TFM_OK) return;
+  t->bos = v.bos;
+  t->end_count = v.eos >= 0;
+  t->end[0] = v.eos;
+}
+
 /* The network of a shape, but for its layers. */
 static tfm_status tfmi_shape_net(tfm_trainer *t, const tfm_shape *s) {
   tfm_net *net = &t->net;
@@ -13638,6 +14595,7 @@ static tfm_status tfmi_shape_net(tfm_trainer *t, const tfm_shape *s) {
   }
   net->final_norm = &tfmi_there;
   net->final_norm_bias = layer_norm ? &tfmi_there : NULL;
+  tfmi_shape_ends(t, s->tokenizer);
   return TFM_OK;
 }
 

@@ -493,7 +493,8 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    for number, (name, (config, length, dtype, shard, edit)) in enumerate((cases() | dense_cases() | expert_cases()).items()):
+    everything = cases() | dense_cases() | expert_cases()
+    for number, (name, (config, length, dtype, shard, edit)) in enumerate(everything.items()):
         if args.only and name not in args.only:
             continue
         rng = np.random.default_rng(1000 + number)

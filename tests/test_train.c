@@ -6,7 +6,10 @@
 #include <signal.h>
 #include <sys/wait.h>
 
-static const char *const cases[] = {"gpt2-a", "gpt2-b", "llama-a", "llama-b", "llama-c"};
+static const char *const cases[] = {
+  "gpt2-a", "gpt2-b", "llama-a", "llama-b", "llama-c", "llama-d", "mistral-a", "qwen2-a", "qwen3-a",
+  "gemma-a", "gemma-b", "gemma2-a", "gemma3-a", "phi3-a", "mixtral-b", "qwen2moe-a", "qwen3moe-a",
+  "gpt2moe-a"};
 
 /* ---- Tensors of a safetensors file, found by name ---- */
 
@@ -33,7 +36,7 @@ typedef struct golden {
   tfm_model *model;
   blob file;
   const int32_t *ids, *targets;
-  const float *losses;
+  const float *losses, *balance; /* of the first step, not weighted; NULL: as 0 */
   int32_t context;
 } golden;
 
@@ -51,6 +54,7 @@ static bool golden_open(golden *g, const char *name, tfm_device device) {
   g->ids = (const int32_t *)ids.data;
   g->targets = (const int32_t *)tensor_find(&g->file, "targets").data;
   g->losses = (const float *)tensor_find(&g->file, "losses").data;
+  g->balance = (const float *)tensor_find(&g->file, "balance").data;
   g->context = (int32_t)(ids.bytes / 8);
   CHECK(g->model && g->ids && g->targets && g->losses);
   return g->model && g->ids && g->targets && g->losses;
@@ -140,8 +144,9 @@ TEST(gradients_equal_pytorch) {
     CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, &s), TFM_OK);
     got = gradients_of(t);
     worst = worst_gradient(&g, &got, &count);
-    printf("  %-8s %d parameters, largest relative error %.1e\n", cases[i], count, worst);
-    CHECK(worst <= 1e-4 && count > 15);
+    printf("  %-10s %d parameters, largest relative error %.1e\n", cases[i], count, worst);
+    CHECK(fabs(s.balance - (g.balance ? (double)*g.balance : 0)) < 1e-5);
+    CHECK(worst <= 1e-4 && count >= 15);
     CHECK(!s.skipped && s.step == 1);
     free(got.data);
     tfm_trainer_free(t);
@@ -166,7 +171,7 @@ TEST(loss_curves_equal_pytorch) {
       CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, &s), TFM_OK);
       worst = fmax(worst, fabs(s.loss - (double)g.losses[step]));
     }
-    printf("  %-8s loss %.4f to %.4f, largest difference %.1e\n", cases[i], (double)g.losses[0],
+    printf("  %-10s loss %.4f to %.4f, largest difference %.1e\n", cases[i], (double)g.losses[0],
            (double)g.losses[19], worst);
     CHECK(worst <= 1e-4);
     tfm_trainer_free(t);
@@ -249,6 +254,212 @@ TEST(targets_have_weights) {
   CHECK_STR_HAS(tfm_error(), "weight 5 is -1");
   tfm_trainer_free(t);
   golden_close(&g);
+}
+
+/* ---- Dropout ---- */
+
+static tfm_trainer_config dropping(const golden *g) {
+  tfm_trainer_config c = golden_config(g);
+  c.drop_embed = 0.1f;
+  c.drop_attn = 0.2f;
+  c.drop_residual = 0.3f;
+  c.seed = 9;
+  return c;
+}
+
+/* Loss and, in t->g, gradients of a golden's batch, with the masks of the first step. */
+static double dropped_loss(tfm_trainer *t, const golden *g) {
+  tfmi_lesson batch = {g->ids, g->targets, NULL};
+  tfm_step s = {0};
+  CHECK_EQ_INT(tfmi_train_passes(t, &batch, t->config.accumulate, true, &s), TFM_OK);
+  return s.loss;
+}
+
+/* The loss along a random direction of one parameter, and what the gradient says of it. */
+static void along(tfm_trainer *t, const golden *g, const tfmi_parameter *p, double *got,
+                  double *want) {
+  int64_t n = tfmi_parameter_values(p), i;
+  float *g0 = (float *)malloc((size_t)n * sizeof *g0), *w0 = (float *)malloc((size_t)n * 4);
+  double length = 0, step, loss[2];
+  size_t host, device;
+  int k;
+  memcpy(g0, t->g + p->at, (size_t)n * sizeof *g0);
+  memcpy(w0, t->w + p->at, (size_t)n * sizeof *w0);
+  for (i = 0; i < n; i++) length += (double)g0[i] * (double)g0[i];
+  length = sqrt(length);
+  step = 4e-3 / length;
+  for (k = 0; k < 2; k++) {
+    for (i = 0; i < n; i++) t->w[p->at + i] = w0[i] + (float)((k ? -step : step) * (double)g0[i]);
+    tfmi_pack_parameters(t, &host, &device);
+    loss[k] = dropped_loss(t, g);
+  }
+  memcpy(t->w + p->at, w0, (size_t)n * sizeof *w0);
+  tfmi_pack_parameters(t, &host, &device);
+  *got = (loss[0] - loss[1]) / (2 * step * length);
+  *want = length;
+  free(g0), free(w0);
+}
+
+/* Gradients under dropout are the slopes of the loss under the same masks. */
+TEST(dropout_has_gradients) {
+  static const char *const which[] = {"gpt2-a", "llama-b"};
+  int i, k;
+  for (k = 0; k < 2; k++) {
+    golden g;
+    tfm_trainer_config c;
+    tfm_trainer *t;
+    double worst = 0;
+    if (!golden_open(&g, which[k], k ? TFM_AUTO : TFM_REF)) return;
+    c = dropping(&g);
+    t = tfm_trainer_create(g.model, &c);
+    CHECK(t != NULL);
+    for (i = 0; t && i < t->parameters; i++) {
+      double got, want;
+      dropped_loss(t, &g);
+      along(t, &g, &t->parameter[i], &got, &want);
+      if (want > 0.05) worst = fmax(worst, fabs(got / want - 1)); /* else: rounding of the loss */
+    }
+    printf("  %-8s slopes under dropout differ by at most %.1e\n", which[k], worst);
+    CHECK(worst < 3e-3);
+    tfm_trainer_free(t);
+    golden_close(&g);
+  }
+}
+
+/* Masks belong to sequences and places: threads, batches and devices change nothing. */
+TEST(dropout_is_the_same_however_it_is_computed) {
+  golden g, r;
+  tfm_trainer_config c;
+  tfm_trainer *t, *u, *v, *w;
+  double plain;
+  tfm_step s;
+  if (!golden_open(&g, "gpt2-a", TFM_AUTO) || !golden_open(&r, "gpt2-a", TFM_REF)) return;
+  c = dropping(&g);
+  t = tfm_trainer_create(g.model, &c);
+  c.threads = 3;
+  u = tfm_trainer_create(g.model, &c);
+  v = tfm_trainer_create(r.model, &c);
+  c.batch = 1;
+  c.accumulate = 2;
+  w = tfm_trainer_create(g.model, &c);
+  plain = dropped_loss(t, &g);
+  CHECK(plain == dropped_loss(u, &g) && !memcmp(t->g, u->g, (size_t)t->total * sizeof(float)));
+  CHECK(fabs(plain - dropped_loss(v, &g)) < 1e-5);
+  CHECK(gradient_error(v->g, t->g, (size_t)t->total) < 1e-4);
+  CHECK(fabs(plain - dropped_loss(w, &g)) < 1e-5);
+  CHECK(gradient_error(w->g, t->g, (size_t)t->total) < 1e-4);
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, NULL, &s), TFM_OK);
+  CHECK(fabs(s.loss - (double)g.losses[0]) < 1e-4); /* without dropout */
+  CHECK(fabs(plain - s.loss) > 1e-3);
+  t->sequences += 2;
+  CHECK(plain != dropped_loss(t, &g)); /* new masks */
+  tfm_trainer_free(t), tfm_trainer_free(u), tfm_trainer_free(v), tfm_trainer_free(w);
+  golden_close(&g), golden_close(&r);
+}
+
+/* ---- Computing activations again ---- */
+
+TEST(recomputation_changes_no_bit) {
+  size_t i;
+  int k;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    golden g;
+    tfm_trainer_config c;
+    tfm_trainer *t, *u;
+    if (!golden_open(&g, cases[i], TFM_AUTO)) continue;
+    c = dropping(&g);
+    if (g.model && g.model->net.experts) c.drop_residual = 0; /* refused */
+    t = tfm_trainer_create(g.model, &c);
+    c.recompute = true;
+    u = tfm_trainer_create(g.model, &c);
+    for (k = 0; k < 3; k++) {
+      CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, NULL), TFM_OK);
+      CHECK_EQ_INT(tfm_trainer_step(u, g.ids, g.targets, NULL, NULL), TFM_OK);
+    }
+    CHECK(t && u && !memcmp(t->w, u->w, (size_t)t->total * sizeof(float)));
+    tfm_trainer_free(t), tfm_trainer_free(u);
+    golden_close(&g);
+  }
+}
+
+TEST(recomputation_needs_less_memory) {
+  tfm_shape s = {0};
+  tfm_trainer_config c;
+  tfm_trainer_info all = {0}, less = {0}, held = {0};
+  tfm_trainer *t;
+  s.layers = 8;
+  s.width = 64;
+  s.heads = 4;
+  s.vocabulary = 100;
+  s.context = 64;
+  memset(&c, 0, sizeof c);
+  c.batch = 8;
+  CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &all), TFM_OK);
+  c.recompute = true;
+  CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &less), TFM_OK);
+  t = tfm_trainer_init(&s, &c);
+  CHECK_EQ_INT(tfm_trainer_describe(t, &held), TFM_OK);
+  printf("  8 layers: %.1f MB of activations, %.1f MB with recomputation\n",
+         (double)(all.memory_bytes - all.state_bytes) / 1e6,
+         (double)(less.memory_bytes - less.state_bytes) / 1e6);
+  CHECK_EQ_INT(held.memory_bytes, less.memory_bytes);
+  CHECK((less.memory_bytes - less.state_bytes) * 3 < all.memory_bytes - all.state_bytes);
+  tfm_trainer_free(t);
+}
+
+/* ---- Frozen parameters ---- */
+
+/* After a step with some frozen: they are as before, and the others as if nothing were. */
+static void freezes(const golden *g, unsigned freeze, int32_t first_layer, bool some) {
+  tfm_trainer_config c = golden_config(g);
+  tfm_trainer *before, *all, *part;
+  double square = 0;
+  tfm_step s = {0};
+  int64_t k;
+  int i, frozen = 0, trained = 0;
+  c.clip = -1;
+  before = tfm_trainer_create(g->model, &c);
+  all = tfm_trainer_create(g->model, &c);
+  c.freeze = freeze;
+  c.first_layer = first_layer;
+  part = tfm_trainer_create(g->model, &c);
+  CHECK(before && all && part);
+  CHECK_EQ_INT(tfm_trainer_step(all, g->ids, g->targets, NULL, NULL), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_step(part, g->ids, g->targets, NULL, &s), TFM_OK);
+  for (i = 0; i < part->parameters; i++) {
+    const tfmi_parameter *p = &part->parameter[i];
+    const float *want = (p->frozen ? before : all)->w + p->at;
+    int64_t n = tfmi_parameter_values(p);
+    CHECK(!memcmp(part->w + p->at, want, (size_t)n * sizeof *want));
+    for (k = 0; !p->frozen && k < n; k++)
+      square += (double)all->g[p->at + k] * (double)all->g[p->at + k];
+    frozen += p->frozen, trained += !p->frozen;
+  }
+  CHECK(trained > 0 && (frozen > 0) == some);
+  CHECK(fabs(sqrt(square) / (double)s.gradient_norm - 1) < 1e-5);
+  tfm_trainer_free(before), tfm_trainer_free(all), tfm_trainer_free(part);
+}
+
+TEST(frozen_parameters_stay) {
+  static const char *const which[] = {"gpt2-a", "llama-c"};
+  tfm_trainer_config c;
+  golden g;
+  int k;
+  for (k = 0; k < 2; k++) {
+    if (!golden_open(&g, which[k], TFM_AUTO)) return;
+    freezes(&g, 0, 0, false);
+    freezes(&g, TFM_EMBEDDINGS, 0, true);
+    freezes(&g, TFM_NORMS | TFM_HEAD, 0, true);
+    freezes(&g, TFM_ATTENTION, 0, true);
+    freezes(&g, TFM_FEED_FORWARD | TFM_EMBEDDINGS, 0, true);
+    freezes(&g, 0, 1, true);
+    freezes(&g, 0, g.model->net.layers, true); /* the final norm, and an untied head */
+    c = golden_config(&g);
+    c.freeze = ~0u;
+    CHECK(!tfm_trainer_create(g.model, &c));
+    CHECK_STR_HAS(tfm_error(), "frozen");
+    golden_close(&g);
+  }
 }
 
 TEST(evaluation_learns_nothing) {
@@ -403,6 +614,66 @@ TEST(new_models_learn) {
   learns("llama", false);
 }
 
+#define EXPORTED "build/test_train_export"
+
+static tfm_model *exported(tfm_trainer *t) {
+  tfm_model *m;
+  mkdir(EXPORTED, 0777);
+  CHECK_EQ_INT(tfm_trainer_export(t, EXPORTED), TFM_OK);
+  m = tfm_model_load(EXPORTED, NULL);
+  if (!m) fprintf(stderr, "%s\n", tfm_error());
+  CHECK(m != NULL);
+  return m;
+}
+
+static void exported_remove(void) {
+  remove(EXPORTED "/config.json");
+  remove(EXPORTED "/model.safetensors");
+  rmdir(EXPORTED);
+}
+
+/* Every family from a shape: learns, is exported and loads again. */
+TEST(new_models_of_every_family) {
+  int k;
+  for (k = 0; k < TFMI_COUNT(tfmi_families); k++) {
+    tfm_shape s = shape_of(tfmi_families[k].name);
+    tfm_trainer_config c;
+    tfm_trainer *t;
+    tfm_step first = {0}, step = {0};
+    tfm_model *m;
+    int32_t tokens[48], targets[48], i;
+    memset(&c, 0, sizeof c);
+    s.experts = 4;
+    s.experts_used = 2;
+    s.window = 9;
+    c.batch = 2;
+    c.lr = 1e-2f;
+    c.threads = 1;
+    c.balance = 0.01f;
+    for (i = 0; i < 48; i++) tokens[i] = i % 50, targets[i] = i % 24 == 23 ? -100 : (i + 1) % 50;
+    t = tfm_trainer_init(&s, &c);
+    if (!t) fprintf(stderr, "  %s: %s\n", s.family, tfm_error());
+    CHECK(t != NULL);
+    CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL, &first), TFM_OK);
+    for (i = 1; i < 30; i++)
+      CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL, &step), TFM_OK);
+    if (!(step.loss < 0.6 * first.loss))
+      fprintf(stderr, "  %s: loss %g to %g\n", s.family, first.loss, step.loss);
+    CHECK(step.loss < 0.6 * first.loss && (step.balance >= 0.99) == (t->net.experts > 0));
+    CHECK_EQ_INT(tfm_trainer_eval(t, tokens, targets, NULL, &first), TFM_OK);
+    m = exported(t);
+    tfm_trainer_free(t);
+    t = tfm_trainer_create(m, &c);
+    CHECK_EQ_INT(tfm_trainer_eval(t, tokens, targets, NULL, &step), TFM_OK);
+    if (fabs(first.loss - step.loss) > 1e-6)
+      fprintf(stderr, "  %s: %g, loaded again %g\n", s.family, first.loss, step.loss);
+    CHECK(fabs(first.loss - step.loss) <= 1e-6);
+    tfm_trainer_free(t);
+    tfm_model_free(m);
+    exported_remove();
+  }
+}
+
 /* ---- Memory ---- */
 
 TEST(memory_is_as_planned) {
@@ -503,7 +774,6 @@ TEST(bad_arguments_are_told) {
 
 /* ---- Export ---- */
 
-#define EXPORTED "build/test_train_export"
 
 /* Logits of the model in a folder for some ids. */
 static float *logits_of(const tfm_model *m, const int32_t *ids, int32_t n) {
@@ -515,22 +785,6 @@ static float *logits_of(const tfm_model *m, const int32_t *ids, int32_t n) {
   CHECK_EQ_INT(tfm_eval(s, ids, (size_t)n, out), TFM_OK);
   tfm_session_free(s);
   return out;
-}
-
-static tfm_model *exported(tfm_trainer *t) {
-  tfm_model *m;
-  mkdir(EXPORTED, 0777);
-  CHECK_EQ_INT(tfm_trainer_export(t, EXPORTED), TFM_OK);
-  m = tfm_model_load(EXPORTED, NULL);
-  if (!m) fprintf(stderr, "%s\n", tfm_error());
-  CHECK(m != NULL);
-  return m;
-}
-
-static void exported_remove(void) {
-  remove(EXPORTED "/config.json");
-  remove(EXPORTED "/model.safetensors");
-  rmdir(EXPORTED);
 }
 
 /* Untrained, the logits are the model's own; trained, the loss is the trainer's. */

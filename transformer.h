@@ -14198,7 +14198,8 @@ static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, in
   for (i = 0; i < passes; i++) {
     tfmi_batch_put(t, batch, i);
     tfmi_sequences_put(t, i);
-    if (!tfmi_train_forward(t, learn)) return tfmi_report(TFM_E_CANCELLED, "training was cancelled");
+    if (!tfmi_train_forward(t, learn))
+      return tfmi_report(TFM_E_CANCELLED, "training was cancelled");
     tfmi_train_loss(t, &how);
     if (learn) tfmi_train_back(t);
     out->loss += tfmi_sum_back(t, t->losses);

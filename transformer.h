@@ -14447,6 +14447,7 @@ static bool tfmi_train_forward(tfm_trainer *t, bool learn) {
 static void tfmi_train_again(tfm_trainer *t, int32_t layer) {
   tfmi_pass p = tfmi_train_pass(t, true);
   p.buffers = t->buffers[layer];
+  p.buffers.routing.count = p.buffers.routing.mass = NULL; /* the balance counts a layer once */
   p.again = true;
   tfmi_attention(&p, layer);
   tfmi_feed_forward(&p, layer);
@@ -14913,6 +14914,9 @@ static tfm_status tfmi_trainer_configure(tfm_trainer *t) {
                        (int)c->context, (int)t->net.context);
   if ((int64_t)c->batch * c->context > (1 << 24))
     return tfmi_bad_training("batch", c->batch, "at most 2^24 tokens in a pass; use accumulate");
+  if (c->drop_residual > 0 && (t->net.experts || t->net.layer[0].post1))
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_trainer_config.drop_residual: a model with experts, "
+                       "or norms after its layers, has no such dropout");
   if (c->first_layer < 0 || c->first_layer > t->net.layers)
     return tfmi_bad_training("first_layer", c->first_layer, "0 to the number of layers");
   t->rows = c->batch * c->context;

@@ -15568,9 +15568,10 @@ static void tfmi_config_numbers(const tfm_trainer *t, tfmi_out *o) {
     const struct { tfmi_quantity what; double value; } rows[] = {
       {TFMI_N_QUERY_SCALAR, scalar},
       {TFMI_N_ATTN_CAP, (double)net->layer[0].attn.softcap},
-      {TFMI_N_LOGIT_CAP, (double)net->logit_softcap}, {TFMI_N_EXPERTS, net->experts},
-      {TFMI_N_EXPERTS_USED, net->experts_used}, {TFMI_N_EXPERT_FFN, net->expert_width},
-      {TFMI_N_SHARED_FFN, tfmi_config_width(net, true)}, {TFMI_N_SPARSE_STEP, 1},
+      {TFMI_N_LOGIT_CAP, (double)net->logit_softcap}, {TFMI_N_EXPERTS, (double)net->experts},
+      {TFMI_N_EXPERTS_USED, (double)net->experts_used},
+      {TFMI_N_EXPERT_FFN, (double)net->expert_width},
+      {TFMI_N_SHARED_FFN, (double)tfmi_config_width(net, true)}, {TFMI_N_SPARSE_STEP, 1},
       {TFMI_N_BALANCE, t->config.balance > 0 ? (double)t->config.balance : 0}};
     for (k = 0; k < TFMI_COUNT(rows); k++)
       if (tfmi_family_said(f, rows[k].what) && f->key[rows[k].what].hf[0])
@@ -15617,9 +15618,9 @@ static void tfmi_export_config(void *context, tfmi_out *o) {
   bool dynamic = t->rotation[0].kind == TFMI_ROPE_DYNAMIC;
   int32_t dense = tfmi_config_width(net, false), i;
   const double values[] = {
-    net->layers, net->width, net->heads, net->kv_heads, net->head_width,
-    dense ? dense : net->expert_width, net->vocabulary,
-    dynamic ? t->rotation[0].trained : net->context, (double)net->norm.eps};
+    (double)net->layers, (double)net->width, (double)net->heads, (double)net->kv_heads,
+    (double)net->head_width, (double)(dense ? dense : net->expert_width), (double)net->vocabulary,
+    (double)(dynamic ? t->rotation[0].trained : net->context), (double)net->norm.eps};
   tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
                 f->classes[0]);
   for (i = 0; i < TFMI_COUNT(values); i++)

@@ -8855,9 +8855,11 @@ static void tfmi_layer_experts(tfmi_builder *b, int32_t i, tfm_layer *y) {
 static void tfmi_layer(tfmi_builder *b, int32_t i) {
   const tfm_net *net = &b->m->net;
   tfm_layer *y = &net->layer[i];
+  bool sparse = tfmi_is_sparse(b->s, b->f, i);
+  if (b->s->gguf) sparse = sparse && tfmi_ask(b, TFMI_ROUTER, i, ".weight"); /* told by tensors */
   tfmi_layer_attention(b, i, y);
   tfmi_norm_vectors(b, TFMI_NORM2, i, &y->norm2, &y->norm2_bias);
-  if (tfmi_is_sparse(b->s, b->f, i)) tfmi_layer_experts(b, i, y);
+  if (sparse) tfmi_layer_experts(b, i, y);
   else tfmi_layer_dense(b, i, y, TFMI_GATE_UP, net->ffn_width);
   if (tfmi_has(b->f, TFMI_POST_NORMS))
     y->post2 = tfmi_norm_vector_of(b, TFMI_POST2, i, ".weight", net->width);
@@ -8879,14 +8881,14 @@ static const float *tfmi_factors(tfmi_builder *b, const char *name) {
 
 static void tfmi_rotation_factors(tfmi_builder *b) {
   tfmi_rotation *r = b->m->rotation;
+  bool several = r->kind == TFMI_ROPE_LONG;
   if (!b->s->gguf) return;
-  r->divisor[0] = r->divisor[1] = tfmi_factors(b, "rope_freqs.weight");
-  if (r->kind != TFMI_ROPE_LONG) return;
-  r->divisor[0] = tfmi_factors(b, "rope_factors_short.weight");
-  r->divisor[1] = tfmi_factors(b, "rope_factors_long.weight");
-  if (!r->divisor[0] || !r->divisor[1])
+  r->divisor[0] = tfmi_factors(b, several ? "rope_factors_short.weight" : "rope_freqs.weight");
+  r->divisor[1] = several ? tfmi_factors(b, "rope_factors_long.weight") : r->divisor[0];
+  if (several && (!r->divisor[0] || !r->divisor[1]))
     tfmi_fail(b->s->load, TFM_E_FORMAT, "tensor rope_factors_short.weight or "
               "rope_factors_long.weight is missing");
+  if (!tfmi_family_said(b->f, TFMI_N_LOCAL_THETA)) r[1] = r[0];
 }
 
 static void tfmi_network(tfmi_builder *b, bool measure) {

@@ -19,7 +19,7 @@ HEADERS  = transformer.h examples/common.h $(wildcard tests/*.h)
 EXAMPLES = $(patsubst examples/%.c,$B/%,$(wildcard examples/*.c)) $B/cpp
 UNITS    = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 FUZZERS  = $(patsubst tests/%.c,%,$(wildcard tests/fuzz_*.c))
-TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels
+TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels $B/avx2/test_gradients
 LIBRARY  = $B/libtransformer.a
 
 # What the tools are linked with. A companion that declines its kernels is passed over at run time.

@@ -46,6 +46,7 @@
      >>formats    safetensors, shards, llama2.c     >>convert    models written in other formats
                                                     >>train      backward pass, optimiser, trainer
                                                     >>export     folders, checkpoints
+                                                    >>data       text files to sequences
 
    Options, defined before the include:
      TRANSFORMER_IMPLEMENTATION         this file gets the code
@@ -259,7 +260,7 @@ typedef struct tfm_model_info {
 
 TFM_API tfm_status tfm_model_describe(const tfm_model *model, tfm_model_info *out);
 
-/* ---- Files of models, without loading them ---------------------------------------------------- */
+/* ---- Files of models, without loading them --------------------------------------------------- */
 
 typedef struct tfm_tensor_info { /* texts are valid during the call */
   const char *name, *type;       /* as the file has it: "F32", "Q4_K", "I64" */
@@ -532,6 +533,8 @@ typedef struct tfm_trainer_config {
   int32_t warmup;        /* steps of a linear start */
   int32_t steps;         /* in all, for the schedules that end */
   int32_t decay_steps;   /* of TFM_WSD; 0: a fifth of steps */
+  int32_t keep;          /* newest checkpoints that saving leaves: PATH, PATH.1 ...; 0: 1 */
+  uint64_t data;         /* tfm_data.mark: checkpoints of other data are refused; 0: of none */
 } tfm_trainer_config;
 
 typedef struct tfm_shape { /* a model to be made; what is 0 is as the family has it */
@@ -545,9 +548,9 @@ typedef struct tfm_shape { /* a model to be made; what is 0 is as the family has
 } tfm_shape;
 
 typedef struct tfm_step {
-  double loss;           /* mean cross entropy, natural logarithm, before the step */
-  double accuracy;       /* share of targets that were the most probable */
-  int64_t targets;       /* that were counted */
+  double loss;           /* mean cross entropy, natural logarithm, before the step; by weight */
+  double accuracy;       /* share of targets that were the most probable; by weight */
+  int64_t targets;       /* that were counted: neither -100 nor of weight 0 */
   float gradient_norm;   /* of all parameters together, before clipping */
   float lr;
   int64_t step;          /* steps taken, this one included */
@@ -560,6 +563,7 @@ typedef struct tfm_trainer_info {
   uint64_t state_bytes;    /* of these, weights, gradients and moments */
   int32_t batch, context, accumulate;
   int64_t step;
+  int64_t sequences; /* rows that steps were given, skipped ones too: where the data goes on */
 } tfm_trainer_info;
 
 /* Trains what the model's files hold, matrices of any type made float32. The model may be freed. */
@@ -574,21 +578,57 @@ TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_co
 TFM_API tfm_status tfm_trainer_describe(const tfm_trainer *trainer, tfm_trainer_info *out);
 
 /* One step of AdamW. tokens and targets [accumulate, batch, context]: each row is a sequence of its
-   own, and a target is the token after its place, or -100 where none counts. out may be NULL. */
+   own, and a target is the token after its place, or -100 where none counts. weights, of the same
+   shape, say how much each target counts; NULL: all alike. out may be NULL. */
 TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
-                                    const int32_t *targets, tfm_step *out);
+                                    const int32_t *targets, const float *weights, tfm_step *out);
 /* The same loss and accuracy of one pass, [batch, context], without learning from it. */
 TFM_API tfm_status tfm_trainer_eval(tfm_trainer *trainer, const int32_t *tokens,
-                                    const int32_t *targets, tfm_step *out);
+                                    const int32_t *targets, const float *weights, tfm_step *out);
 /* Writes config.json and model.safetensors (float32) into an existing folder, each under a
    temporary name first; tfm_model_load and transformers read them. */
 TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder);
-/* A checkpoint: weights, moments and the step, in one file with a checksum that takes its name only
-   when it is whole on the disk: whenever the machine stops, the name holds this one or the last. */
+/* A checkpoint: weights, moments, the step and the place in the data, in one file with a checksum
+   that takes its name only when it is whole on the disk: whenever the machine stops, the name holds
+   this one or the last. */
 TFM_API tfm_status tfm_trainer_save(tfm_trainer *trainer, const char *path);
 /* Goes on from a checkpoint, bit for bit as if never interrupted, in a trainer made of the same
    shape with the same config. A file that does not fit or is damaged changes nothing. */
 TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path);
+
+/* Text to train on: one long row of ids, cut into sequences of `context` tokens. Their order has no
+   end: each epoch visits all of them once, shuffled by the seed and shifted by a random number of
+   tokens. Sequence i is the same whoever asks and whenever, so that a number is the whole place in
+   the data. A document is preceded by BOS and followed by EOS, where the vocabulary has them. Both
+   are learnt: sequences run on from one document into the next, and what begins one is told after
+   its BOS, or else after the EOS before it, as it will be asked for. */
+typedef struct tfm_data_config {
+  tfm_host host;
+  int32_t context;       /* T tokens of a sequence; 0: 256 */
+  float held_out;        /* share of the tokens, the last ones, that training never sees; 1: all */
+  uint64_t seed;
+  const char *separator; /* text that ends a document within a file; NULL: a file is a document */
+  const char *cache;     /* a file that keeps the ids, mapped; NULL: memory does */
+} tfm_data_config;
+
+typedef struct tfm_data {  /* read only */
+  int64_t tokens, held_out; /* in all; of these, held out */
+  int64_t documents;
+  int64_t sequences, held_sequences; /* of an epoch; of the held-out tokens */
+  uint64_t mark;           /* of the ids, context, seed and share: for tfm_trainer_config.data */
+  bool cached;             /* the ids came from the cache as it was */
+} tfm_data;
+
+/* Reads n files, and folders with all below them, in the order of their names, hidden ones left
+   out. Texts are read piece by piece; the cache is made anew when a name, a size, a time of
+   modification, the tokenizer or the separator differs, or its checksum. NULL on failure. */
+TFM_API tfm_data *tfm_data_open(const char *const *paths, size_t n, const tfm_tokenizer *tokenizer,
+                                const tfm_data_config *config);
+TFM_API void tfm_data_free(tfm_data *data);
+/* Sequences first, first + 1, ...: tokens and targets [rows, T], as tfm_trainer_step wants them.
+   held_out: of the tokens that are, always in the same order, again from the start at their end. */
+TFM_API tfm_status tfm_data_read(const tfm_data *data, bool held_out, int64_t first, int32_t rows,
+                                 int32_t *tokens, int32_t *targets);
 
 /* =================================================================================================
    >>backend   the table of kernels that a device fills in
@@ -649,7 +689,7 @@ typedef struct tfm_dev {
   bool host_visible;      /* memory from `alloc` must be addressable by the host (for override) */
   tfm_status status;      /* sticky until sync */
   char message[256];
-  void *work; /* an engine's: work_bytes of device memory for temporaries of entries; else NULL */
+  void *work; /* an engine's or a trainer's: work_bytes for temporaries of entries; else NULL */
   void *state; /* the backend's own, from open to close */
 } tfm_dev;
 
@@ -886,7 +926,8 @@ struct tfm_backend {
   /* Memory that the host and the device both address; NULL: out of memory. */
   void *(*alloc_shared)(tfm_dev *d, size_t bytes);
   void (*release_shared)(tfm_dev *d, void *p, size_t bytes);
-  /* Bytes of tfm_dev.work that entries want for passes of up to `rows` rows over a context. */
+  /* Bytes of tfm_dev.work that entries want for passes of up to `rows` rows over a context; for
+     backward and the optimiser too when net->embed has TFM_ROLE_GRADIENT. */
   size_t (*work_bytes)(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
                        int32_t context);
   /* Graphs. replay runs what was recorded under a key; false: nothing was. record(begin) starts a
@@ -1033,6 +1074,7 @@ extern const tfm_backend *tfm_backend_cuda(void);
 #include <string.h>
 #include <time.h>
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -1507,6 +1549,7 @@ typedef struct tfmi_out { /* a file being written; fd -1 only counts */
   bool failed;
   uint64_t bytes, sum; /* so far, and the checksum of what was flushed */
   size_t used;
+  char temporary[1040];
   char buffer[4096];
 } tfmi_out;
 
@@ -1564,25 +1607,64 @@ static void tfmi_out_number_le(tfmi_out *o, uint64_t value, int bytes) {
   tfmi_out_bytes(o, le, (size_t)bytes);
 }
 
+/* A file is written under a temporary name and takes its own when it is whole: it is there whole,
+   or as it was. Begin, write, commit. */
+static tfm_status tfmi_out_begin(tfmi_out *o, const char *path) {
+  int n;
+  memset(o, 0, sizeof *o);
+  n = snprintf(o->temporary, sizeof o->temporary, "%s.part", path);
+  if (n < 0 || (size_t)n >= sizeof o->temporary)
+    return tfmi_report(TFM_E_ARG, "the name of a file to write is longer than 1000 bytes");
+  o->fd = open(o->temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  if (o->fd >= 0) return TFM_OK;
+  return tfmi_report(TFM_E_IO, "%s cannot be created; does the folder exist?", path);
+}
+
+/* The last `keep` files of a name: path, path.1, ... Each keeps its name until it has the next. */
+static void tfmi_out_rotate(const char *path, int32_t keep) {
+  char from[1040], to[1040];
+  int32_t i;
+  for (i = keep - 1; i >= 1; i--) {
+    snprintf(to, sizeof to, "%s.%d", path, (int)i);
+    snprintf(from, sizeof from, "%s.%d", path, (int)i - 1);
+    if (i > 1) rename(from, to);
+    else if ((unlink(to) != 0 && errno != ENOENT) || link(path, to) != 0) return;
+  }
+}
+
+/* A name is on the disk when its folder is. */
+static void tfmi_sync_folder(const char *path) {
+  const char *slash = strrchr(path, '/');
+  char folder[1040];
+  int fd;
+  snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+  fd = open(folder, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return;
+  fsync(fd);
+  close(fd);
+}
+
+static tfm_status tfmi_out_commit(tfmi_out *o, const char *path, int32_t keep) {
+  tfmi_out_flush(o);
+  if (fsync(o->fd) != 0) o->failed = true;
+  if (close(o->fd) != 0) o->failed = true;
+  if (!o->failed) tfmi_out_rotate(path, keep);
+  if (!o->failed && rename(o->temporary, path) == 0) {
+    tfmi_sync_folder(path);
+    return TFM_OK;
+  }
+  unlink(o->temporary);
+  return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
+}
+
 typedef void (*tfmi_writer)(void *context, tfmi_out *o);
 
-/* Writes a file by way of a temporary name: it is there whole, or as it was. */
 static tfm_status tfmi_out_file(const char *path, tfmi_writer writer, void *context) {
-  char temporary[1040];
   tfmi_out o;
-  int n = snprintf(temporary, sizeof temporary, "%s.part", path);
-  if (n < 0 || (size_t)n >= sizeof temporary)
-    return tfmi_report(TFM_E_ARG, "the name of the file to write is longer than 1000 bytes");
-  memset(&o, 0, sizeof o);
-  o.fd = open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (o.fd < 0) return tfmi_report(TFM_E_IO, "%s cannot be created; does the folder exist?", path);
+  tfm_status status = tfmi_out_begin(&o, path);
+  if (status != TFM_OK) return status;
   writer(context, &o);
-  tfmi_out_flush(&o);
-  if (fsync(o.fd) != 0) o.failed = true;
-  if (close(o.fd) != 0) o.failed = true;
-  if (!o.failed && rename(temporary, path) == 0) return TFM_OK;
-  unlink(temporary);
-  return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
+  return tfmi_out_commit(&o, path, 1);
 }
 
 static double tfmi_seconds(void) {
@@ -11847,9 +11929,9 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
    each tensor that the network asked for knows what it is of which layer. That, and not its name,
    decides what it is called in the other format; so families need nothing here.
 
-   Rows are converted into a chunk by all threads and written behind one another. On the way a matrix
-   may be turned (GPT-2's are [in, out] in Hugging Face's files only), the rows of q and k brought
-   from halves to pairs or back (see tfm_rope), and 1 added to norms that GGUF stores so.
+   Rows are converted into a chunk by all threads and written behind one another. On the way a
+   matrix may be turned (GPT-2's are [in, out] in Hugging Face's files only), the rows of q and k
+   brought from halves to pairs or back (see tfm_rope), and 1 added to norms that GGUF stores so.
 
    Whatever can fail but the disk fails before the first byte is written. Files get their names when
    they are whole (tfmi_out_file). The vocabulary of a GGUF file is written from the tokenizer that
@@ -12013,7 +12095,8 @@ static const char *tfmi_item_name(const tfmi_conversion *c, const tfmi_tensor *t
 static tfmi_item tfmi_item_of(const tfmi_conversion *c, const tfmi_tensor *t) {
   const tfmi_builder *b = c->b;
   bool pairs_here = b->s->interleaved && b->f->rotary, pairs_there = tfmi_pairs_in(c, c->gguf);
-  bool turns = b->f->conv1d && tfmi_is_matrix(t) && t->layer >= 0 && c->gguf != (b->s->gguf != NULL);
+  bool other = c->gguf != (b->s->gguf != NULL);
+  bool turns = b->f->conv1d && tfmi_is_matrix(t) && t->layer >= 0 && other;
   tfmi_item m;
   memset(&m, 0, sizeof m);
   m.t = t;
@@ -12025,7 +12108,7 @@ static tfmi_item tfmi_item_of(const tfmi_conversion *c, const tfmi_tensor *t) {
     m.pairs = pairs_there ? b->m->net.head_width : -b->m->net.head_width;
     if (t->rank < 2) m.rows = m.cols, m.cols = 1; /* a bias, by its elements */
   }
-  if (tfmi_is_norm(t) && c->gguf != (b->s->gguf != NULL))
+  if (tfmi_is_norm(t) && other)
     m.add = c->gguf ? b->f->norm_offset : -b->f->norm_offset;
   m.type = tfmi_item_type(c, t, m.cols);
   return m;
@@ -12067,8 +12150,8 @@ static void tfmi_conversion_items(tfmi_conversion *c) {
       stbds_arrput(all, m);
     }
   if (r->factors && !c->gguf)
-    tfmi_fail(l, TFM_E_UNSUPPORTED, "the model's rotation has factors of its own, which config.json "
-              "cannot tell; convert to .gguf");
+    tfmi_fail(l, TFM_E_UNSUPPORTED, "the model's rotation has factors of its own, which "
+              "config.json cannot tell; convert to .gguf");
   if (c->gguf && (r->factors || r->llama3)) {
     tfmi_item m = tfmi_item_rotation(c);
     stbds_arrput(all, m);
@@ -12774,7 +12857,8 @@ struct tfm_trainer {
   int32_t bos;               /* -1: none */
   int32_t end[16], end_count; /* as the model's */
   int32_t rows;              /* N = batch * context */
-  int64_t step, total, matrices; /* floats of an arena; of its matrices */
+  int64_t step, sequences;
+  int64_t total, matrices;   /* floats of an arena; of its matrices */
   size_t list_bytes, host_bytes, device_bytes;
   void *lists, *host_block, *device_block;
   /* host */
@@ -12788,7 +12872,7 @@ struct tfm_trainer {
   uint8_t *packed;           /* the weights' own structures */
   /* device */
   uint8_t *packed_device;
-  float *w, *g, *m, *v, *frequencies, *sumsq, *losses, *hits, *head_stats;
+  float *w, *g, *m, *v, *frequencies, *sumsq, *losses, *hits, *weights, *head_stats;
   int32_t *id, *pos, *seq, *target;
   tfm_mat normed, logits;                     /* [N, C], [TFMI_HEAD_ROWS, V] */
   tfm_mat d, d_norm, d_qkv, d_attn, d_up, d_act; /* gradients of the layer at hand */
@@ -12909,6 +12993,7 @@ static void tfmi_pack_parameters(tfm_trainer *t, size_t *host, size_t *device) {
     tfm_pack_size size = table->pack_size(&t->dev, &s);
     p->weight->rows = p->rows;
     p->weight->cols = p->cols;
+    p->weight->roles = s.roles;
     if (t->packed)
       table->pack(&t->dev, p->weight, &s, t->packed + *host, t->packed_device + *device);
     *host += size.host_bytes;
@@ -12979,10 +13064,13 @@ static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
   t->m = tfmi_take_floats(a, t->total);
   t->v = tfmi_take_floats(a, t->total);
   t->packed_device = (uint8_t *)tfmi_take(a, packed, 1);
+  t->dev.work = tfmi_take(a, t->dev.table->work_bytes(&t->dev, net, t->rows, t->config.batch,
+                                                      t->config.context), 1);
   t->frequencies = tfmi_take_floats(a, net->head_width / 2);
   t->sumsq = tfmi_take_floats(a, 1);
   t->losses = tfmi_take_floats(a, t->rows);
   t->hits = tfmi_take_floats(a, t->rows);
+  t->weights = tfmi_take_floats(a, t->rows);
   t->head_stats = tfmi_take_floats(a, 2 * (int64_t)t->rows);
   t->id = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
   t->pos = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
@@ -13065,11 +13153,18 @@ static tfm_status tfmi_trainer_memory(tfm_trainer *t) {
 
 /* ---- One pass forward and back ---- */
 
-/* A batch goes to the device. */
-static void tfmi_batch_put(tfm_trainer *t, const int32_t *tokens, const int32_t *targets) {
+typedef struct tfmi_batch { /* of one pass, or of several; weights may be NULL */
+  const int32_t *tokens, *targets;
+  const float *weights;
+} tfmi_batch;
+
+/* Pass number i of a batch goes to the device. */
+static void tfmi_batch_put(tfm_trainer *t, const tfmi_batch *b, int32_t i) {
   size_t bytes = (size_t)t->rows * sizeof(int32_t);
-  t->dev.table->put(&t->dev, t->id, tokens, bytes);
-  t->dev.table->put(&t->dev, t->target, targets, bytes);
+  int64_t at = (int64_t)i * t->rows;
+  t->dev.table->put(&t->dev, t->id, b->tokens + at, bytes);
+  t->dev.table->put(&t->dev, t->target, b->targets + at, bytes);
+  if (b->weights) t->dev.table->put(&t->dev, t->weights, b->weights + at, bytes);
 }
 
 static tfm_rows tfmi_batch_rows(const tfm_trainer *t) {
@@ -13098,25 +13193,32 @@ static bool tfmi_train_forward(tfm_trainer *t) {
   return true;
 }
 
+typedef struct tfmi_loss { /* what a pass makes of its losses */
+  float scale;    /* of their gradients: 1 / the sum of all weights */
+  bool weighted;  /* by t->weights */
+  bool learn;     /* gradients are wanted */
+} tfmi_loss;
+
 /* Rows [first, first + n) through the head: losses and hits; and, when learning, the head's
    gradient and what it leaves in d_norm. */
-static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, float scale, bool learn) {
+static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, const tfmi_loss *how) {
   tfm_dev *d = &t->dev;
   int64_t at = t->parameter[t->tied ? 0 : t->net.positions.rows ? 2 : 1].at;
   tfm_mat h = tfmi_rows_of(t->normed, first, n), logits = tfmi_rows_of(t->logits, 0, n);
   tfm_epilogue e;
   memset(&e, 0, sizeof e);
   TFMI_OP(d, matmul)(d, logits, h, &t->net.head, &e);
-  TFMI_OP(d, loss)(d, t->losses + first, t->hits + first, logits, t->target + first, NULL, scale);
-  if (!learn) return;
+  TFMI_OP(d, loss)(d, t->losses + first, t->hits + first, logits, t->target + first,
+                   how->weighted ? t->weights + first : NULL, how->scale);
+  if (!how->learn) return;
   TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h);
   TFMI_OP(d, matmul_dx)(d, tfmi_rows_of(t->d_norm, first, n), logits, &t->net.head, 0, NULL);
 }
 
-static void tfmi_train_loss(tfm_trainer *t, float scale, bool learn) {
+static void tfmi_train_loss(tfm_trainer *t, const tfmi_loss *how) {
   int32_t first;
   for (first = 0; first < t->rows; first += TFMI_HEAD_ROWS)
-    tfmi_train_head(t, first, tfmi_min32(TFMI_HEAD_ROWS, t->rows - first), scale, learn);
+    tfmi_train_head(t, first, tfmi_min32(TFMI_HEAD_ROWS, t->rows - first), how);
 }
 
 /* d += the gradient of d_norm through a norm whose input was x. */
@@ -13204,24 +13306,36 @@ static float tfmi_learning_rate(const tfm_trainer_config *c, int64_t s) {
   return c->min_lr + (c->lr - c->min_lr) * (float)left;
 }
 
-/* Checks n tokens and targets; counts the targets. */
-static tfm_status tfmi_batch_check(const tfm_trainer *t, const int32_t *tokens,
-                                   const int32_t *targets, int64_t n, int64_t *counted) {
-  int32_t vocabulary = t->net.vocabulary;
+static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_batch *b, int64_t i) {
+  int32_t vocabulary = t->net.vocabulary, token = b->tokens[i], target = b->targets[i];
+  if (token < 0 || token >= vocabulary)
+    return tfmi_report(TFM_E_ARG, "trainer: token %lld is %d; expected 0 to %d", (long long)i,
+                       (int)token, (int)vocabulary - 1);
+  if (target != -100 && (target < 0 || target >= vocabulary))
+    return tfmi_report(TFM_E_ARG, "trainer: target %lld is %d; expected 0 to %d, or -100",
+                       (long long)i, (int)target, (int)vocabulary - 1);
+  if (b->weights && !(b->weights[i] >= 0 && b->weights[i] <= FLT_MAX))
+    return tfmi_report(TFM_E_ARG, "trainer: weight %lld is %g; expected 0 or more", (long long)i,
+                       (double)b->weights[i]);
+  return TFM_OK;
+}
+
+/* Checks n rows; counts the targets, and sums up their weights. */
+static tfm_status tfmi_batch_check(const tfm_trainer *t, const tfmi_batch *b, int64_t n,
+                                   int64_t *counted, double *weight) {
   int64_t i;
   *counted = 0;
-  if (!tokens || !targets)
+  *weight = 0;
+  if (!b->tokens || !b->targets)
     return tfmi_report(TFM_E_ARG, "trainer: tokens or targets are NULL");
   for (i = 0; i < n; i++) {
-    if (tokens[i] < 0 || tokens[i] >= vocabulary)
-      return tfmi_report(TFM_E_ARG, "trainer: token %lld is %d; expected 0 to %d", (long long)i,
-                         (int)tokens[i], (int)vocabulary - 1);
-    if (targets[i] != -100 && (targets[i] < 0 || targets[i] >= vocabulary))
-      return tfmi_report(TFM_E_ARG, "trainer: target %lld is %d; expected 0 to %d, or -100",
-                         (long long)i, (int)targets[i], (int)vocabulary - 1);
-    *counted += targets[i] != -100;
+    tfm_status status = tfmi_token_check(t, b, i);
+    double one = b->targets[i] == -100 ? 0 : b->weights ? (double)b->weights[i] : 1;
+    if (status != TFM_OK) return status;
+    *counted += one > 0;
+    *weight += one;
   }
-  if (*counted == 0) return tfmi_report(TFM_E_ARG, "trainer: every target is -100");
+  if (*counted == 0) return tfmi_report(TFM_E_ARG, "trainer: every target is -100 or of weight 0");
   return TFM_OK;
 }
 
@@ -13241,25 +13355,28 @@ static tfm_status tfmi_trainer_sync(tfm_trainer *t) {
 }
 
 /* Runs `passes` batches: sums in out, and, when learning, the mean's gradient in g. */
-static tfm_status tfmi_train_passes(tfm_trainer *t, const int32_t *tokens, const int32_t *targets,
-                                    int32_t passes, bool learn, tfm_step *out) {
+static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_batch *batch, int32_t passes,
+                                    bool learn, tfm_step *out) {
   tfm_dev *d = &t->dev;
+  tfmi_loss how = {0, batch->weights != NULL, learn};
   tfm_status status;
+  double weight;
   int32_t i;
   memset(out, 0, sizeof *out);
-  status = tfmi_batch_check(t, tokens, targets, (int64_t)passes * t->rows, &out->targets);
+  status = tfmi_batch_check(t, batch, (int64_t)passes * t->rows, &out->targets, &weight);
   if (status != TFM_OK) return status;
+  how.scale = (float)(1.0 / weight);
   if (learn) d->table->zero(d, t->g, (size_t)t->total * sizeof *t->g);
-  for (i = 0; i < passes; i++, tokens += t->rows, targets += t->rows) {
-    tfmi_batch_put(t, tokens, targets);
+  for (i = 0; i < passes; i++) {
+    tfmi_batch_put(t, batch, i);
     if (!tfmi_train_forward(t)) return tfmi_report(TFM_E_CANCELLED, "training was cancelled");
-    tfmi_train_loss(t, (float)(1.0 / (double)out->targets), learn);
+    tfmi_train_loss(t, &how);
     if (learn) tfmi_train_back(t);
     out->loss += tfmi_sum_back(t, t->losses);
     out->accuracy += tfmi_sum_back(t, t->hits);
   }
-  out->loss /= (double)out->targets;
-  out->accuracy /= (double)out->targets;
+  out->loss /= weight;
+  out->accuracy /= weight;
   return tfmi_trainer_sync(t);
 }
 
@@ -13279,7 +13396,8 @@ static void tfmi_train_update(tfm_trainer *t, float lr) {
 }
 
 TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
-                                    const int32_t *targets, tfm_step *out) {
+                                    const int32_t *targets, const float *weights, tfm_step *out) {
+  tfmi_batch batch = {tokens, targets, weights};
   tfm_trainer *t = trainer;
   tfm_step s;
   tfm_status status;
@@ -13287,7 +13405,7 @@ TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
   float square = 0;
   if (!t) return tfmi_null_object("tfm_trainer_step");
   d = &t->dev;
-  status = tfmi_train_passes(t, tokens, targets, t->config.accumulate, true, &s);
+  status = tfmi_train_passes(t, &batch, t->config.accumulate, true, &s);
   if (status != TFM_OK) return status;
   d->table->zero(d, t->sumsq, sizeof *t->sumsq);
   TFMI_OP(d, sumsq)(d, t->sumsq, t->g, TFM_F32, t->total);
@@ -13302,17 +13420,19 @@ TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
     tfmi_train_update(t, s.lr);
     t->step++;
   }
+  t->sequences += (int64_t)t->config.accumulate * t->config.batch;
   s.step = t->step;
   if (out) *out = s;
   return tfmi_trainer_sync(t);
 }
 
 TFM_API tfm_status tfm_trainer_eval(tfm_trainer *trainer, const int32_t *tokens,
-                                    const int32_t *targets, tfm_step *out) {
+                                    const int32_t *targets, const float *weights, tfm_step *out) {
+  tfmi_batch batch = {tokens, targets, weights};
   tfm_step s;
   tfm_status status;
   if (!trainer) return tfmi_null_object("tfm_trainer_eval");
-  status = tfmi_train_passes(trainer, tokens, targets, 1, false, &s);
+  status = tfmi_train_passes(trainer, &batch, 1, false, &s);
   s.step = trainer->step;
   if (status == TFM_OK && out) *out = s;
   return status;
@@ -13342,6 +13462,7 @@ static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
     return tfmi_bad_training("steps", c->steps, "more than warmup, as the schedule ends");
   if (c->decay_steps < 0 || c->decay_steps > c->steps)
     return tfmi_bad_training("decay_steps", c->decay_steps, "0 to steps");
+  if (c->keep < 1 || c->keep > 1000) return tfmi_bad_training("keep", c->keep, "1 to 1000");
   return TFM_OK;
 }
 
@@ -13351,6 +13472,7 @@ static tfm_status tfmi_trainer_configure(tfm_trainer *t) {
   tfm_status status;
   if (c->batch == 0) c->batch = 1;
   if (c->accumulate == 0) c->accumulate = 1;
+  if (c->keep == 0) c->keep = 1;
   if (c->context == 0) c->context = tfmi_min32(t->net.context, 1024);
   if (c->lr == 0) c->lr = 3e-4f;
   if (c->beta1 == 0) c->beta1 = 0.9f;
@@ -13647,6 +13769,7 @@ TFM_API tfm_status tfm_trainer_describe(const tfm_trainer *trainer, tfm_trainer_
   out->context = trainer->config.context;
   out->accumulate = trainer->config.accumulate;
   out->step = trainer->step;
+  out->sequences = trainer->sequences;
   return TFM_OK;
 }
 
@@ -13676,9 +13799,8 @@ TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_co
    become its config.json, by the same keys that >>families reads. The file is written in one go:
    its header is made twice, first to be measured.
 
-   A checkpoint is five words (mark, shape, floats of an arena, of its matrices, step), the arenas
-   of weights and moments as they are, and the checksum of all that. It is checked whole before any
-   of it is taken over. */
+   A checkpoint is eight words (tfmi_checkpoint_head), the arenas of weights and moments as they
+   are, and the checksum of all that. It is checked whole before any of it is taken over. */
 
 typedef struct tfmi_cut { /* a tensor of the file: rows of a parameter */
   const tfmi_parameter *p;
@@ -13842,18 +13964,25 @@ TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder) 
 
 /* ---- Checkpoints ---- */
 
-enum { TFMI_CHECKPOINT_WORDS = 5, TFMI_CHECKPOINT_STEP = 4 };
+enum { /* the words of a checkpoint's head */
+  TFMI_WORD_MARK, TFMI_WORD_FORMAT, TFMI_WORD_SHAPE, TFMI_WORD_TOTAL, TFMI_WORD_MATRICES,
+  TFMI_WORD_DATA, TFMI_WORD_STEP, TFMI_WORD_SEQUENCES, TFMI_WORDS
+};
+enum { TFMI_CHECKPOINT_FORMAT = 2 };
 
 static void tfmi_checkpoint_head(const tfm_trainer *t, uint64_t *word) {
   const tfm_net *net = &t->net;
   const int32_t shape[] = {net->layers, net->width, net->heads, net->kv_heads, net->head_width,
                            net->ffn_width, net->vocabulary, net->context, (int32_t)net->act,
                            (int32_t)net->norm.kind, net->gated, t->tied};
-  memcpy(&word[0], "tfmtrain", 8);
-  word[1] = tfmi_checksum(1, shape, sizeof shape);
-  word[2] = (uint64_t)t->total;
-  word[3] = (uint64_t)t->matrices;
-  word[TFMI_CHECKPOINT_STEP] = (uint64_t)t->step;
+  memcpy(&word[TFMI_WORD_MARK], "tfmtrain", 8);
+  word[TFMI_WORD_FORMAT] = TFMI_CHECKPOINT_FORMAT;
+  word[TFMI_WORD_SHAPE] = tfmi_checksum(1, shape, sizeof shape);
+  word[TFMI_WORD_TOTAL] = (uint64_t)t->total;
+  word[TFMI_WORD_MATRICES] = (uint64_t)t->matrices;
+  word[TFMI_WORD_DATA] = t->config.data;
+  word[TFMI_WORD_STEP] = (uint64_t)t->step;
+  word[TFMI_WORD_SEQUENCES] = (uint64_t)t->sequences;
 }
 
 static void tfmi_checkpoint_arena(tfm_trainer *t, const float *arena, tfmi_out *o) {
@@ -13865,9 +13994,8 @@ static void tfmi_checkpoint_arena(tfm_trainer *t, const float *arena, tfmi_out *
   }
 }
 
-static void tfmi_checkpoint_write(void *context, tfmi_out *o) {
-  tfm_trainer *t = (tfm_trainer *)context;
-  uint64_t word[TFMI_CHECKPOINT_WORDS];
+static void tfmi_checkpoint_write(tfm_trainer *t, tfmi_out *o) {
+  uint64_t word[TFMI_WORDS];
   tfmi_checkpoint_head(t, word);
   tfmi_out_bytes(o, word, sizeof word);
   tfmi_checkpoint_arena(t, t->w, o);
@@ -13879,22 +14007,43 @@ static void tfmi_checkpoint_write(void *context, tfmi_out *o) {
 }
 
 TFM_API tfm_status tfm_trainer_save(tfm_trainer *trainer, const char *path) {
+  tfmi_out o;
+  tfm_status status;
   if (!trainer) return tfmi_null_object("tfm_trainer_save");
   if (!path) return tfmi_report(TFM_E_ARG, "tfm_trainer_save: path is NULL");
-  return tfmi_out_file(path, tfmi_checkpoint_write, trainer);
+  status = tfmi_out_begin(&o, path);
+  if (status != TFM_OK) return status;
+  tfmi_checkpoint_write(trainer, &o);
+  return tfmi_out_commit(&o, path, trainer->config.keep);
+}
+
+/* Says what of a checkpoint's head does not fit this trainer's. */
+static tfm_status tfmi_checkpoint_fits(const char *path, const uint64_t *found,
+                                       const uint64_t *word) {
+  const struct { int first, last; const char *what; } rows[] = {
+    {TFMI_WORD_MARK, TFMI_WORD_MARK, "no checkpoint of a trainer"},
+    {TFMI_WORD_FORMAT, TFMI_WORD_FORMAT, "a checkpoint in another version's format"},
+    {TFMI_WORD_SHAPE, TFMI_WORD_MATRICES, "the checkpoint of a model of another shape"},
+    {TFMI_WORD_DATA, TFMI_WORD_DATA, "a checkpoint of training on other data"}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    size_t words = (size_t)(rows[i].last - rows[i].first + 1);
+    if (memcmp(found + rows[i].first, word + rows[i].first, words * sizeof *word) != 0)
+      return tfmi_report(TFM_E_FORMAT, "%s is %s", path, rows[i].what);
+  }
+  return TFM_OK;
 }
 
 /* Takes over a checkpoint in memory, or says what is wrong with it. */
 static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, const char *data,
                                        size_t bytes) {
-  uint64_t word[TFMI_CHECKPOINT_WORDS], found[TFMI_CHECKPOINT_WORDS], sum;
+  uint64_t word[TFMI_WORDS], found[TFMI_WORDS] = {0}, sum;
   size_t arena = (size_t)t->total * sizeof(float), end = sizeof word + 3 * arena, host, device;
+  tfm_status status;
   tfmi_checkpoint_head(t, word);
   if (bytes >= sizeof found) memcpy(found, data, sizeof found);
-  if (bytes < sizeof found || memcmp(&found[0], &word[0], sizeof word[0]) != 0)
-    return tfmi_report(TFM_E_FORMAT, "%s is no checkpoint of a trainer", path);
-  if (memcmp(found, word, TFMI_CHECKPOINT_STEP * sizeof *word) != 0)
-    return tfmi_report(TFM_E_FORMAT, "%s is the checkpoint of a model of another shape", path);
+  status = tfmi_checkpoint_fits(path, found, word);
+  if (status != TFM_OK) return status;
   if (bytes == end + sizeof sum) memcpy(&sum, data + end, sizeof sum);
   if (bytes != end + sizeof sum || sum != tfmi_checksum(0, data, end))
     return tfmi_report(TFM_E_FORMAT, "%s is damaged: its checksum does not fit", path);
@@ -13902,7 +14051,8 @@ static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, const c
   t->dev.table->put(&t->dev, t->w, data, arena);
   t->dev.table->put(&t->dev, t->m, data + arena, arena);
   t->dev.table->put(&t->dev, t->v, data + 2 * arena, arena);
-  t->step = (int64_t)found[TFMI_CHECKPOINT_STEP];
+  t->step = (int64_t)found[TFMI_WORD_STEP];
+  t->sequences = (int64_t)found[TFMI_WORD_SEQUENCES];
   tfmi_pack_parameters(t, &host, &device);
   return tfmi_trainer_sync(t);
 }
@@ -13923,6 +14073,495 @@ TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
   status = tfmi_checkpoint_take(trainer, path, (const char *)data, (size_t)st.st_size);
   munmap(data, (size_t)st.st_size);
   return status;
+}
+
+/* =================================================================================================
+   >>data   text files to sequences of ids
+   =================================================================================================
+
+   Opening lists the files, tells their mark (names, sizes, times, tokenizer, separator), and takes
+   the ids from the cache if that carries the same mark and its checksum holds; else it encodes file
+   by file, a piece of at most TFMI_TEXT_PIECE bytes at a time, cut behind a line, so that texts of
+   any size need little memory. The cache is: two words (format, mark), the ids, two bytes each
+   where the vocabulary has at most 65536 and four otherwise, zeros to a whole word, three words
+   (ids, documents, checksum of all before). It appears whole or not at all, as a checkpoint does.
+
+   A row of ids is read as a ring, from which an epoch cuts sequences end to end, beginning at a
+   random place. Their order is a permutation that needs no memory: a Feistel network over the
+   smallest even number of bits that holds them all, walked until it falls inside. */
+
+enum {
+  TFMI_TEXT_PIECE = 1 << 20, TFMI_TEXT_SAMPLE = 1 << 16,
+  TFMI_FOLDERS_DEEP = 32,
+  TFMI_DATA_FORMAT = 1,
+  TFMI_DATA_HEAD = 16, TFMI_DATA_TAIL = 24 /* bytes of a cache around its ids */
+};
+
+typedef struct tfmi_data_file {
+  char *path;
+  uint64_t bytes, time;
+} tfmi_data_file;
+
+typedef struct tfmi_data { /* what tfm_data is the front of */
+  tfm_data front;
+  tfmi_heap heap;
+  tfmi_block kept;
+  tfmi_file file;       /* the cache, mapped */
+  void *block;          /* or the ids themselves */
+  size_t block_bytes;
+  const uint8_t *ids;   /* [front.tokens] */
+  int32_t width;        /* bytes of one: 2 or 4 */
+  int32_t context;
+  uint64_t seed;
+} tfmi_data;
+
+typedef struct tfmi_data_make {
+  tfmi_load load, *outer;
+  tfmi_heap heap;
+  const tfm_data_config *config;
+  const char *const *paths;
+  size_t path_count;
+  const tfm_tokenizer *tokenizer;
+  tfm_tokenizer_info vocabulary;
+  tfmi_data *data;
+  tfmi_data_file *files; /* stb */
+  tfmi_file text;        /* open */
+  DIR *dir;              /* open */
+  tfmi_out out;          /* the cache being written, or only the checksum */
+  uint64_t bytes, done;  /* of all texts */
+  uint64_t mark;
+  int32_t *piece;        /* ids of a piece of text; scratch */
+  size_t piece_room;
+  bool writing, finished;
+} tfmi_data_make;
+
+/* ---- Files ---- */
+
+static int tfmi_data_order(const void *a, const void *b) {
+  return strcmp(TFMI_NEW(const tfmi_data_file, a)->path, TFMI_NEW(const tfmi_data_file, b)->path);
+}
+
+static void tfmi_data_folder(tfmi_data_make *m, const char *folder, int depth);
+
+/* A file, or what is in a folder. */
+static void tfmi_data_path(tfmi_data_make *m, char *path, int depth) {
+  tfmi_data_file f = {path, 0, 0};
+  struct stat st;
+  if (!m->heap.host.io) {
+    if (stat(path, &st) != 0) tfmi_fail(&m->load, TFM_E_IO, "%s is not there", path);
+    if (S_ISDIR(st.st_mode)) {
+      tfmi_data_folder(m, path, depth);
+      return;
+    }
+    f.bytes = (uint64_t)st.st_size;
+    f.time = (uint64_t)st.st_mtim.tv_sec * 1000000000u + (uint64_t)st.st_mtim.tv_nsec;
+  }
+  stbds_arrput(m->files, f);
+  m->bytes += f.bytes;
+}
+
+static void tfmi_data_folder(tfmi_data_make *m, const char *folder, int depth) {
+  char **names = NULL;
+  struct dirent *entry;
+  int i;
+  DIR *dir = depth < TFMI_FOLDERS_DEEP ? opendir(folder) : NULL;
+  if (!dir)
+    tfmi_fail(&m->load, TFM_E_IO, "%s cannot be listed%s", folder,
+              depth < TFMI_FOLDERS_DEEP ? "" : ": folders go too deep");
+  m->dir = dir;
+  while ((entry = readdir(dir)) != NULL)
+    if (entry->d_name[0] != '.') stbds_arrput(names, tfmi_join(&m->load, folder, entry->d_name));
+  closedir(dir);
+  m->dir = NULL;
+  for (i = 0; i < (int)stbds_arrlen(names); i++) tfmi_data_path(m, names[i], depth + 1);
+}
+
+/* All files, those of one argument in the order of their names. */
+static void tfmi_data_list(tfmi_data_make *m) {
+  size_t i;
+  for (i = 0; i < m->path_count; i++) {
+    size_t first = (size_t)stbds_arrlen(m->files);
+    tfmi_data_path(m, tfmi_join(&m->load, "", m->paths[i]), 0);
+    qsort(m->files + first, (size_t)stbds_arrlen(m->files) - first, sizeof *m->files,
+          tfmi_data_order);
+  }
+  if (stbds_arrlen(m->files) == 0) tfmi_fail(&m->load, TFM_E_IO, "there is no file to read");
+}
+
+/* ---- Encoding ---- */
+
+/* How much of a text to take: at most that many bytes, to the end of a line or of a character. */
+static size_t tfmi_text_cut(const char *text, size_t n, size_t most) {
+  size_t at = most;
+  if (n <= most) return n;
+  while (at > 0 && text[at - 1] != '\n') at--;
+  if (at == 0)
+    for (at = most; at > most - 4 && ((unsigned char)text[at] & 0xc0) == 0x80;) at--;
+  return at;
+}
+
+/* Encodes into m->piece; returns how many. */
+static int64_t tfmi_data_encode(tfmi_data_make *m, const char *text, size_t bytes) {
+  int64_t n = tfm_encode(m->tokenizer, text, bytes, 0, m->piece, m->piece_room);
+  if (n > (int64_t)m->piece_room) {
+    tfmi_release(&m->load, m->piece);
+    m->piece_room = (size_t)n + 1024;
+    m->piece = TFMI_NEW(int32_t, tfmi_scratch(&m->load, m->piece_room, sizeof *m->piece));
+    n = tfm_encode(m->tokenizer, text, bytes, 0, m->piece, m->piece_room);
+  }
+  if (n < 0) tfmi_fail_again(&m->load);
+  return n;
+}
+
+/* Ids go to the cache, or else to memory that doubles. */
+static void tfmi_data_put(tfmi_data_make *m, const int32_t *ids, int64_t n) {
+  tfmi_data *d = m->data;
+  uint8_t code[4];
+  int64_t i;
+  int b;
+  for (i = 0; i < n; i++) {
+    for (b = 0; b < d->width; b++) code[b] = (uint8_t)((uint32_t)ids[i] >> 8 * b);
+    if (!m->writing) {
+      size_t at = (size_t)d->front.tokens * (size_t)d->width;
+      if (at + 4 > d->block_bytes) {
+        size_t more = 2 * d->block_bytes + 65536;
+        void *grown = tfmi_heap_realloc(&m->heap, d->block, d->block_bytes, more);
+        if (!grown) tfmi_fail_again(&m->load);
+        d->block = grown;
+        d->block_bytes = more;
+      }
+      memcpy((uint8_t *)d->block + at, code, (size_t)d->width);
+    }
+    tfmi_out_bytes(&m->out, code, (size_t)d->width);
+    d->front.tokens++;
+  }
+}
+
+static void tfmi_data_document(tfmi_data_make *m, const char *text, size_t bytes) {
+  const tfm_tokenizer_info *v = &m->vocabulary;
+  if (!bytes) return;
+  m->data->front.documents++;
+  if (v->bos >= 0 && v->bos != v->eos) tfmi_data_put(m, &v->bos, 1);
+  while (bytes) {
+    size_t n = tfmi_text_cut(text, bytes, TFMI_TEXT_PIECE);
+    tfmi_data_put(m, m->piece, tfmi_data_encode(m, text, n));
+    text += n;
+    bytes -= n;
+    m->done += n;
+    if (!tfmi_goes_on(&m->heap.host, "tokenize", (double)m->done / (double)(m->bytes + 1)))
+      tfmi_fail(&m->load, TFM_E_CANCELLED, "reading was cancelled");
+  }
+  if (v->eos >= 0) tfmi_data_put(m, &v->eos, 1);
+}
+
+/* The bytes before the next separator, or all. */
+static size_t tfmi_until(const char *text, size_t n, const char *separator) {
+  size_t length = strlen(separator), at = 0;
+  while (length && at + length <= n) {
+    const char *found = (const char *)memchr(text + at, separator[0], n - at - length + 1);
+    if (!found) break;
+    at = (size_t)(found - text);
+    if (memcmp(found, separator, length) == 0) return at;
+    at++;
+  }
+  return n;
+}
+
+static void tfmi_data_file_read(tfmi_data_make *m, const char *path) {
+  const char *separator = m->config->separator ? m->config->separator : "", *text;
+  size_t left, n;
+  tfmi_file_open(&m->load, path, &m->text);
+  text = (const char *)m->text.data;
+  for (left = m->text.bytes; left; text += n, left -= n) {
+    n = tfmi_until(text, left, separator);
+    tfmi_data_document(m, text, n);
+    n += n < left ? strlen(separator) : 0;
+  }
+  tfmi_file_close(&m->heap, &m->text);
+}
+
+/* All texts, into the cache or into memory. */
+static void tfmi_data_read_all(tfmi_data_make *m) {
+  tfmi_data *d = m->data;
+  uint64_t word[2], zero = 0;
+  int i;
+  memset(&m->out, 0, sizeof m->out);
+  m->out.fd = -1;
+  if (m->config->cache && tfmi_out_begin(&m->out, m->config->cache) != TFM_OK)
+    tfmi_fail_again(&m->load);
+  m->writing = m->config->cache != NULL;
+  memcpy(word, "tfmdata1", 8);
+  word[1] = m->mark;
+  tfmi_out_bytes(&m->out, word, sizeof word);
+  for (i = 0; i < (int)stbds_arrlen(m->files); i++) tfmi_data_file_read(m, m->files[i].path);
+  tfmi_out_bytes(&m->out, &zero, (size_t)(-m->out.bytes % 8));
+  word[0] = (uint64_t)d->front.tokens;
+  word[1] = (uint64_t)d->front.documents;
+  tfmi_out_bytes(&m->out, word, sizeof word);
+  tfmi_out_flush(&m->out);
+  word[0] = m->out.sum;
+  tfmi_out_bytes(&m->out, word, sizeof word[0]);
+  d->front.mark = m->out.sum;
+  d->ids = (const uint8_t *)d->block;
+  if (!m->writing) return;
+  m->writing = false;
+  if (tfmi_out_commit(&m->out, m->config->cache, 1) != TFM_OK) tfmi_fail_again(&m->load);
+}
+
+/* ---- The cache ---- */
+
+/* Takes the ids of a cache file that fits; false: it does not, or is damaged. */
+static bool tfmi_cache_take(tfmi_data_make *m) {
+  tfmi_data *d = m->data;
+  const uint8_t *file = d->file.data;
+  uint64_t head[2], tail[3], bytes;
+  if (d->file.bytes < TFMI_DATA_HEAD + TFMI_DATA_TAIL || d->file.bytes % 8) return false;
+  memcpy(head, file, sizeof head);
+  memcpy(tail, file + d->file.bytes - sizeof tail, sizeof tail);
+  if (memcmp(head, "tfmdata1", 8) != 0 || head[1] != m->mark) return false;
+  if (!tfmi_mul(tail[0], (uint64_t)d->width, &bytes) || bytes > d->file.bytes) return false;
+  if (TFMI_DATA_HEAD + (bytes + 7) / 8 * 8 + TFMI_DATA_TAIL != d->file.bytes) return false;
+  if (tfmi_checksum(0, file, d->file.bytes - 8) != tail[2]) return false;
+  d->ids = file + TFMI_DATA_HEAD;
+  d->front.tokens = (int64_t)tail[0];
+  d->front.documents = (int64_t)tail[1];
+  d->front.mark = tail[2];
+  return true;
+}
+
+/* The cache is a file of the system's, whatever texts come from. */
+static bool tfmi_cache_open(tfmi_data_make *m) {
+  const char *wrong = tfmi_file_open_path(&m->load, m->config->cache, &m->data->file);
+  if (!wrong && tfmi_cache_take(m)) return true;
+  tfmi_file_close(&m->heap, &m->data->file);
+  return false;
+}
+
+static void tfmi_data_ids(tfmi_data_make *m) {
+  tfmi_data *d = m->data;
+  d->width = m->vocabulary.vocabulary <= 65536 ? 2 : 4;
+  d->front.cached = m->config->cache && tfmi_cache_open(m);
+  if (d->front.cached) return;
+  tfmi_data_read_all(m);
+  if (m->config->cache && !tfmi_cache_open(m))
+    tfmi_fail(&m->load, TFM_E_IO, "the cache that was just written cannot be read again");
+}
+
+/* ---- The mark: what the ids depend on ---- */
+
+static uint64_t tfmi_mark_text(uint64_t sum, const char *text, size_t n) {
+  uint64_t bytes = n;
+  return tfmi_checksum(tfmi_checksum(sum, &bytes, sizeof bytes), text, n);
+}
+
+/* All texts of the vocabulary, and how it splits a sample: merges have no other face. */
+static uint64_t tfmi_mark_tokenizer(tfmi_data_make *m, uint64_t sum) {
+  const int32_t numbers[] = {m->vocabulary.vocabulary, m->vocabulary.bos, m->vocabulary.eos};
+  int32_t id;
+  int64_t n;
+  size_t bytes;
+  sum = tfmi_checksum(sum, numbers, sizeof numbers);
+  for (id = 0; id < m->vocabulary.vocabulary; id++) {
+    const char *text = tfm_token_text(m->tokenizer, id, &bytes);
+    sum = tfmi_mark_text(sum, text ? text : "", text ? bytes : 0);
+  }
+  tfmi_file_open(&m->load, m->files[0].path, &m->text);
+  bytes = tfmi_text_cut((const char *)m->text.data, m->text.bytes, TFMI_TEXT_SAMPLE);
+  n = tfmi_data_encode(m, (const char *)m->text.data, bytes);
+  tfmi_file_close(&m->heap, &m->text);
+  return tfmi_checksum(sum, m->piece, (size_t)n * sizeof *m->piece);
+}
+
+static void tfmi_data_mark(tfmi_data_make *m) {
+  const char *separator = m->config->separator ? m->config->separator : "";
+  uint64_t sum = tfmi_mark_text(TFMI_DATA_FORMAT, separator, strlen(separator));
+  int i;
+  for (i = 0; i < (int)stbds_arrlen(m->files); i++) {
+    const tfmi_data_file *f = &m->files[i];
+    const uint64_t numbers[] = {f->bytes, f->time};
+    sum = tfmi_mark_text(sum, f->path, strlen(f->path));
+    sum = tfmi_checksum(sum, numbers, sizeof numbers);
+  }
+  m->mark = tfmi_mark_tokenizer(m, sum);
+}
+
+/* ---- Sequences ---- */
+
+/* What is drawn of which tokens: those of training, or the held-out ones. */
+typedef struct tfmi_ring {
+  int64_t first, tokens, sequences;
+} tfmi_ring;
+
+static tfmi_ring tfmi_data_ring(const tfmi_data *d, bool held_out) {
+  const tfm_data *f = &d->front;
+  tfmi_ring training = {0, f->tokens - f->held_out, f->sequences};
+  tfmi_ring held = {f->tokens - f->held_out, f->held_out, f->held_sequences};
+  return held_out ? held : training;
+}
+
+/* Number i of a permutation of 0 .. n-1, which key and epoch choose. */
+static int64_t tfmi_permuted(int64_t i, int64_t n, uint64_t key, uint64_t epoch) {
+  int half = 1, round;
+  uint64_t mask, left, right;
+  while (half < 31 && (int64_t)1 << 2 * half < n) half++;
+  mask = ((uint64_t)1 << half) - 1;
+  do {
+    left = (uint64_t)i >> half;
+    right = (uint64_t)i & mask;
+    for (round = 0; round < 4; round++) {
+      uint64_t was = right;
+      right = left ^ (tfmi_philox(key, right << 2 | (uint64_t)round, epoch).word[0] & mask);
+      left = was;
+    }
+    i = (int64_t)(left << half | right);
+  } while (i >= n);
+  return i;
+}
+
+static int32_t tfmi_data_id(const tfmi_data *d, int64_t at) {
+  const uint8_t *p = d->ids + at * d->width;
+  return d->width == 2 ? (int32_t)tfmi_u16(p) : (int32_t)tfmi_u32(p);
+}
+
+/* Sequence i of a ring: T tokens, and each one's next. */
+static void tfmi_data_sequence(const tfmi_data *d, const tfmi_ring *ring, bool shift, int64_t i,
+                               int32_t *tokens, int32_t *targets) {
+  uint64_t epoch = shift ? (uint64_t)(i / ring->sequences) : 0, high = UINT64_C(1) << 63 | epoch;
+  tfmi_random r = tfmi_philox(d->seed, 0, high);
+  uint64_t start = shift ? (uint64_t)r.word[0] << 32 | r.word[1] : 0;
+  int64_t at = tfmi_permuted(i % ring->sequences, ring->sequences, d->seed, epoch) * d->context;
+  int32_t k;
+  at = (int64_t)(((uint64_t)at + start % (uint64_t)ring->tokens) % (uint64_t)ring->tokens);
+  for (k = 0; k < d->context; k++) {
+    tokens[k] = tfmi_data_id(d, ring->first + at);
+    at = at + 1 == ring->tokens ? 0 : at + 1;
+    targets[k] = tfmi_data_id(d, ring->first + at);
+  }
+}
+
+TFM_API tfm_status tfm_data_read(const tfm_data *data, bool held_out, int64_t first, int32_t rows,
+                                 int32_t *tokens, int32_t *targets) {
+  const tfmi_data *d = TFMI_NEW(const tfmi_data, data);
+  tfmi_ring ring;
+  int32_t i;
+  if (!d) return tfmi_null_object("tfm_data_read");
+  if (first < 0 || rows < 0 || !tokens || !targets)
+    return tfmi_report(TFM_E_ARG, "tfm_data_read: first or rows is below 0, or an array is NULL");
+  ring = tfmi_data_ring(d, held_out);
+  if (!ring.sequences)
+    return tfmi_report(TFM_E_ARG, "tfm_data_read: no tokens are %s; set held_out between 0 and 1",
+                       held_out ? "held out" : "left for training");
+  for (i = 0; i < rows; i++)
+    tfmi_data_sequence(d, &ring, !held_out, first + i, tokens + (int64_t)i * d->context,
+                       targets + (int64_t)i * d->context);
+  return TFM_OK;
+}
+
+/* ---- Opening ---- */
+
+/* Divides the ids; the mark becomes that of all that a place in the data depends on. */
+static void tfmi_data_divide(tfmi_data_make *m) {
+  tfmi_data *d = m->data;
+  tfm_data *f = &d->front;
+  float share = m->config->held_out;
+  uint64_t numbers[4] = {f->mark, d->seed, (uint64_t)d->context, 0};
+  f->held_out = (int64_t)((double)share * (double)f->tokens);
+  f->held_sequences = f->held_out / d->context - (f->held_out % d->context == 0);
+  f->sequences = (f->tokens - f->held_out) / d->context;
+  if (share < 1 && f->tokens - f->held_out <= d->context)
+    tfmi_fail(&m->load, TFM_E_ARG, "the texts have %lld tokens%s; expected more than the context "
+              "of %d", (long long)f->tokens, share > 0 ? ", some held out" : "", (int)d->context);
+  if (share > 0 && f->held_sequences < 1)
+    tfmi_fail(&m->load, TFM_E_ARG, "%lld tokens are held out; expected more than the context of "
+              "%d: give more text, or shorten the context", (long long)f->held_out,
+              (int)d->context);
+  memcpy(&numbers[3], &share, sizeof share);
+  f->mark = tfmi_checksum(0, numbers, sizeof numbers);
+  if (!f->mark) f->mark = 1;
+}
+
+static void tfmi_data_run(tfmi_data_make *m) {
+  tfmi_data *d = TFMI_NEW(tfmi_data, tfmi_keep(&m->load, 1, sizeof *d));
+  m->data = d;
+  d->context = m->config->context ? m->config->context : 256;
+  d->seed = m->config->seed;
+  if (d->context < 1 || !(m->config->held_out >= 0 && m->config->held_out <= 1))
+    tfmi_fail(&m->load, TFM_E_ARG, "tfm_data_config: context is %d and held_out %g; expected 1 or "
+              "more, and 0 to 1", (int)d->context, (double)m->config->held_out);
+  if (tfm_tokenizer_describe(m->tokenizer, &m->vocabulary) != TFM_OK) tfmi_fail_again(&m->load);
+  tfmi_data_list(m);
+  tfmi_data_mark(m);
+  tfmi_data_ids(m);
+  tfmi_data_divide(m);
+}
+
+static void tfmi_data_release(tfmi_heap *heap, tfmi_data *d) {
+  tfmi_file_close(heap, &d->file);
+  tfmi_heap_put(heap, d->block, d->block_bytes);
+}
+
+/* Whatever was open when the load ended. */
+static void tfmi_data_close(tfmi_data_make *m) {
+  if (m->dir) closedir(m->dir);
+  tfmi_file_close(&m->heap, &m->text);
+  if (m->writing) {
+    close(m->out.fd);
+    unlink(m->out.temporary);
+  }
+  tfmi_ring_free(&m->heap, &m->load.scratch);
+  if (m->finished) return;
+  if (m->data) tfmi_data_release(&m->heap, m->data);
+  tfmi_ring_free(&m->heap, &m->load.kept);
+}
+
+static tfm_data *tfmi_data_make_run(tfmi_data_make *m) {
+  tfmi_data *d;
+  tfmi_load_init(&m->load, &m->heap, NULL);
+  m->outer = tfmi_stb_load;
+  tfmi_stb_load = &m->load;
+  if (setjmp(m->load.fail) == 0) {
+    tfmi_data_run(m);
+    m->finished = true;
+  }
+  tfmi_data_close(m);
+  tfmi_stb_load = m->outer;
+  if (!m->finished) return NULL;
+  d = m->data;
+  d->heap = m->heap;
+  d->kept = m->load.kept;
+  d->kept.next->prev = d->kept.prev->next = &d->kept;
+  return &d->front;
+}
+
+TFM_API tfm_data *tfm_data_open(const char *const *paths, size_t n, const tfm_tokenizer *tokenizer,
+                                const tfm_data_config *config) {
+  tfm_data_config defaults;
+  tfmi_data_make m;
+  memset(&defaults, 0, sizeof defaults);
+  memset(&m, 0, sizeof m);
+  if (!tokenizer || !paths) {
+    if (tokenizer || tfmi_error.status == TFM_OK)
+      tfmi_report(TFM_E_ARG, "tfm_data_open: paths or tokenizer is NULL");
+    return NULL;
+  }
+  m.config = config ? config : &defaults;
+  m.heap.host = m.config->host;
+  m.paths = paths;
+  m.path_count = n;
+  m.tokenizer = tokenizer;
+  return tfmi_data_make_run(&m);
+}
+
+TFM_API void tfm_data_free(tfm_data *data) {
+  tfmi_data *d = TFMI_NEW(tfmi_data, data);
+  tfmi_heap heap;
+  tfmi_block kept;
+  if (!d) return;
+  heap = d->heap; /* both lie in the memory that goes */
+  kept = d->kept;
+  kept.next->prev = kept.prev->next = &kept;
+  tfmi_data_release(&heap, d);
+  tfmi_ring_free(&heap, &kept);
 }
 
 #if TFMI_COMPILES_COLD

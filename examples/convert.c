@@ -2,9 +2,9 @@
 
    build:   cc -O3 -march=native -o convert examples/convert.c -lm -lpthread
    run:     ./convert stories260K.bin stories260K.gguf --type q8_0 --report
-   output:  token_embd.weight                        F32  [512, 64]  ->  Q8_0     34816  error 0.00438
-            ...                                      one line for each tensor, with --report
-            48 tensors, 1056768 bytes become 308736
+   output:  blk.0.attn_k.weight      F32   [32, 64] -> Q8_0  2176 bytes, error 0.00463
+            ...                      one line for each tensor, with --report
+            47 tensors, 1040128 bytes become 292352
    A folder is written where OUT does not end with .gguf: config.json, model.safetensors, and the
    tokenizer's files as they are. Ctrl-C stops it and leaves nothing half written. Exit status 1 and
    one sentence for whatever goes wrong. */

@@ -162,7 +162,7 @@ static double validate(tfm_trainer *t, const data *d, const options *o, int32_t 
   for (i = 0; i < 4; i++) {
     tfm_step s = {0};
     batch_fill(d, o, d->training, d->count, i, tokens, targets);
-    if (tfm_trainer_eval(t, tokens, targets, &s) != TFM_OK) return NAN;
+    if (tfm_trainer_eval(t, tokens, targets, NULL, &s) != TFM_OK) return NAN;
     sum += s.loss / 4;
   }
   return sum;
@@ -199,7 +199,7 @@ static int run(tfm_trainer *t, const data *d, const options *o) {
     tfm_step s = {0};
     bool tell;
     batch_fill(d, o, 0, d->training, step, tokens, targets);
-    status = tfm_trainer_step(t, tokens, targets, &s);
+    status = tfm_trainer_step(t, tokens, targets, NULL, &s);
     if (status != TFM_OK) break;
     step++;
     tell = step % o->save_every == 0 || step == o->config.steps;

@@ -59,7 +59,8 @@ static float *logits_of(const char *path, int32_t *vocabulary) {
 /* Largest difference in units of the range. */
 static double apart(const char *a, const char *b) {
   int32_t n = 0, other = 0, i;
-  float *x = logits_of(a, &n), *y = logits_of(b, &other), low = INFINITY, high = -INFINITY, most = 0;
+  float *x = logits_of(a, &n), *y = logits_of(b, &other);
+  float low = INFINITY, high = -INFINITY, most = 0;
   CHECK_EQ_INT(n, other);
   for (i = 0; x && y && n == other && i < IDS * n; i++) {
     low = fminf(low, x[i]);
@@ -196,7 +197,8 @@ TEST(cancelled) {
   memset(&c, 0, sizeof c);
   c.host.progress = stop_half_way;
   CHECK_EQ_INT(tfm_convert(DATA "models/llama-a", in_folder("stop.gguf"), &c), TFM_E_CANCELLED);
-  CHECK(access(in_folder("stop.gguf"), F_OK) != 0 && access(in_folder("stop.gguf.part"), F_OK) != 0);
+  CHECK(access(in_folder("stop.gguf"), F_OK) != 0);
+  CHECK(access(in_folder("stop.gguf.part"), F_OK) != 0);
   CHECK_EQ_INT(tfm_convert(DATA "models/llama-a", in_folder("stop"), &c), TFM_E_CANCELLED);
   CHECK(access(in_folder("stop/model.safetensors"), F_OK) != 0);
   CHECK(access(in_folder("stop/config.json"), F_OK) != 0);

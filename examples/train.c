@@ -92,6 +92,11 @@ static const struct argp parser = {option_list, option_parse, "TEXT",
 
 /* ---- Data ---- */
 
+static tfm_tokenizer *characters_of(const char *text, size_t bytes) {
+  tfm_vocabulary_config c = {.kind = TFM_CHARACTERS};
+  return tfm_tokenizer_train(&text, &bytes, 1, &c);
+}
+
 static bool data_open(data *d, const options *o) {
   FILE *f = fopen(o->path, "rb");
   size_t bytes;
@@ -100,7 +105,7 @@ static bool data_open(data *d, const options *o) {
   else fprintf(stderr, TOOL ": %s cannot be opened\n", o->path);
   if (!text) return false;
   d->tokenizer = o->tokenizer ? tfm_tokenizer_load(o->tokenizer, NULL)
-                              : tfm_tokenizer_from_text(text, bytes, NULL);
+                              : characters_of(text, bytes);
   d->count = d->tokenizer ? tfm_encode(d->tokenizer, text, bytes, 0, NULL, 0) : -1;
   d->ids = d->count > 0 ? (int32_t *)malloc((size_t)d->count * sizeof *d->ids) : NULL;
   if (d->ids) tfm_encode(d->tokenizer, text, bytes, 0, d->ids, (size_t)d->count);

@@ -117,6 +117,22 @@ round_trip() { # TOKENIZER
 }
 check "tokenize and back" round_trip $tiny
 
+trains() { # KIND:N: a vocabulary of a text, which the text goes through and comes back
+  status 0 build/tokenize --train "$1" README.md CHANGELOG.md -o "$work/tokenizer.json" &&
+    round_trip "$work/tokenizer.json" && build/tokenize "$work/tokenizer.json" < README.md |
+    build/tokenize --decode "$work/tokenizer.json" | cmp - README.md &&
+    rm "$work/tokenizer.json"
+}
+check "tokenize --train bpe" trains bpe:500
+check "tokenize --train word" status 0 build/tokenize --train word:300 README.md -o "$work/words"
+check "tokenize --train char" status 0 build/tokenize --train char README.md -o "$work/chars"
+check "tokenize --train tells" grep -q "characters, [0-9]* tokens" "$work/err"
+check "tokenize --train, no overwriting" fails_with 2 "exists; --force" build/tokenize --train bpe \
+  README.md -o "$work/chars"
+check "tokenize --train, no output" fails_with 2 "needs the FILE" build/tokenize --train bpe \
+  README.md
+check "tokenize --train, no such kind" fails_with 2 "bpe:N" build/tokenize --train bep:1 x -o y
+
 step_by_step() { # MODEL VOCABULARY: one call, and token by token, write the same logits
   status 0 build/logits "$1" --ids "1 5,7 9" -o "$work/a" &&
     [ "$(stat -c %s "$work/a")" = $((4 * 4 * $2)) ] &&

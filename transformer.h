@@ -14434,7 +14434,8 @@ static const tfmi_family *tfmi_family_there(const tfmi_family *f) {
   int i;
   for (i = 0; i < TFMI_COUNT(tfmi_families) && !f->gguf; i++) {
     const tfmi_family *g = &tfmi_families[i];
-    if (g->gguf && g->slot == f->slot && g->key == f->key && g->is == (f->is | TFMI_PAIRS)) return g;
+    bool alike = g->slot == f->slot && g->key == f->key && g->is == (f->is | TFMI_PAIRS);
+    if (g->gguf && alike) return g;
   }
   return f->gguf ? f : NULL;
 }

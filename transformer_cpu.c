@@ -517,6 +517,24 @@ static void cpu_embed_bwd(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_ma
   tfm_backend_ref()->embed_bwd(d, dtable, dpositions, dy, rows, scale);
 }
 
+static void cpu_moe_bias(tfm_dev *d, tfm_mat y, tfm_mat x, const float *bias,
+                         const tfm_routing *r, tfm_act act) {
+  tfm_backend_ref()->moe_bias(d, y, x, bias, r, act);
+}
+
+static void cpu_add_gated(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat gate) {
+  tfm_backend_ref()->add_gated(d, y, x, gate);
+}
+
+static void cpu_moe_bias_bwd(tfm_dev *d, float *db, tfm_mat dy, const tfm_routing *r) {
+  tfm_backend_ref()->moe_bias_bwd(d, db, dy, r);
+}
+
+static void cpu_add_gated_bwd(tfm_dev *d, tfm_mat dx, tfm_mat dgate, tfm_mat dy, tfm_mat x,
+                              tfm_mat gate) {
+  tfm_backend_ref()->add_gated_bwd(d, dx, dgate, dy, x, gate);
+}
+
 static void cpu_route_bwd(tfm_dev *d, tfm_mat dlogits, const float *dweight, const tfm_routing *r,
                           const tfm_moe *p, float balance, float *balance_loss) {
   tfm_backend_ref()->route_bwd(d, dlogits, dweight, r, p, balance, balance_loss);
@@ -864,7 +882,7 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
     NULL, NULL, /* layer decode */                                                                \
     of(loss), of(matmul_dx), of(matmul_dw), of(epilogue_bwd), of(norm_bwd), of(attn_bwd),         \
     of(glu_bwd), cpu_embed_bwd, cpu_route_bwd, cpu_combine_bwd, of(moe_dx), of(moe_dw),           \
-    of(sumsq), of(adamw)                                                                          \
+    of(sumsq), of(adamw), cpu_moe_bias, cpu_add_gated, cpu_moe_bias_bwd, cpu_add_gated_bwd        \
   }
 #define CPU_NONE(name) NULL
 #define CPU_AVX2(name) cpu_##name##_avx2

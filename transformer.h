@@ -14109,7 +14109,7 @@ static const char *tfmi_item_name(const tfmi_conversion *c, const tfmi_tensor *t
   char *name = (char *)tfmi_scratch(l, 128, 1);
   if (c->gguf == (c->b->s->gguf != NULL) && t->name.n < 128)
     return (const char *)memcpy(name, t->name.at, t->name.n);
-  if (!pattern || t->rank > 2 || strstr(pattern, "%e"))
+  if (!pattern || t->rank > 2 || strstr(pattern, "%e") || strstr(c->b->slot[t->slot], "%e"))
     tfmi_fail(l, TFM_E_UNSUPPORTED, "tensor %s has no counterpart in %s; its parts are stored "
               "otherwise there", tfmi_plain(t->name).text, c->gguf ? "GGUF" : "such a folder");
   tfmi_layer_name(name, 128, prefix, pattern, t->layer, t->bias ? ".bias" : ".weight");

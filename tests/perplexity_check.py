@@ -22,8 +22,9 @@ SHARED = os.path.join(os.path.dirname(ROOT), "shared", "data")
 MODEL = os.path.join(SHARED, "stories260K", "stories260K.bin")
 
 
-def run(tool, *args):
-    return subprocess.run([os.path.join(ROOT, "build", tool), *args], check=True, capture_output=True, text=True).stdout
+def run(tool, *args, text=None):
+    command = [os.path.join(ROOT, "build", tool), *args]
+    return subprocess.run(command, check=True, capture_output=True, text=True, input=text).stdout
 
 
 def reference(model, ids, context, stride):
@@ -56,7 +57,7 @@ def main():
         path = os.path.join(folder, "text")
         with open(path, "w") as file:
             file.write(text[: 2 * wanted])
-        ids = [int(id) for id in run("tokenize", MODEL, "-f", path, "").split()]
+        ids = [int(id) for id in run("tokenize", MODEL, "--special", text=text[: 2 * wanted]).split()]
         for context, stride in [(512, 512), (256, 128), (100, 7), (64, 63)]:
             ours = json.loads(
                 run("perplexity", MODEL, "-f", path, "-c", str(context), "-s", str(stride), "--json", "-d", "ref")

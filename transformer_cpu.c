@@ -202,8 +202,8 @@ static float cpu_dropout(const tfm_dropout *p, int32_t row, int32_t col) {
 /* Of a float type, the values of 32 rows at one column lie together. Of a block type, 32 columns of
    32 rows do: scales and offsets (f16), scales and offsets in bytes, the fifth and sixth bits, then
    the rest of the numbers, in dwords. Dword u of the rest holds columns 4 u to 4 u + 3, a byte
-   each; or, of 4 bits, these below and columns 4 u + 16 to 4 u + 19 above. A dword of the bits holds
-   in byte k those of columns 4 u + k, at bit u, or in pairs of bits, of dword u / 4. The f16 of
+   each; or, of 4 bits, these below and columns 4 u + 16 to 4 u + 19 above. A dword of the bits has
+   those of columns 4 u + k in byte k, at bit u, or in pairs of bits, of dword u / 4. The f16 of
    blocks of 256 stand before the first of eight such pieces. */
 enum { /* panels in a thread's memory that block types are unpacked to: numbers of a byte */
   CPU_UNPACKED = TFM_TYPE_COUNT, CPU_UNPACKED_LOW, CPU_UNPACKED_HALVES, CPU_FORMS

@@ -9310,8 +9310,25 @@ static bool tfmi_worker_start(tfmi_pool *p, int32_t i) {
   return failed == 0;
 }
 
+/* Cores that this thread may run on, as Linux tells it: a mask in hexadecimal. 0: unknown. */
+static int32_t tfmi_cores_allowed(void) {
+  char text[4096], *at;
+  int file = open("/proc/thread-self/status", O_RDONLY | O_CLOEXEC);
+  ssize_t n = file < 0 ? 0 : read(file, text, sizeof text - 1);
+  int32_t cores = 0;
+  if (file >= 0) close(file);
+  text[n > 0 ? n : 0] = 0;
+  at = strstr(text, "Cpus_allowed:");
+  for (at += at ? strlen("Cpus_allowed:") : 0; at && *at && *at != '\n'; at++) {
+    int digit = *at >= 'a' && *at <= 'f' ? *at - 'a' + 10 : *at >= '0' && *at <= '9' ? *at - '0' : 0;
+    for (; digit; digit &= digit - 1) cores++;
+  }
+  return cores;
+}
+
 static int32_t tfmi_cores(void) {
-  long n = sysconf(_SC_NPROCESSORS_ONLN);
+  long n = sysconf(_SC_NPROCESSORS_ONLN), allowed = tfmi_cores_allowed();
+  if (allowed > 0 && allowed < n) n = allowed;
   return n < 1 ? 1 : n > 64 ? 64 : (int32_t)n;
 }
 

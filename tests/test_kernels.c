@@ -1052,6 +1052,26 @@ static void apart(void *user, int32_t workers, void (*job)(void *, int32_t), voi
   ++*(int *)user;
 }
 
+#if defined(__linux__)
+#ifndef __USE_GNU
+extern int sched_setaffinity(int, size_t, const unsigned long *);
+extern int sched_getaffinity(int, size_t, unsigned long *);
+#define MASK unsigned long *
+#else
+#define MASK cpu_set_t *
+#endif
+TEST(threads_default_to_the_cores_allowed) {
+  unsigned long all[16] = {0}, one[16] = {0};
+  int i = 0;
+  if (sched_getaffinity(0, sizeof all, (MASK)all) < 0) return;
+  while (!all[i]) i++;
+  one[i] = all[i] & (~all[i] + 1);
+  CHECK_EQ_INT(sched_setaffinity(0, sizeof one, (MASK)one), 0);
+  CHECK_EQ_INT(tfmi_cores(), 1);
+  CHECK_EQ_INT(sched_setaffinity(0, sizeof all, (MASK)all), 0);
+}
+#endif
+
 TEST(parallel_for_covers_each_once) {
   static const int32_t threads[] = {1, 2, 3, 9, 70};
   static const struct timespec nap = {0, 20000000};

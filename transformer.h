@@ -9320,7 +9320,7 @@ static int32_t tfmi_cores_allowed(void) {
   text[n > 0 ? n : 0] = 0;
   at = strstr(text, "Cpus_allowed:");
   for (at += at ? strlen("Cpus_allowed:") : 0; at && *at && *at != '\n'; at++) {
-    int digit = *at >= 'a' && *at <= 'f' ? *at - 'a' + 10 : *at >= '0' && *at <= '9' ? *at - '0' : 0;
+    int digit = *at >= 'a' && *at <= 'f' ? *at - 'a' + 10 : *at >= '0' && *at <= '9' ? *at & 15 : 0;
     for (; digit; digit &= digit - 1) cores++;
   }
   return cores;

@@ -20,11 +20,11 @@
    nothing but the two rows multiplied: not on how many rows of x share a tile, nor on threads.
 
    Quantised weights are multiplied by activations quantised to 8 bits, in groups of 128 columns
-   with a scale each, as exact integers within a block of W. A single row of x takes the numbers of
-   W as they are packed. More rows share what is unpacked, a chunk of a panel at a time, to numbers
-   of a byte and scales in floats: three forms for all types, and the same bits, as integers are
-   exact. Nothing mutable is static: quantised activations, chunks, and the tiles of keys and values
-   that attention works on, lie in tfm_dev.work. */
+   with a scale each, as exact integers within a block of W. Up to four rows of x take the numbers
+   of W as they are packed. More share what is unpacked, a chunk of a panel at a time, to numbers of
+   a byte and scales in floats: three forms for all types, and the same bits, as integers are exact.
+   Nothing mutable is static: quantised activations, chunks, and the tiles of keys and values that
+   attention works on, lie in tfm_dev.work. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 
@@ -1090,7 +1090,9 @@ enum {
 #define CPU_BLOCK_TILES(tile, type)                                                              \
   tile(block_tile, type, 8, 1) tile(block_tile, type, 4, 1) tile(block_tile, type, 2, 1)         \
   tile(block_tile, type, 1, 1) tile(block_tile, type, 1, 4)
-#define CPU_LINE_TILES(tile, type) tile(block_tile, type, 1, 1) tile(block_tile, type, 1, 4)
+#define CPU_LINE_TILES(tile, type)                                                               \
+  tile(block_tile, type, 4, 1) tile(block_tile, type, 2, 1) tile(block_tile, type, 1, 1)         \
+  tile(block_tile, type, 1, 4)
 
 CPU_INLINE V(vec) V(load)(const float *p) { return _mm512_loadu_ps(p); }
 CPU_INLINE void V(store)(float *p, V(vec) v) { _mm512_storeu_ps(p, v); }
@@ -1176,7 +1178,7 @@ enum { /* as above, for half the registers of half the width */
   tile(float_tile, type, 1, 2)
 #define CPU_BLOCK_TILES(tile, type)                                                              \
   tile(block_tile, type, 2, 1) tile(block_tile, type, 1, 1) tile(block_tile, type, 1, 2)
-#define CPU_LINE_TILES(tile, type) tile(block_tile, type, 1, 1) tile(block_tile, type, 1, 2)
+#define CPU_LINE_TILES(tile, type) CPU_BLOCK_TILES(tile, type)
 
 CPU_INLINE V(vec) V(load)(const float *p) { return _mm256_loadu_ps(p); }
 CPU_INLINE void V(store)(float *p, V(vec) v) { _mm256_storeu_ps(p, v); }
@@ -1677,7 +1679,7 @@ static void V(panels)(const cpu_product *t, const cpu_slots *s, const cpu_stripe
 static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, const cpu_slots *s,
                            int32_t slot, int32_t n, const cpu_stripe *stripe, int32_t panel) {
   const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes, *from;
-  const int form = cpu_layouts[stripe->type].form;
+  const int form = n > 4 ? cpu_layouts[stripe->type].form : 0; /* fewer: not worth unpacking */
   const void *x[CPU_TILE];
   const cpu_tile_row *tile;
   int32_t k, i, j, cols;

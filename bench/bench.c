@@ -161,10 +161,9 @@ static double read_ceiling(int32_t threads, uint64_t bytes) {
   return best;
 }
 
-/* Operations per second, best of several: two a multiply-add, of floats or of bytes. */
-static double multiply_ceiling(int32_t threads, bool bytes) {
+/* Multiplications and additions per second, best of several. `each`: in a count. */
+static double product_ceiling(int32_t threads, bool bytes, double each) {
   const size_t count = 1 << 21;
-  const double each = bytes ? 2.0 * 64 * 24 : 2.0 * 16 * 12;
   double best = 0;
   int i;
   for (i = 0; i < 7; i++) {
@@ -173,6 +172,12 @@ static double multiply_ceiling(int32_t threads, bool bytes) {
   }
   return best;
 }
+
+static double multiply_ceiling(int32_t threads) { /* of floats */
+  return product_ceiling(threads, false, 2.0 * 16 * 12);
+}
+
+static double byte_ceiling(int32_t threads) { return product_ceiling(threads, true, 2.0 * 64 * 24); }
 
 static bool multiplies_bytes(void) {
 #ifdef __AVX512VNNI__
@@ -224,11 +229,11 @@ static int print_ceilings(const options *o) {
   }
   printf(o->json ? "{\"ceiling\": \"fma\", \"threads\": %d, \"gflops\": %.1f}\n"
                  : "float32 FMA     %3d threads  %9.1f GFLOP/s\n",
-         (int)threads, multiply_ceiling(threads, false) / 1e9);
+         (int)threads, multiply_ceiling(threads) / 1e9);
   if (multiplies_bytes())
     printf(o->json ? "{\"ceiling\": \"int8\", \"threads\": %d, \"gops\": %.1f}\n"
                    : "bytes, VNNI     %3d threads  %9.1f GOP/s\n",
-           (int)threads, multiply_ceiling(threads, true) / 1e9);
+           (int)threads, byte_ceiling(threads) / 1e9);
   printf(o->json ? "{\"ceiling\": \"dispatch\", \"threads\": %d, \"microseconds\": %.2f}\n"
                  : "empty dispatch  %3d threads  %9.2f us\n",
          (int)threads, dispatch_time(threads) * 1e6);
@@ -543,7 +548,8 @@ static int measure(const options *o, const tfm_model_info *info, const run_state
   if (strcmp(info->device, "cuda")) { /* a GPU's ceilings are not measured here */
     uint64_t set = info->token_bytes < 1 << 20 ? 1 << 20 : info->token_bytes;
     read = read_ceiling(cores_or(stats.threads), set < 1 << 30 ? set : 1 << 30);
-    multiply = multiply_ceiling(cores_or(stats.threads), bytes);
+    multiply = bytes ? byte_ceiling(cores_or(stats.threads))
+                     : multiply_ceiling(cores_or(stats.threads));
   }
   if (run_once(r, w, r->ids + w->tokens) < 0) return tool_fail(); /* warm */
   for (i = 0; i < o->repeat; i++) {

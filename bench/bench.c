@@ -177,7 +177,9 @@ static double multiply_ceiling(int32_t threads) { /* of floats */
   return product_ceiling(threads, false, 2.0 * 16 * 12);
 }
 
-static double byte_ceiling(int32_t threads) { return product_ceiling(threads, true, 2.0 * 64 * 24); }
+static double byte_ceiling(int32_t threads) {
+  return product_ceiling(threads, true, 2.0 * 64 * 24);
+}
 
 static bool multiplies_bytes(void) {
 #ifdef __AVX512VNNI__

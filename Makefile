@@ -15,7 +15,7 @@ SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 VERSION := $(shell sed -n 's/^.define TFM_VERSION "\(.*\)"/\1/p' transformer.h 2>/dev/null)
 
 B        = build
-HEADERS  = transformer.h examples/common.h $(wildcard tests/*.h)
+HEADERS  = transformer.h $(wildcard examples/*.h) $(wildcard tests/*.h)
 EXAMPLES = $(patsubst examples/%.c,$B/%,$(wildcard examples/*.c)) $B/cpp
 UNITS    = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 FUZZERS  = $(patsubst tests/%.c,%,$(wildcard tests/fuzz_*.c))

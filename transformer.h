@@ -578,6 +578,7 @@ typedef struct tfm_shape { /* a model to be made; what is 0 is as the family has
   int32_t ffn_width;     /* 0: 4 width; llama: 8/3 width, up to a multiple of 32 */
   bool untied;           /* a head of its own instead of the embedding table */
   uint64_t seed;
+  const tfm_tokenizer *tokenizer; /* its BOS and EOS are the model's; NULL: there are none */
 } tfm_shape;
 
 typedef struct tfm_step {
@@ -869,6 +870,9 @@ typedef struct tfm_routing { /* T tokens to E experts; device arrays owned by th
   int32_t *order;   /* [T * top_k] slots t * top_k + j sorted by expert, then t */
   int32_t *begin;   /* [E + 1] range of each expert in order */
   float *probs;     /* [T, E] softmax of the router's logits, for its backward */
+  /* [E], or NULL: route adds the slots of each expert and the sum of its probs, layer by layer, for
+     the balance of all layers together */
+  float *count, *mass;
 } tfm_routing;
 
 typedef struct tfm_sampler { /* one row of logits each; device arrays */
@@ -899,6 +903,9 @@ typedef struct tfm_layer {
   tfm_weight router, expert_up, expert_down, shared_gate; /* mixture of experts; rows 0: dense */
   tfm_rope rope;            /* rot 0: none */
   tfm_attn attn;
+  /* Of experts: [E, N]. With a router, up and down are of the expert for all tokens, behind
+     shared_gate [1, C]. */
+  const float *expert_up_bias, *expert_down_bias;
 } tfm_layer;
 
 typedef struct tfm_net {
@@ -933,7 +940,7 @@ typedef struct tfm_run_ahead {
 
 /* ---- The table ---- */
 
-#define TFM_BACKEND_ABI 1
+#define TFM_BACKEND_ABI 2
 
 struct tfm_backend {
   uint32_t abi; /* TFM_BACKEND_ABI */
@@ -1008,7 +1015,8 @@ struct tfm_backend {
      (x [T, K]), else s (x [T * top_k, K]). y [T * top_k, N]. */
   void (*matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w, const tfm_routing *r,
                      bool spread);
-  /* y[t] = residual[t] + sum over j of weight[t, j] * x[t * top_k + j], in order of j. */
+  /* y[t] = residual[t] + sum over j of weight[t, j] * x[t * top_k + j], in order of j. y may alias
+     residual. */
   void (*combine)(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual, const tfm_routing *r);
   /* ids[r] chosen from logits [R, V], which are left as they were. logprobs optional [R]. Two
      tables agree but where the random number lies within 1e-6 of a step of the cumulative sum. */
@@ -1052,8 +1060,9 @@ struct tfm_backend {
   void (*embed_bwd)(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_mat dy,
                     const tfm_rows *rows, float scale);
   /* dlogits [T, E] from dweight [T, top_k], plus the load-balancing loss's gradient times balance;
-     balance_loss[0] += that loss: E * sum over e of (slots of e / T) * (mean of probs[, e]), as
-     Fedus et al. 2021 have it for top_k 1. */
+     balance_loss[0], if not NULL, += that loss: E * sum over e of (slots of e / T) * (mean of
+     probs[, e]), as Fedus et al. 2021 have it for top_k 1. Where r->count is, both are taken over
+     all rows that were counted, not over this layer's, as transformers does it. */
   void (*route_bwd)(tfm_dev *d, tfm_mat dlogits, const float *dweight, const tfm_routing *r,
                     const tfm_moe *p, float balance, float *balance_loss);
   /* dx[s] = weight[s] * dy[s / top_k]; dweight[s] = dy[s / top_k] . x[s]: slots s [T * top_k]. */
@@ -1073,12 +1082,24 @@ struct tfm_backend {
      master when it is F32). */
   void (*adamw)(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
                 const void *g, tfm_type gtype, int64_t n, const float *sumsq, const tfm_adamw *p);
+
+  /* Experts' small change: required for models that have them. */
+  /* y[s] = act(x[s] + bias[e]), e the expert of slot s: slots [T * top_k, N], bias [E, N] or NULL;
+     y may alias x. */
+  void (*moe_bias)(tfm_dev *d, tfm_mat y, tfm_mat x, const float *bias, const tfm_routing *r,
+                   tfm_act act);
+  /* y[t] += x[t] / (1 + e^-gate[t]): gate [T, 1], F32. */
+  void (*add_gated)(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat gate);
+  /* db [E, N] += sums of dy over each expert's slots, in their order. */
+  void (*moe_bias_bwd)(tfm_dev *d, float *db, tfm_mat dy, const tfm_routing *r);
+  /* Backward of add_gated: dx and dgate overwrite; y's gradient is dy. */
+  void (*add_gated_bwd)(tfm_dev *d, tfm_mat dx, tfm_mat dgate, tfm_mat dy, tfm_mat x, tfm_mat gate);
 };
 
 /* The reference; and the companions, when they are linked (TFM_USE_CPU, TFM_USE_CUDA). A companion
    built against another layout of the table does not link: its name carries the number. */
-#define tfm_backend_cpu tfm_backend_cpu_abi1
-#define tfm_backend_cuda tfm_backend_cuda_abi1
+#define tfm_backend_cpu tfm_backend_cpu_abi2
+#define tfm_backend_cuda tfm_backend_cuda_abi2
 TFM_API const tfm_backend *tfm_backend_ref(void);
 extern const tfm_backend *tfm_backend_cpu(void);
 extern const tfm_backend *tfm_backend_cuda(void);
@@ -1953,6 +1974,8 @@ static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap);
 static tfm_status tfmi_pool_open(tfm_dev *d, tfmi_heap *heap, int32_t threads); /* only threads */
 static void tfmi_pool_close(tfm_dev *d, tfmi_heap *heap);
 static int32_t tfmi_cores(void);
+/* The name of an entry that models with experts need and the table has not; NULL: it has all. */
+static const char *tfmi_experts_missing(const tfm_backend *table);
 
 /* >>kernels: y[i] = x[i] from type to type, n values that fill whole blocks, at any alignment. */
 static void tfmi_convert(tfm_type to, uint8_t *y, tfm_type from, const uint8_t *x, int32_t n);
@@ -8931,41 +8954,76 @@ typedef struct tfmi_builder {
   uint64_t done_bytes, total_bytes;    /* of matrices, for the progress */
   uint64_t longest;                    /* vector */
   float *stage;                        /* [longest] */
+  tfm_part *part;                      /* [2 E, or 3] of the matrix at hand */
   uint64_t type_bytes[TFM_TYPE_COUNT]; /* of the matrices, in memory */
 } tfmi_builder;
 
-static tfmi_tensor *tfmi_ask(tfmi_builder *b, tfmi_slot slot, int32_t layer, const char *suffix) {
+/* The name of a slot, the expert's number in place of "%e". */
+static tfmi_text tfmi_slot_name(char *out, size_t size, const char *prefix, const char *pattern,
+                                int32_t layer, int32_t expert, const char *suffix) {
+  const char *at = strstr(pattern, "%e");
+  char one[96];
+  if (!at) return tfmi_layer_name(out, size, prefix, pattern, layer, suffix);
+  snprintf(one, sizeof one, "%.*s%d%s", (int)(at - pattern), pattern, (int)expert, at + 2);
+  return tfmi_layer_name(out, size, prefix, one, layer, suffix);
+}
+
+static tfmi_tensor *tfmi_ask_expert(tfmi_builder *b, tfmi_slot slot, int32_t layer, int32_t expert,
+                                    const char *suffix) {
   char name[128];
   tfmi_tensor *t;
   const char *prefix = slot == TFMI_HEAD ? "" : b->prefix, *pattern = b->slot[slot];
   if (!pattern) return NULL;
-  t = tfmi_tensor_find(b->s, tfmi_layer_name(name, sizeof name, prefix, pattern, layer, suffix));
+  t = tfmi_tensor_find(b->s, tfmi_slot_name(name, sizeof name, prefix, pattern, layer, expert,
+                                            suffix));
   if (t) t->used = true;
   return t;
 }
 
-static tfmi_tensor *tfmi_need(tfmi_builder *b, tfmi_slot slot, int32_t layer, const char *suffix) {
+static tfmi_tensor *tfmi_ask(tfmi_builder *b, tfmi_slot slot, int32_t layer, const char *suffix) {
+  return tfmi_ask_expert(b, slot, layer, 0, suffix);
+}
+
+static tfmi_tensor *tfmi_need_expert(tfmi_builder *b, tfmi_slot slot, int32_t layer, int32_t expert,
+                                     const char *suffix) {
   char name[128];
-  tfmi_tensor *t = tfmi_ask(b, slot, layer, suffix);
+  tfmi_tensor *t = tfmi_ask_expert(b, slot, layer, expert, suffix);
   if (t) return t;
-  tfmi_layer_name(name, sizeof name, slot == TFMI_HEAD ? "" : b->prefix,
-                  b->slot[slot] ? b->slot[slot] : "a matrix of layer %d", layer, suffix);
+  tfmi_slot_name(name, sizeof name, slot == TFMI_HEAD ? "" : b->prefix,
+                 b->slot[slot] ? b->slot[slot] : "a matrix of layer %d", layer, expert, suffix);
   tfmi_fail(b->s->load, TFM_E_FORMAT, "tensor %s is missing", name);
 }
 
-/* cols 0: a vector. */
-static void tfmi_expect(tfmi_builder *b, const tfmi_tensor *t, int32_t rows, int32_t cols) {
-  char found[96] = "", expected[48];
-  uint64_t rank = cols ? 2 : 1, i;
-  size_t n = 0;
-  if (t->rank == rank && t->dims[0] == (uint64_t)rows && (!cols || t->dims[1] == (uint64_t)cols))
-    return;
-  for (i = 0; i < t->rank && i < 4; i++)
-    n += (size_t)snprintf(found + n, sizeof found - n, "%s%llu", i ? ", " : "",
-                          (unsigned long long)t->dims[i]);
-  snprintf(expected, sizeof expected, cols ? "%d, %d" : "%d", (int)rows, (int)cols);
+static tfmi_tensor *tfmi_need(tfmi_builder *b, tfmi_slot slot, int32_t layer, const char *suffix) {
+  return tfmi_need_expert(b, slot, layer, 0, suffix);
+}
+
+static void tfmi_expect_dims(tfmi_builder *b, const tfmi_tensor *t, const int32_t *dims, int n) {
+  char found[96] = "", expected[64] = "";
+  bool good = t->rank == (uint64_t)n;
+  size_t at = 0;
+  int i;
+  for (i = 0; good && i < n; i++) good = t->dims[i] == (uint64_t)dims[i];
+  if (good) return;
+  for (i = 0; i < (int)t->rank && i < 4; i++)
+    at += (size_t)snprintf(found + at, sizeof found - at, "%s%llu", i ? ", " : "",
+                           (unsigned long long)t->dims[i]);
+  for (i = 0, at = 0; i < n; i++)
+    at += (size_t)snprintf(expected + at, sizeof expected - at, "%s%d", i ? ", " : "",
+                           (int)dims[i]);
   tfmi_fail(b->s->load, TFM_E_FORMAT, "tensor %s has shape [%s%s], expected [%s]",
             tfmi_plain(t->name).text, found, t->rank > 4 ? ", ..." : "", expected);
+}
+
+/* cols 0: a vector; experts 0: no stack of them. */
+static void tfmi_expect(tfmi_builder *b, const tfmi_tensor *t, int32_t experts, int32_t rows,
+                        int32_t cols) {
+  int32_t dims[3], n = 0;
+  if (experts) dims[n++] = experts;
+  dims[n++] = rows;
+  if (cols) dims[n++] = cols;
+  if (rows == 1 && cols && t->rank == 1) dims[0] = cols, n = 1; /* GGUF's matrices of one row */
+  tfmi_expect_dims(b, t, dims, n);
 }
 
 static void tfmi_expect_type(tfmi_builder *b, const tfmi_tensor *t, bool floats) {
@@ -8996,7 +9054,7 @@ static const float *tfmi_vector(tfmi_builder *b, tfmi_tensor *const *t, const in
   uint64_t total = 0;
   int i;
   for (i = 0; i < n; i++) {
-    tfmi_expect(b, t[i], rows[i], 0);
+    tfmi_expect(b, t[i], 0, rows[i], 0);
     tfmi_expect_type(b, t[i], true);
     if (!b->measure) tfmi_floats(b->stage + total, t[i], rows[i]);
     total += (uint64_t)rows[i];
@@ -9025,6 +9083,8 @@ typedef struct tfmi_matrix { /* one weight, of up to three tensors stacked along
   tfmi_slot slot[3];
   int n;
   int32_t rows[3], cols;
+  int32_t experts; /* each of which has these parts; 0: none */
+  bool plain;      /* stored [out, in] in every family */
   unsigned roles;
 } tfmi_matrix;
 
@@ -9040,6 +9100,7 @@ static void tfmi_pack(tfmi_builder *b, const tfm_backend *table, tfm_weight *w,
   tfm_pack_size size = table->pack_size(&b->m->dev, src);
   w->rows = src->rows;
   w->cols = src->cols;
+  w->experts = src->experts;
   w->roles = src->roles;
   if (!b->measure) {
     w->host = b->host + b->host_used;
@@ -9062,16 +9123,17 @@ static void tfmi_pack_all(tfmi_builder *b, tfm_weight *w, const tfm_weight_sourc
   tfmi_pack(b, tfm_backend_ref(), reference, src);
 }
 
-static void tfmi_count_part(tfmi_builder *b, const tfmi_tensor *t, const tfm_weight_source *src) {
-  uint64_t values = t->dims[0] * t->dims[1]; /* both below 2^27 */
-  tfm_type type = src->type ? src->type : t->type;
-  size_t bytes = 0;
+static void tfmi_count_part(tfmi_builder *b, const tfm_part *part, const tfm_weight_source *src) {
+  uint64_t values = (uint64_t)part->rows * (uint64_t)src->cols; /* both below 2^27 */
+  size_t bytes = 0, in_file = 0;
+  tfm_type type = src->type ? src->type : part->type;
   tfmi_type_bytes(type, values, &bytes);
+  tfmi_type_bytes(part->type, values, &in_file);
   if (!b->measure) {
-    b->done_bytes += t->bytes;
+    b->done_bytes += in_file;
     return;
   }
-  b->total_bytes += t->bytes;
+  b->total_bytes += in_file;
   b->type_bytes[type] += bytes;
   b->m->parameters += values;
 }
@@ -9086,41 +9148,53 @@ static tfm_type tfmi_widened(const tfm_part *part, int n) {
   return f8 == 0 ? TFM_TYPE_DEFAULT : f8 + bf16 == n ? TFM_BF16 : TFM_F32;
 }
 
+/* Part k of a matrix, or of one expert's: a tensor, or its share of one for all experts. */
+static tfmi_tensor *tfmi_part_of(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, int k,
+                                 int32_t expert, bool turned, tfm_part *part) {
+  tfmi_tensor *t = tfmi_need_expert(b, x->slot[k], layer, expert, ".weight");
+  bool stacked = x->experts && !strstr(b->slot[x->slot[k]], "%e");
+  tfmi_expect(b, t, stacked ? x->experts : 0, turned ? x->cols : x->rows[k],
+              turned ? x->rows[k] : x->cols);
+  tfmi_expect_type(b, t, turned);
+  part->data = t->data + (stacked ? t->bytes / (size_t)x->experts * (size_t)expert : 0);
+  part->type = t->type;
+  part->rows = x->rows[k];
+  return t;
+}
+
 static void tfmi_weight(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, tfm_weight *w) {
   tfm_weight_source src;
-  tfm_part part[3];
-  tfmi_tensor *t = NULL, *all[3];
-  bool conv1d = tfmi_has(b->f, TFMI_CONV1D) && !b->s->gguf && x->roles == TFM_ROLE_MATMUL &&
-                layer >= 0;
+  tfmi_tensor *t = NULL;
+  bool turned = tfmi_has(b->f, TFMI_CONV1D) && !b->s->gguf && x->roles == TFM_ROLE_MATMUL &&
+                layer >= 0 && !x->plain;
+  int32_t experts = x->experts ? x->experts : 1, e;
   int i;
   memset(&src, 0, sizeof src);
-  src.parts = part;
-  src.part_count = x->n;
+  src.parts = b->part;
+  src.part_count = x->n * experts;
   src.cols = x->cols;
-  src.transposed = conv1d;
+  src.experts = x->experts;
+  src.transposed = turned;
   src.stable = true;
   src.roles = x->roles;
   src.type = b->convert;
   if (x->slot[0] == TFMI_POSITIONS && tfmi_types[src.type].block_values > 1)
     src.type = TFM_TYPE_DEFAULT; /* too few and too dear to quantise */
-  for (i = 0; i < x->n; i++) {
-    all[i] = t = tfmi_need(b, x->slot[i], layer, ".weight");
-    tfmi_expect(b, t, conv1d ? x->cols : x->rows[i], conv1d ? x->rows[i] : x->cols);
-    tfmi_expect_type(b, t, conv1d);
-    part[i].data = t->data;
-    part[i].type = t->type;
-    part[i].rows = x->rows[i];
-    src.rows += x->rows[i];
-  }
-  if (!src.type) src.type = tfmi_widened(part, x->n);
-  for (i = 0; i < x->n; i++) tfmi_count_part(b, all[i], &src);
+  for (e = 0; e < experts; e++)
+    for (i = 0; i < x->n; i++)
+      t = tfmi_part_of(b, layer, x, i, e, turned, &b->part[e * x->n + i]);
+  for (i = 0; i < x->n; i++) src.rows += x->rows[i];
+  if (!src.type) src.type = tfmi_widened(b->part, src.part_count);
+  for (i = 0; i < src.part_count; i++) tfmi_count_part(b, &b->part[i], &src);
   if (src.type && x->cols % tfmi_types[src.type].block_values)
     tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s: rows of %d values do not fill the blocks "
               "of %s; choose another type of weights", tfmi_plain(t->name).text, (int)x->cols,
               tfm_type_name(src.type));
   tfmi_pack_all(b, w, &src);
   tfmi_builder_check(b, t);
-  if (!b->measure && x->roles & TFM_ROLE_MATMUL) b->m->token_bytes += w->bytes;
+  if (!b->measure && x->roles & TFM_ROLE_MATMUL)
+    b->m->token_bytes += w->bytes / (uint64_t)experts *
+                         (uint64_t)(x->experts ? b->m->net.experts_used : 1);
   if (!b->measure && !tfmi_goes_on(&b->m->heap.host, "load",
                                    (double)b->done_bytes / (double)b->total_bytes))
     tfmi_fail(b->s->load, TFM_E_CANCELLED, "loading was cancelled");
@@ -9208,14 +9282,52 @@ static void tfmi_layer_dense(tfmi_builder *b, int32_t i, tfm_layer *y, tfmi_slot
   y->down_bias = tfmi_bias(b, i, &x, &f->down_bias);
 }
 
+/* [E, N]: biases of experts that are stored together. */
+static const float *tfmi_expert_bias(tfmi_builder *b, tfmi_slot slot, int32_t layer, int32_t rows) {
+  int32_t experts = b->m->net.experts, all = experts * rows;
+  tfmi_tensor *t = tfmi_need(b, slot, layer, ".bias");
+  tfmi_expect(b, t, 0, experts, rows);
+  tfmi_expect_type(b, t, true);
+  if (b->measure) b->m->parameters += (uint64_t)all;
+  else tfmi_floats(b->stage, t, all);
+  return tfmi_vector_end(b, (uint64_t)all);
+}
+
+static void tfmi_layer_experts(tfmi_builder *b, int32_t i, tfm_layer *y) {
+  const tfm_net *net = &b->m->net;
+  int32_t rows[2], one = 1;
+  tfmi_matrix x;
+  rows[0] = rows[1] = net->expert_width;
+  x = tfmi_matrix_of(b, i, TFMI_ROUTER, TFMI_ROUTER, 1, &net->experts, net->width);
+  x.plain = true;
+  tfmi_weight(b, i, &x, &y->router);
+  if (net->gated)
+    x = tfmi_matrix_of(b, i, TFMI_EXPERT_GATE_UP, TFMI_EXPERT_GATE, 2, rows, net->width);
+  else x = tfmi_matrix_of(b, i, TFMI_EXPERT_UP, TFMI_EXPERT_UP, 1, rows, net->width);
+  x.plain = true;
+  x.experts = net->experts;
+  tfmi_weight(b, i, &x, &y->expert_up);
+  x = tfmi_matrix_of(b, i, TFMI_EXPERT_DOWN, TFMI_EXPERT_DOWN, 1, &net->width, net->expert_width);
+  x.plain = true;
+  x.experts = net->experts;
+  tfmi_weight(b, i, &x, &y->expert_down);
+  if (b->f->up_bias.fallback) {
+    y->expert_up_bias = tfmi_expert_bias(b, TFMI_EXPERT_UP, i, net->expert_width);
+    y->expert_down_bias = tfmi_expert_bias(b, TFMI_EXPERT_DOWN, i, net->width);
+  }
+  if (!tfmi_has(b->f, TFMI_SHARED)) return;
+  x = tfmi_matrix_of(b, i, TFMI_SHARED_ROUTER, TFMI_SHARED_ROUTER, 1, &one, net->width);
+  tfmi_weight(b, i, &x, &y->shared_gate);
+  tfmi_layer_dense(b, i, y, TFMI_SHARED_GATE_UP, tfmi_whole(b->s, b->f, TFMI_N_SHARED_FFN));
+}
+
 static void tfmi_layer(tfmi_builder *b, int32_t i) {
   const tfm_net *net = &b->m->net;
   tfm_layer *y = &net->layer[i];
-  if (tfmi_is_sparse(b->s, b->f, i))
-    tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "layer %d has experts, which are not run yet", (int)i);
   tfmi_layer_attention(b, i, y);
   tfmi_norm_vectors(b, TFMI_NORM2, i, &y->norm2, &y->norm2_bias);
-  tfmi_layer_dense(b, i, y, TFMI_GATE_UP, net->ffn_width);
+  if (tfmi_is_sparse(b->s, b->f, i)) tfmi_layer_experts(b, i, y);
+  else tfmi_layer_dense(b, i, y, TFMI_GATE_UP, net->ffn_width);
   if (tfmi_has(b->f, TFMI_POST_NORMS))
     y->post2 = tfmi_norm_vector_of(b, TFMI_POST2, i, ".weight", net->width);
 }
@@ -9227,7 +9339,7 @@ static const float *tfmi_factors(tfmi_builder *b, const char *name) {
   float *out;
   if (!t) return NULL;
   t->used = true;
-  tfmi_expect(b, t, half, 0);
+  tfmi_expect(b, t, 0, half, 0);
   tfmi_expect_type(b, t, true);
   out = TFMI_NEW(float, tfmi_keep(b->s->load, (uint64_t)half, sizeof *out));
   tfmi_floats(out, t, half);
@@ -9305,6 +9417,8 @@ static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_
   }
   m->net.embed_scale = tfmi_net_embed_scale(s, f, &m->net, embed);
   m->balance = tfmi_number(s, f, TFMI_N_BALANCE);
+  b->part = TFMI_NEW(tfm_part, tfmi_scratch(s->load, 3 + 2 * (uint64_t)m->net.experts,
+                                            sizeof *b->part));
   if (tfmi_has(f, TFMI_ROTARY)) tfmi_rotations(s, f, &m->net, m->rotation);
   tfmi_rotation_factors(b);
   m->tied = tfmi_builder_tied(b, embed);
@@ -9377,6 +9491,14 @@ static void tfmi_builder_run(tfmi_builder *b) {
   tfmi_dev_check(b->s->load, &b->m->dev);
 }
 
+static void tfmi_builder_entries(const tfmi_builder *b) {
+  const tfm_backend *table = b->m->dev.table;
+  const char *missing = b->m->net.experts ? tfmi_experts_missing(table) : NULL;
+  if (missing)
+    tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "device %s lacks the entry %s, which experts need; "
+              "use another", table->name, missing);
+}
+
 typedef struct tfmi_model_request {
   const char *path; /* NULL: data */
   const void *data;
@@ -9397,6 +9519,7 @@ static void tfmi_model_read(tfmi_model_request *r) {
   if (tfmi_dev_open(&r->model->dev, &r->model->heap, c->device, c->device_index, c->threads,
                     c->override, c->no_fallback) != TFM_OK)
     tfmi_fail_again(&r->load);
+  tfmi_builder_entries(&r->builder);
   tfmi_builder_run(&r->builder);
   tfmi_pool_close(&r->model->dev, &r->model->heap); /* engines have pools of their own */
   r->model->dev.threads = 1;
@@ -9745,6 +9868,7 @@ typedef enum tfmi_entry_kind {
   TFMI_ENTRY_DEVICE,   /* required; the table's own always */
   TFMI_ENTRY_FORWARD,  /* required */
   TFMI_ENTRY_OPTIONAL, /* a table may decline it */
+  TFMI_ENTRY_EXPERTS,  /* required by models with experts */
   TFMI_ENTRY_BACKWARD  /* required by the trainer */
 } tfmi_entry_kind;
 
@@ -9773,7 +9897,8 @@ static const tfmi_entry tfmi_entries[] = {
   TFMI_ENTRY(attn_bwd, BACKWARD), TFMI_ENTRY(glu_bwd, BACKWARD), TFMI_ENTRY(embed_bwd, BACKWARD),
   TFMI_ENTRY(route_bwd, BACKWARD), TFMI_ENTRY(combine_bwd, BACKWARD),
   TFMI_ENTRY(moe_dx, BACKWARD), TFMI_ENTRY(moe_dw, BACKWARD), TFMI_ENTRY(sumsq, BACKWARD),
-  TFMI_ENTRY(adamw, BACKWARD)};
+  TFMI_ENTRY(adamw, BACKWARD), TFMI_ENTRY(moe_bias, EXPERTS), TFMI_ENTRY(add_gated, EXPERTS),
+  TFMI_ENTRY(moe_bias_bwd, BACKWARD), TFMI_ENTRY(add_gated_bwd, BACKWARD)};
 #undef TFMI_ENTRY
 
 static bool tfmi_entry_present(const tfm_backend *table, const tfmi_entry *e) {
@@ -9789,6 +9914,10 @@ static const char *tfmi_entry_missing(const tfm_backend *table, tfmi_entry_kind 
     if (tfmi_entries[i].kind == kind && !tfmi_entry_present(table, &tfmi_entries[i]))
       return tfmi_entries[i].name;
   return NULL;
+}
+
+static const char *tfmi_experts_missing(const tfm_backend *table) {
+  return tfmi_entry_missing(table, TFMI_ENTRY_EXPERTS);
 }
 
 static bool tfmi_entry_overridable(const tfmi_entry *e) {
@@ -11276,6 +11405,17 @@ static void tfmi_route_sort(tfm_routing *r) {
   r->begin[r->experts] = slots;
 }
 
+/* What the balance of all layers is made of. */
+static void tfmi_route_count(tfm_routing *r) {
+  int32_t t, e;
+  for (e = 0; e < r->experts; e++) {
+    double mass = (double)r->mass[e];
+    for (t = 0; t < r->tokens; t++) mass += (double)r->probs[(int64_t)t * r->experts + e];
+    r->mass[e] = (float)mass;
+    r->count[e] += (float)(r->begin[e + 1] - r->begin[e]);
+  }
+}
+
 static void tfmi_ref_route(tfm_dev *d, tfm_routing *r, tfm_mat logits, const tfm_moe *p) {
   int32_t t;
   (void)d;
@@ -11288,6 +11428,7 @@ static void tfmi_ref_route(tfm_dev *d, tfm_routing *r, tfm_mat logits, const tfm
                    r->weight + slot, p);
   }
   tfmi_route_sort(r);
+  if (r->count) tfmi_route_count(r);
 }
 
 /* Columns begin .. end-1 of y for the slots of one expert. */
@@ -11346,6 +11487,60 @@ static void tfmi_ref_combine(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual,
                              const tfm_routing *r) {
   tfmi_combine_job job = {y, x, residual, r};
   tfm_parallel_for(d, y.rows, tfmi_grain((int64_t)y.cols * r->top_k), tfmi_combine_rows, &job);
+}
+
+typedef struct tfmi_slots_job { /* of moe_bias and add_gated, and their backward */
+  tfm_mat y, x, gate, dy;
+  const float *bias;
+  const tfm_routing *routing;
+  tfm_act act;
+} tfmi_slots_job;
+
+static void tfmi_moe_bias_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slots_job *t = (const tfmi_slots_job *)context;
+  int32_t row, i, n = t->y.cols;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    const float *bias = t->bias ? t->bias + (int64_t)t->routing->expert[row] * n : NULL;
+    float *y = tfmi_row(t->y, row);
+    memmove(y, tfmi_row(t->x, row), (size_t)n * sizeof *y);
+    for (i = 0; bias && i < n; i++) y[i] += bias[i];
+    tfmi_act_row(y, n, t->act);
+  }
+}
+
+static void tfmi_ref_moe_bias(tfm_dev *d, tfm_mat y, tfm_mat x, const float *bias,
+                              const tfm_routing *r, tfm_act act) {
+  tfmi_slots_job job;
+  memset(&job, 0, sizeof job);
+  job.y = y;
+  job.x = x;
+  job.bias = bias;
+  job.routing = r;
+  job.act = act;
+  tfm_parallel_for(d, y.rows, tfmi_grain(4 * (int64_t)y.cols), tfmi_moe_bias_rows, &job);
+}
+
+static float tfmi_logistic(float x) { return 1.0f / (1.0f + tfmi_exp(-x)); }
+
+static void tfmi_add_gated_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slots_job *t = (const tfmi_slots_job *)context;
+  int32_t row, i;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    const float *x = tfmi_row(t->x, row);
+    float *y = tfmi_row(t->y, row), share = tfmi_logistic(*tfmi_row(t->gate, row));
+    for (i = 0; i < t->y.cols; i++) y[i] += share * x[i];
+  }
+}
+
+static void tfmi_ref_add_gated(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat gate) {
+  tfmi_slots_job job;
+  memset(&job, 0, sizeof job);
+  job.y = y;
+  job.x = x;
+  job.gate = gate;
+  tfm_parallel_for(d, y.rows, tfmi_grain(y.cols), tfmi_add_gated_rows, &job);
 }
 
 /* ---- top ---- */
@@ -12420,35 +12615,53 @@ static void tfmi_route_bwd_row(float *dlogits, const float *dweight, const int32
     dlogits[expert[j]] += weight[j] * (own ? dweight[j] - mean / factor : dweight[j]);
 }
 
-/* The share of tokens that went to each expert times its mean probability, summed, times E. */
-static float tfmi_balance(const tfm_routing *r) {
-  double sum = 0, tokens = r->tokens;
-  int32_t t, e;
-  for (e = 0; e < r->experts; e++) {
-    double mean = 0;
-    for (t = 0; t < r->tokens; t++) mean += (double)r->probs[(int64_t)t * r->experts + e];
-    sum += (r->begin[e + 1] - r->begin[e]) / tokens * (mean / tokens);
-  }
-  return (float)(sum * r->experts);
+/* The share of rows that went to each expert, and its mean probability: of this layer, or of all
+   that were counted. */
+static float tfmi_balance_share(const tfm_routing *r, int32_t e) {
+  double rows = 0;
+  int32_t i;
+  if (!r->count) return (float)(r->begin[e + 1] - r->begin[e]) / (float)r->tokens;
+  for (i = 0; i < r->experts; i++) rows += (double)r->count[i];
+  return (float)((double)r->count[e] * r->top_k / rows);
+}
+
+static double tfmi_balance_mean(const tfm_routing *r, int32_t e) {
+  double mean = 0, rows = 0;
+  int32_t t;
+  for (t = 0; !r->count && t < r->tokens; t++)
+    mean += (double)r->probs[(int64_t)t * r->experts + e];
+  if (!r->count) return mean / r->tokens;
+  for (t = 0; t < r->experts; t++) rows += (double)r->count[t];
+  return (double)r->mass[e] * r->top_k / rows;
+}
+
+static double tfmi_balance(const tfm_routing *r) {
+  double sum = 0;
+  int32_t e;
+  for (e = 0; e < r->experts; e++)
+    sum += (double)tfmi_balance_share(r, e) * tfmi_balance_mean(r, e);
+  return sum * r->experts;
 }
 
 static void tfmi_ref_route_bwd(tfm_dev *d, tfm_mat dlogits, const float *dweight,
                                const tfm_routing *r, const tfm_moe *p, float balance,
                                float *balance_loss) {
-  float tokens = (float)r->tokens, each = balance * (float)r->experts / tokens;
+  float rows = (float)r->tokens, each;
   int32_t t, e;
   (void)d;
+  for (e = 0, rows = r->count ? 0.0f : rows; r->count && e < r->experts; e++)
+    rows += r->count[e] / (float)r->top_k;
+  each = balance * (float)r->experts / rows;
   for (t = 0; t < r->tokens; t++) {
     const float *probs = r->probs + (int64_t)t * r->experts;
     int64_t slot = (int64_t)t * r->top_k;
     float *to = tfmi_row(dlogits, t), mean = 0;
     tfmi_route_bwd_row(to, dweight + slot, r->expert + slot, r->weight + slot, probs, p);
-    for (e = 0; e < r->experts; e++)
-      mean += probs[e] * (float)(r->begin[e + 1] - r->begin[e]) / tokens;
-    for (e = 0; e < r->experts; e++)
-      to[e] += each * probs[e] * ((float)(r->begin[e + 1] - r->begin[e]) / tokens - mean);
+    for (e = 0; e < r->experts && balance != 0; e++) mean += probs[e] * tfmi_balance_share(r, e);
+    for (e = 0; e < r->experts && balance != 0; e++)
+      to[e] += each * probs[e] * (tfmi_balance_share(r, e) - mean);
   }
-  *balance_loss += tfmi_balance(r);
+  if (balance_loss) *balance_loss = (float)((double)*balance_loss + tfmi_balance(r));
 }
 
 typedef struct tfmi_combine_bwd_job {
@@ -12473,6 +12686,57 @@ static void tfmi_ref_combine_bwd(tfm_dev *d, tfm_mat dx, float *dweight, tfm_mat
                                  const tfm_routing *r) {
   tfmi_combine_bwd_job job = {dx, dy, x, dweight, r};
   tfm_parallel_for(d, x.rows, tfmi_grain(2 * (int64_t)x.cols), tfmi_combine_bwd_slots, &job);
+}
+
+/* Items are experts. */
+static void tfmi_moe_bias_bwd_experts(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slots_job *t = (const tfmi_slots_job *)context;
+  const tfm_routing *r = t->routing;
+  int32_t e, at, i, n = t->dy.cols;
+  (void)worker;
+  for (e = begin; e < end; e++) {
+    float *db = tfmi_row(t->y, e);
+    for (at = r->begin[e]; at < r->begin[e + 1]; at++) {
+      const float *dy = tfmi_row(t->dy, r->order[at]);
+      for (i = 0; i < n; i++) db[i] += dy[i];
+    }
+  }
+}
+
+static void tfmi_ref_moe_bias_bwd(tfm_dev *d, float *db, tfm_mat dy, const tfm_routing *r) {
+  tfmi_slots_job job;
+  memset(&job, 0, sizeof job);
+  job.y.data = db;
+  job.y.stride = dy.cols;
+  job.dy = dy;
+  job.routing = r;
+  tfm_parallel_for(d, r->experts, 1, tfmi_moe_bias_bwd_experts, &job);
+}
+
+static void tfmi_add_gated_bwd_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slots_job *t = (const tfmi_slots_job *)context;
+  int32_t row, i, n = t->x.cols;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    const float *dy = tfmi_row(t->dy, row);
+    float *dx = tfmi_row(t->y, row), *gate = tfmi_row(t->gate, row), share = *gate;
+    *gate = tfmi_dot(dy, tfmi_row(t->x, row), n) * share * (1.0f - share);
+    for (i = 0; i < n; i++) dx[i] = share * dy[i];
+  }
+}
+
+static void tfmi_ref_add_gated_bwd(tfm_dev *d, tfm_mat dx, tfm_mat dgate, tfm_mat dy, tfm_mat x,
+                                   tfm_mat gate) {
+  tfmi_slots_job job;
+  int32_t row;
+  memset(&job, 0, sizeof job);
+  job.y = dx;
+  job.x = x;
+  job.gate = dgate;
+  job.dy = dy;
+  for (row = 0; row < dy.rows; row++)
+    *tfmi_row(dgate, row) = tfmi_logistic(*tfmi_row(gate, row));
+  tfm_parallel_for(d, dy.rows, tfmi_grain(2 * (int64_t)dy.cols), tfmi_add_gated_bwd_rows, &job);
 }
 
 /* ---- The optimiser ---- */
@@ -12623,9 +12887,17 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   tfmi_ref_moe_dx,
   tfmi_ref_moe_dw,
   tfmi_ref_sumsq,
-  tfmi_ref_adamw
+  tfmi_ref_adamw,
 #else
-  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+#endif
+  tfmi_ref_moe_bias,
+  tfmi_ref_add_gated,
+#ifndef TFM_NO_TRAINING
+  tfmi_ref_moe_bias_bwd,
+  tfmi_ref_add_gated_bwd
+#else
+  NULL, NULL
 #endif
 };
 
@@ -12648,13 +12920,23 @@ TFM_API const tfm_backend *tfm_backend_ref(void) { return &tfmi_ref_table; }
    Queries and keys are normalised and rotated where they are, in qkv; training keeps what its
    backward needs of them before that, so there they are a matrix of their own. What a norm follows
    (post1, post2) lands in branch1 and branch2 first; for inference that is norm1's and norm2's
-   memory, whose contents nobody needs any more. */
+   memory, whose contents nobody needs any more.
+
+   In a layer with a router, a token is S = top_k slots:
+
+     norm2 -> router [T, E] -> routing; slots_up [T*S, Fe or 2Fe] -> slots_act [T*S, Fe]
+           -> slots_out [T*S, C] -> out = mid + their weighted sum
+
+   and where one expert is for all tokens, up and act are its own, shared [T, C] what it says, and
+   gate [T, 1] how much of that counts. */
 
 typedef struct tfmi_buffers { /* of one layer */
   tfm_mat in, norm1, qkv, qk, attn, branch1, mid, norm2, up, act, branch2, out;
   /* Of the norms [T, 2], of heads' norms [T, H, 2] and [T, K, 2], of attention [T, H]: training,
      or NULL. */
   float *stats1, *stats2, *post_stats1, *post_stats2, *q_stats, *k_stats, *lse;
+  tfm_mat router, gate, slots_up, slots_act, slots_out, shared; /* absent without experts */
+  tfm_routing routing;
 } tfmi_buffers;
 
 typedef struct tfmi_pass { /* what one forward pass needs beside the network */
@@ -12789,29 +13071,73 @@ static void tfmi_attention(tfmi_pass *p, int32_t index) {
   tfmi_tell(p, "mid", index, b->mid);
 }
 
-/* out = mid + down(act(up(norm(mid)))). */
+/* act(up(norm2)): [T, F] of this layer, whose F may be less than others'. */
+static tfm_mat tfmi_hidden(tfmi_pass *p, int32_t index) {
+  const tfm_net *net = p->net;
+  const tfm_layer *layer = &net->layer[index];
+  const tfmi_buffers *b = &p->buffers;
+  tfm_mat act = tfmi_columns(b->act, 0, layer->down.cols), wide = b->up;
+  tfm_epilogue up;
+  memset(&up, 0, sizeof up);
+  up.bias = layer->up_bias;
+  wide.cols = wide.data ? layer->up.rows : 0;
+  if (net->gated) {
+    TFMI_OP(p->dev, matmul)(p->dev, wide, b->norm2, &layer->up, &up);
+    TFMI_OP(p->dev, glu)(p->dev, act, wide, net->act);
+  } else {
+    up.act = net->act;
+    up.aux = wide;
+    TFMI_OP(p->dev, matmul)(p->dev, act, b->norm2, &layer->up, &up);
+  }
+  if (wide.data) tfmi_tell(p, "up", index, wide);
+  tfmi_tell(p, "act", index, act);
+  return act;
+}
+
+/* slots_out = down(act(up(norm2))) of the experts that the router chose for each token. */
+static void tfmi_run_experts(tfmi_pass *p, int32_t index) {
+  tfm_dev *d = p->dev;
+  const tfm_net *net = p->net;
+  const tfm_layer *layer = &net->layer[index];
+  tfmi_buffers *b = &p->buffers;
+  tfm_routing *r = &b->routing;
+  tfmi_project(p, b->router, b->norm2, &layer->router, NULL, tfmi_absent());
+  tfmi_tell(p, "router", index, b->router);
+  TFMI_OP(d, route)(d, r, b->router, &net->moe);
+  TFMI_OP(d, matmul_moe)(d, b->slots_up, b->norm2, &layer->expert_up, r, true);
+  if (layer->expert_up_bias)
+    TFMI_OP(d, moe_bias)(d, b->slots_up, b->slots_up, layer->expert_up_bias, r, TFM_ACT_NONE);
+  if (net->gated) TFMI_OP(d, glu)(d, b->slots_act, b->slots_up, net->act);
+  else TFMI_OP(d, moe_bias)(d, b->slots_act, b->slots_up, NULL, r, net->act);
+  TFMI_OP(d, matmul_moe)(d, b->slots_out, b->slots_act, &layer->expert_down, r, false);
+  if (layer->expert_down_bias)
+    TFMI_OP(d, moe_bias)(d, b->slots_out, b->slots_out, layer->expert_down_bias, r, TFM_ACT_NONE);
+}
+
+/* y = residual + experts(norm2), and the share of the one that is for all tokens. */
+static void tfmi_mixture(tfmi_pass *p, int32_t index, tfm_mat y, tfm_mat residual) {
+  tfm_dev *d = p->dev;
+  const tfm_layer *layer = &p->net->layer[index];
+  const tfmi_buffers *b = &p->buffers;
+  tfmi_run_experts(p, index);
+  TFMI_OP(d, combine)(d, y, b->slots_out, residual, &b->routing);
+  if (!layer->shared_gate.rows) return;
+  tfmi_project(p, b->gate, b->norm2, &layer->shared_gate, NULL, tfmi_absent());
+  tfmi_project(p, b->shared, tfmi_hidden(p, index), &layer->down, layer->down_bias, tfmi_absent());
+  TFMI_OP(d, add_gated)(d, y, b->shared, b->gate);
+}
+
+/* out = mid + down(act(up(norm(mid)))), or experts in its place. */
 static void tfmi_feed_forward(tfmi_pass *p, int32_t index) {
   const tfm_net *net = p->net;
   const tfm_layer *layer = &net->layer[index];
   const tfmi_buffers *b = &p->buffers;
-  tfm_epilogue up;
-  memset(&up, 0, sizeof up);
-  up.bias = layer->up_bias;
-
   tfmi_apply_norm(p, b->norm2, b->mid, layer->norm2, layer->norm2_bias, b->stats2);
   tfmi_tell(p, "norm2", index, b->norm2);
-  if (net->gated) {
-    TFMI_OP(p->dev, matmul)(p->dev, b->up, b->norm2, &layer->up, &up);
-    TFMI_OP(p->dev, glu)(p->dev, b->act, b->up, net->act);
-  } else {
-    up.act = net->act;
-    up.aux = b->up;
-    TFMI_OP(p->dev, matmul)(p->dev, b->act, b->norm2, &layer->up, &up);
-  }
-  if (b->up.data) tfmi_tell(p, "up", index, b->up);
-  tfmi_tell(p, "act", index, b->act);
-  tfmi_project_back_in(p, b->out, b->act, &layer->down, layer->down_bias, b->mid, layer->post2,
-                       b->branch2, b->post_stats2);
+  if (layer->router.rows) tfmi_mixture(p, index, b->out, b->mid);
+  else
+    tfmi_project_back_in(p, b->out, tfmi_hidden(p, index), &layer->down, layer->down_bias, b->mid,
+                         layer->post2, b->branch2, b->post_stats2);
   tfmi_tell(p, "out", index, b->out);
 }
 
@@ -12960,20 +13286,57 @@ static tfm_mat tfmi_take_mat(tfmi_arena *a, tfm_type type, int32_t rows, int32_t
 
 static int32_t tfmi_max32(int32_t a, int32_t b) { return a > b ? a : b; }
 
+/* The widest feed-forward that is not of the router's experts. */
+static int32_t tfmi_hidden_width(const tfm_net *net) {
+  int32_t width = 0, i;
+  for (i = 0; i < net->layers; i++) width = tfmi_max32(width, net->layer[i].down.cols);
+  return width;
+}
+
+static tfm_routing tfmi_take_routing(tfmi_arena *a, const tfm_net *net, int32_t rows) {
+  tfm_routing r;
+  uint64_t slots = (uint64_t)rows * (uint64_t)net->experts_used, experts = (uint64_t)net->experts;
+  memset(&r, 0, sizeof r);
+  r.tokens = rows;
+  r.top_k = net->experts_used;
+  r.experts = net->experts;
+  r.expert = (int32_t *)tfmi_take(a, slots, sizeof(int32_t));
+  r.weight = (float *)tfmi_take(a, slots, sizeof(float));
+  r.order = (int32_t *)tfmi_take(a, slots, sizeof(int32_t));
+  r.begin = (int32_t *)tfmi_take(a, experts + 1, sizeof(int32_t));
+  r.probs = (float *)tfmi_take(a, (uint64_t)rows * experts, sizeof(float));
+  return r;
+}
+
+/* What experts need beside the buffers of every layer. */
+static void tfmi_take_slots(tfmi_arena *a, tfmi_buffers *b, const tfm_net *net, tfm_type type,
+                            int32_t rows) {
+  int32_t slots = rows * net->experts_used, width = net->expert_width;
+  if (!net->experts) return;
+  b->router = tfmi_take_mat(a, TFM_F32, rows, net->experts);
+  b->gate = tfmi_take_mat(a, TFM_F32, rows, 1);
+  b->slots_up = tfmi_take_mat(a, type, slots, net->gated ? 2 * width : width);
+  b->slots_act = tfmi_take_mat(a, type, slots, width);
+  b->slots_out = tfmi_take_mat(a, type, slots, net->width);
+  b->shared = tfmi_take_mat(a, type, rows, net->width);
+  b->routing = tfmi_take_routing(a, net, rows);
+}
+
 /* The buffers of a layer, shared by all layers: see >>forward. */
 static tfmi_buffers tfmi_take_buffers(tfmi_arena *a, const tfm_net *net, tfm_mat stream,
                                       tfm_type type, int32_t rows, bool keep_up) {
   tfmi_buffers b;
-  int32_t qkv = (net->heads + 2 * net->kv_heads) * net->head_width;
+  int32_t qkv = (net->heads + 2 * net->kv_heads) * net->head_width, wide = tfmi_hidden_width(net);
   memset(&b, 0, sizeof b);
   b.in = b.mid = b.out = stream;
   b.norm1 = b.norm2 = b.branch1 = b.branch2 = tfmi_take_mat(a, type, rows, net->width);
   b.qkv = tfmi_take_mat(a, type, rows, qkv);
   b.qk = tfmi_columns(b.qkv, 0, (net->heads + net->kv_heads) * net->head_width);
   b.attn = tfmi_take_mat(a, type, rows, net->heads * net->head_width);
-  b.act = tfmi_take_mat(a, type, rows, net->ffn_width);
-  if (net->gated) b.up = tfmi_take_mat(a, type, rows, 2 * net->ffn_width);
-  else if (keep_up) b.up = tfmi_take_mat(a, type, rows, net->ffn_width);
+  b.act = tfmi_take_mat(a, type, rows, wide);
+  if (net->gated) b.up = tfmi_take_mat(a, type, rows, 2 * wide);
+  else if (keep_up) b.up = tfmi_take_mat(a, type, rows, wide);
+  tfmi_take_slots(a, &b, net, type, rows);
   return b;
 }
 
@@ -13006,6 +13369,7 @@ static uint64_t tfmi_tap_floats(const tfm_engine *e) {
   uint64_t probs = (uint64_t)e->config.context * (uint64_t)e->model->net.heads;
   int32_t wide = tfmi_max32(tfmi_max32(b->qkv.cols, b->up.cols), b->act.cols);
   wide = tfmi_max32(tfmi_max32(wide, b->in.cols), e->model->net.vocabulary);
+  wide = tfmi_max32(wide, b->router.cols);
   return (uint64_t)e->rows * (probs > (uint64_t)wide ? probs : (uint64_t)wide);
 }
 
@@ -13277,9 +13641,13 @@ static void tfmi_pages_shrink(tfm_session *s, int32_t tokens) {
 /* Views of the first rows only. */
 static void tfmi_buffers_trim(tfmi_buffers *b, int32_t rows) {
   tfm_mat *const view[] = {&b->in, &b->norm1, &b->qkv, &b->qk, &b->attn, &b->branch1, &b->mid,
-                           &b->norm2, &b->up, &b->act, &b->branch2, &b->out};
+                           &b->norm2, &b->up, &b->act, &b->branch2, &b->out, &b->router, &b->gate,
+                           &b->shared};
+  tfm_mat *const slots[] = {&b->slots_up, &b->slots_act, &b->slots_out};
   int i;
   for (i = 0; i < TFMI_COUNT(view); i++) view[i]->rows = rows;
+  for (i = 0; i < TFMI_COUNT(slots); i++) slots[i]->rows = rows * b->routing.top_k;
+  b->routing.tokens = rows;
 }
 
 static tfmi_pass tfmi_engine_pass(tfm_engine *e, int32_t rows) {
@@ -14329,13 +14697,13 @@ static tfm_status tfmi_trainer_memory(tfm_trainer *t) {
 
 /* ---- One pass forward and back ---- */
 
-typedef struct tfmi_batch { /* of one pass, or of several; weights may be NULL */
+typedef struct tfmi_lesson { /* of one pass, or of several; weights may be NULL */
   const int32_t *tokens, *targets;
   const float *weights;
-} tfmi_batch;
+} tfmi_lesson;
 
 /* Pass number i of a batch goes to the device. */
-static void tfmi_batch_put(tfm_trainer *t, const tfmi_batch *b, int32_t i) {
+static void tfmi_batch_put(tfm_trainer *t, const tfmi_lesson *b, int32_t i) {
   size_t bytes = (size_t)t->rows * sizeof(int32_t);
   int64_t at = (int64_t)i * t->rows;
   t->dev.table->put(&t->dev, t->id, b->tokens + at, bytes);
@@ -14482,7 +14850,7 @@ static float tfmi_learning_rate(const tfm_trainer_config *c, int64_t s) {
   return c->min_lr + (c->lr - c->min_lr) * (float)left;
 }
 
-static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_batch *b, int64_t i) {
+static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_lesson *b, int64_t i) {
   int32_t vocabulary = t->net.vocabulary, token = b->tokens[i], target = b->targets[i];
   if (token < 0 || token >= vocabulary)
     return tfmi_report(TFM_E_ARG, "trainer: token %lld is %d; expected 0 to %d", (long long)i,
@@ -14497,7 +14865,7 @@ static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_batch *b, in
 }
 
 /* Checks n rows; counts the targets, and sums up their weights. */
-static tfm_status tfmi_batch_check(const tfm_trainer *t, const tfmi_batch *b, int64_t n,
+static tfm_status tfmi_batch_check(const tfm_trainer *t, const tfmi_lesson *b, int64_t n,
                                    int64_t *counted, double *weight) {
   int64_t i;
   *counted = 0;
@@ -14531,7 +14899,7 @@ static tfm_status tfmi_trainer_sync(tfm_trainer *t) {
 }
 
 /* Runs `passes` batches: sums in out, and, when learning, the mean's gradient in g. */
-static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_batch *batch, int32_t passes,
+static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, int32_t passes,
                                     bool learn, tfm_step *out) {
   tfm_dev *d = &t->dev;
   tfmi_loss how = {0, batch->weights != NULL, learn};
@@ -14573,7 +14941,7 @@ static void tfmi_train_update(tfm_trainer *t, float lr) {
 
 TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
                                     const int32_t *targets, const float *weights, tfm_step *out) {
-  tfmi_batch batch = {tokens, targets, weights};
+  tfmi_lesson batch = {tokens, targets, weights};
   tfm_trainer *t = trainer;
   tfm_step s;
   tfm_status status;
@@ -14604,7 +14972,7 @@ TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
 
 TFM_API tfm_status tfm_trainer_eval(tfm_trainer *trainer, const int32_t *tokens,
                                     const int32_t *targets, const float *weights, tfm_step *out) {
-  tfmi_batch batch = {tokens, targets, weights};
+  tfmi_lesson batch = {tokens, targets, weights};
   tfm_step s;
   tfm_status status;
   if (!trainer) return tfmi_null_object("tfm_trainer_eval");
@@ -14678,6 +15046,15 @@ typedef struct tfmi_origin {
 
 static const float tfmi_there = 0; /* what a vector points to before there is memory for it */
 
+/* What begins and ends a text, for the config.json that is exported. */
+static void tfmi_shape_ends(tfm_trainer *t, const tfm_tokenizer *tokenizer) {
+  tfm_tokenizer_info v;
+  if (!tokenizer || tfm_tokenizer_describe(tokenizer, &v) != TFM_OK) return;
+  t->bos = v.bos;
+  t->end_count = v.eos >= 0;
+  t->end[0] = v.eos;
+}
+
 /* The network of a shape, but for its layers. */
 static tfm_status tfmi_shape_net(tfm_trainer *t, const tfm_shape *s) {
   tfm_net *net = &t->net;
@@ -14712,6 +15089,7 @@ static tfm_status tfmi_shape_net(tfm_trainer *t, const tfm_shape *s) {
   }
   net->final_norm = &tfmi_there;
   net->final_norm_bias = layer_norm ? &tfmi_there : NULL;
+  tfmi_shape_ends(t, s->tokenizer);
   return TFM_OK;
 }
 

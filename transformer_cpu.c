@@ -517,6 +517,24 @@ static void cpu_embed_bwd(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_ma
   tfm_backend_ref()->embed_bwd(d, dtable, dpositions, dy, rows, scale);
 }
 
+static void cpu_moe_bias(tfm_dev *d, tfm_mat y, tfm_mat x, const float *bias,
+                         const tfm_routing *r, tfm_act act) {
+  tfm_backend_ref()->moe_bias(d, y, x, bias, r, act);
+}
+
+static void cpu_add_gated(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat gate) {
+  tfm_backend_ref()->add_gated(d, y, x, gate);
+}
+
+static void cpu_moe_bias_bwd(tfm_dev *d, float *db, tfm_mat dy, const tfm_routing *r) {
+  tfm_backend_ref()->moe_bias_bwd(d, db, dy, r);
+}
+
+static void cpu_add_gated_bwd(tfm_dev *d, tfm_mat dx, tfm_mat dgate, tfm_mat dy, tfm_mat x,
+                              tfm_mat gate) {
+  tfm_backend_ref()->add_gated_bwd(d, dx, dgate, dy, x, gate);
+}
+
 static void cpu_route_bwd(tfm_dev *d, tfm_mat dlogits, const float *dweight, const tfm_routing *r,
                           const tfm_moe *p, float balance, float *balance_loss) {
   tfm_backend_ref()->route_bwd(d, dlogits, dweight, r, p, balance, balance_loss);
@@ -709,18 +727,17 @@ static const float *cpu_weight_floats(const tfm_weight *w, int64_t row, int32_t 
   return (const float *)(const void *)(s->data + (size_t)(row - s->first) * s->row_bytes) + col;
 }
 
-/* Row k of b, columns col .. col + n - 1, as floats: where it lies, or in `piece`. */
-static const float *cpu_gemm_b(const cpu_gemm *t, float *piece, int32_t k, int32_t col,
-                               int32_t n) {
-  const cpu_stripe *s;
-  const float *floats;
+/* Row k of b from column col on, where it lies as floats; else NULL. */
+static const float *cpu_gemm_b(const cpu_gemm *t, int32_t k, int32_t col) {
   if (t->form == CPU_DW) return cpu_row(t->b, cpu_from(t, k)) + col;
-  floats = cpu_weight_floats(t->w, t->first + k, col);
-  if (floats) return floats;
-  s = cpu_weight_of(t->w)->stripe;
+  return cpu_weight_floats(t->w, t->first + k, col);
+}
+
+/* The same where W is not in floats: n columns, 32 at most. */
+static void cpu_gemm_piece(const cpu_gemm *t, float *piece, int32_t k, int32_t col, int32_t n) {
+  const cpu_stripe *s = cpu_weight_of(t->w)->stripe;
   while (t->first + k >= s->first + s->rows) s++;
   cpu_stripe_piece(t->d, piece, s, t->first + k - s->first, col, n);
-  return piece;
 }
 
 typedef struct cpu_sums_job { /* of a matrix's columns */
@@ -864,7 +881,7 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
     NULL, NULL, /* layer decode */                                                                \
     of(loss), of(matmul_dx), of(matmul_dw), of(epilogue_bwd), of(norm_bwd), of(attn_bwd),         \
     of(glu_bwd), cpu_embed_bwd, cpu_route_bwd, cpu_combine_bwd, of(moe_dx), of(moe_dw),           \
-    of(sumsq), of(adamw)                                                                          \
+    of(sumsq), of(adamw), cpu_moe_bias, cpu_add_gated, cpu_moe_bias_bwd, cpu_add_gated_bwd        \
   }
 #define CPU_NONE(name) NULL
 #define CPU_AVX2(name) cpu_##name##_avx2
@@ -1645,28 +1662,17 @@ static void V(pack_across)(const cpu_gemm *t, float *panel, int32_t n, int32_t k
   }
 }
 
-/* A panel of columns col .. col + 31 of b, terms k .. k + depth - 1. */
-static void V(pack_down)(const cpu_gemm *t, float *panel, int32_t col, int32_t k, int32_t depth) {
-  int32_t n = cpu_min(CPU_ROWS, t->cols - col), i, j;
-  float piece[CPU_ROWS];
-  for (i = 0; i < depth; i++, panel += CPU_ROWS) {
-    const float *from = cpu_gemm_b(t, piece, k + i, col, n);
-    for (j = 0; j < CPU_ROWS; j += CPU_LANES)
-      V(store)(panel + j, j < n ? V(load_some)(from + j, n - j) : V(all)(0.0f));
-  }
-}
-
-/* to[i * depth + j] = a[k + j, row + i]: columns row .. row + n - 1 of dy become rows. */
-static void V(turn_a)(const cpu_gemm *t, float *to, int32_t row, int32_t n, int32_t k,
-                      int32_t depth) {
+/* to[i * stride + j] = a[k + j, row + i]: columns row .. row + n - 1 of dy become rows. */
+static void V(turn_a)(const cpu_gemm *t, float *to, int32_t stride, int32_t row, int32_t n,
+                      int32_t k, int32_t depth) {
   const float *from[8];
   int32_t i, j;
   for (j = 0; j + 8 <= depth; j += 8) {
     for (i = 0; i < 8; i++) from[i] = cpu_gemm_a(t, k + j + i) + row;
-    V(turn)(to + j, depth, from, n);
+    V(turn)(to + j, stride, from, n);
   }
   for (; j < depth; j++)
-    for (i = 0; i < n; i++) to[(int64_t)i * depth + j] = cpu_gemm_a(t, k + j)[row + i];
+    for (i = 0; i < n; i++) to[(int64_t)i * stride + j] = cpu_gemm_a(t, k + j)[row + i];
 }
 
 /* d[i] = act'(v[i]) */
@@ -1747,60 +1753,103 @@ static void V(finish)(const cpu_gemm *t, int32_t row, int32_t col, const float *
 
 typedef struct V(gemm_part) { /* of an item: rows and columns whose sums wait together */
   int32_t row, rows, col, panels;
-  int32_t k, depth;           /* the terms at hand */
-  float *b, *sums, *turned;   /* [panels][depth][32], [rows][CPU_PANELS * 32], [some][depth] */
+  int32_t k, depth;         /* the terms at hand */
+  float *b, *sums, *turned; /* [panels][depth][32], [panels / 4][rows][128], [some][depth + 16] */
 } V(gemm_part);
 
-/* sums (+)= some rows of a times the packed panels. */
-static void V(gemm_tile)(const V(gemm_part) *p, float *sums, const void *const *x, int32_t rows) {
+/* The sums of a row, in panels from `panel` on. */
+CPU_INLINE float *V(sums_at)(const V(gemm_part) *p, int32_t row, int32_t panel) {
+  const int32_t abreast = CPU_OUT / CPU_ROWS;
+  return p->sums + ((int64_t)(panel / abreast) * p->rows + row) * CPU_OUT +
+         panel % abreast * CPU_ROWS;
+}
+
+/* Row i of the packed panels: n columns of b's row, of which 32 belong to each. */
+static void V(pack_row)(const V(gemm_part) *p, const float *from, int32_t i, int32_t n) {
+  const int64_t bytes = (int64_t)p->depth * CPU_ROWS;
+  int32_t j;
+  for (j = 0; j < p->panels * CPU_ROWS; j += CPU_LANES) {
+    float *to = p->b + j / CPU_ROWS * bytes + i * CPU_ROWS + j % CPU_ROWS;
+    V(store)(to, j + CPU_LANES <= n ? V(load)(from + j)
+                                    : j < n ? V(load_some)(from + j, n - j) : V(all)(0.0f));
+  }
+}
+
+/* Panels of b as its rows come. */
+static void V(pack_down)(const cpu_gemm *t, const V(gemm_part) *p) {
+  enum { AHEAD = 8 }; /* rows: too short for the processor to see streams in them */
+  int32_t n = cpu_min(p->panels * CPU_ROWS, t->cols - p->col), i, j;
+  float copy[CPU_PANELS * CPU_ROWS];
+  for (i = 0; i < p->depth; i++) {
+    const float *from = cpu_gemm_b(t, p->k + i, p->col), *next;
+    next = i + AHEAD < p->depth ? cpu_gemm_b(t, p->k + i + AHEAD, p->col) : NULL;
+    for (j = 0; next && j < n; j += CPU_ALIGN / 4) __builtin_prefetch(next + j);
+    for (j = 0; !from && j < n; j += CPU_ROWS)
+      cpu_gemm_piece(t, copy + j, p->k + i, p->col + j, cpu_min(CPU_ROWS, n - j));
+    V(pack_row)(p, from ? from : copy, i, n);
+  }
+}
+
+/* Sums of row .. row + rows - 1 (+)= rows of a times the packed panels. */
+static void V(gemm_tile)(const V(gemm_part) *p, int32_t row, int32_t rows, const void *const *x) {
   float out[CPU_TILE * CPU_OUT];
   size_t bytes = (size_t)p->depth * CPU_ROWS * sizeof *p->b;
   int32_t panel, n, i, j;
   for (panel = 0; panel < p->panels; panel += n) {
+    float *sums = V(sums_at)(p, row, panel);
     n = p->panels - panel < V(wide) ? 1 : V(wide);
     V(tile_for)(TFM_F32, rows, n)
-        ->run(out, x, (const uint8_t *)p->b + (size_t)panel * bytes, bytes, p->depth);
-    for (i = 0; i < rows; i++) {
-      float *to = sums + i * CPU_PANELS * CPU_ROWS + panel * CPU_ROWS, *from = out + i * CPU_OUT;
-      for (j = 0; j < n * CPU_ROWS; j += CPU_LANES)
-        V(store)(to + j, p->k ? V(add)(V(load)(to + j), V(load)(from + j)) : V(load)(from + j));
-    }
+        ->run(p->k ? out : sums, x, (const uint8_t *)p->b + (size_t)panel * bytes, bytes, p->depth);
+    for (i = 0; i < rows && p->k; i++)
+      for (j = i * CPU_OUT; j < i * CPU_OUT + n * CPU_ROWS; j += CPU_LANES)
+        V(store)(sums + j, V(add)(V(load)(sums + j), V(load)(out + j)));
+  }
+}
+
+/* Where sums will go to is asked for while they are computed. */
+static void V(gemm_expect)(const cpu_gemm *t, const V(gemm_part) *p, int32_t row, int32_t rows,
+                           int32_t cols) {
+  int32_t i, j;
+  for (i = 0; i < rows; i++) {
+    float *c = cpu_row(t->c, cpu_gemm_c(t, p->row + row + i)) + p->col;
+    for (j = 0; j < cols; j += CPU_ALIGN / 4) __builtin_prefetch(c + j, 1);
   }
 }
 
 /* All rows of the part, for the terms at hand. */
 static void V(gemm_rows)(const cpu_gemm *t, const V(gemm_part) *p) {
-  int32_t at = CPU_TURNED / p->depth / CPU_TILE * CPU_TILE; /* rows of a turned at a time */
-  int32_t cols = cpu_min(p->panels * CPU_ROWS, t->cols - p->col), row, rows, i;
+  const int32_t stride = p->depth + 16; /* no multiple of a page: lines of the cache differ */
+  int32_t at = CPU_TURNED / stride / CPU_TILE * CPU_TILE; /* rows of a that are turned at a time */
+  int32_t cols = cpu_min(p->panels * CPU_ROWS, t->cols - p->col), row, rows, i, j;
   bool last = p->k + p->depth == t->depth;
   const void *x[CPU_TILE];
   for (row = 0; row < p->rows; row += rows) {
-    float *sums = p->sums + (int64_t)row * CPU_PANELS * CPU_ROWS;
     if (t->form == CPU_DW && row % at == 0)
-      V(turn_a)(t, p->turned, p->row + row, cpu_min(at, p->rows - row), p->k, p->depth);
+      V(turn_a)(t, p->turned, stride, p->row + row, cpu_min(at, p->rows - row), p->k, p->depth);
     rows = V(tile_for)(TFM_F32, p->rows - row, 1)->rows;
-    if (t->form == CPU_DW) rows = cpu_min(rows, at - row % at);
-    rows = V(tile_for)(TFM_F32, rows, 1)->rows;
     for (i = 0; i < rows; i++)
-      x[i] = t->form == CPU_DW ? p->turned + (int64_t)((row + i) % at) * p->depth
+      x[i] = t->form == CPU_DW ? p->turned + (int64_t)((row + i) % at) * stride
                                : cpu_gemm_a(t, p->row + row + i) + p->k;
-    V(gemm_tile)(p, sums, x, rows);
+    if (last) V(gemm_expect)(t, p, row, rows, cols);
+    V(gemm_tile)(p, row, rows, x);
     for (i = 0; i < rows && last; i++)
-      V(finish)(t, cpu_gemm_c(t, p->row + row + i), p->col, sums + i * CPU_PANELS * CPU_ROWS, cols);
+      for (j = 0; j < cols; j += CPU_OUT)
+        V(finish)(t, cpu_gemm_c(t, p->row + row + i), p->col + j,
+                  V(sums_at)(p, row + i, j / CPU_ROWS), cpu_min(CPU_OUT, cols - j));
   }
 }
 
-static void V(gemm_part_run)(const cpu_gemm *t, V(gemm_part) *p) {
+/* packed: the rows before had the same columns, whose terms, if few, are still there. */
+static void V(gemm_part_run)(const cpu_gemm *t, V(gemm_part) *p, bool packed) {
   int32_t blocks = (t->depth + CPU_DEPTH - 1) / CPU_DEPTH, i;
   int32_t most = ((t->depth + blocks - 1) / blocks + 7) / 8 * 8;
+  bool pack = blocks > 1 || !packed;
   for (p->k = 0; p->k < t->depth; p->k += p->depth) {
     p->depth = cpu_min(most, t->depth - p->k);
-    for (i = 0; i < p->panels; i++) {
-      float *panel = p->b + (int64_t)i * p->depth * CPU_ROWS;
-      int32_t col = p->col + i * CPU_ROWS;
-      if (t->form == CPU_FORWARD) V(pack_across)(t, panel, col, p->k, p->depth);
-      else V(pack_down)(t, panel, col, p->k, p->depth);
-    }
+    if (pack && t->form != CPU_FORWARD) V(pack_down)(t, p);
+    for (i = 0; i < p->panels && pack && t->form == CPU_FORWARD; i++)
+      V(pack_across)(t, p->b + (int64_t)i * p->depth * CPU_ROWS, p->col + i * CPU_ROWS, p->k,
+                     p->depth);
     V(gemm_rows)(t, p);
   }
 }
@@ -1821,9 +1870,10 @@ static void V(gemm_items)(void *context, int32_t begin, int32_t end, int32_t wor
     row = item / t->pairs * t->chunk;
     last = cpu_min(row + t->chunk, t->rows);
     for (; row < last; row += p.rows) {
+      bool packed = row > item / t->pairs * t->chunk;
       p.row = row;
       p.rows = cpu_min(CPU_BLOCK, last - row);
-      V(gemm_part_run)(t, &p);
+      V(gemm_part_run)(t, &p, packed);
     }
   }
 }

@@ -101,9 +101,10 @@ rm "$work/slow.bin"
 small=(build/train README.md --layers 1 --width 32 --heads 2 --context 48 --batch 8 --steps 1200
        --save-every 400 --lr 0.01)
 resumes() { # interrupted and resumed, as if nothing had happened
+  rm -f "$work/err"
   "${small[@]}" -o "$work/again" > "$work/out" 2> "$work/err" &
   local pid=$!
-  until grep -q "step 25" "$work/err" || ! kill -0 $pid 2> /dev/null; do sleep 0.05; done
+  until grep -sq "step 25" "$work/err" || ! kill -0 $pid 2> /dev/null; do sleep 0.05; done
   kill -INT $pid
   wait $pid
   local found=$?
@@ -112,13 +113,35 @@ resumes() { # interrupted and resumed, as if nothing had happened
     cmp "$work/whole/model.safetensors" "$work/again/model.safetensors"
 }
 check "train" status 0 "${small[@]}" -o "$work/whole" -j 1
-check "train writes samples" test -s "$work/out"
+check "train writes samples" test -s "$work/out" -a -s "$work/whole/samples.txt"
 check "train tells the validation loss" grep -q "validation [0-9]" "$work/err"
+check "train draws its losses" python3 -c 'import sys, xml.dom.minidom
+assert xml.dom.minidom.parse(sys.argv[1]).getElementsByTagName("circle").length == 3' \
+  "$work/whole/loss.svg"
 check "train, Ctrl-C and --resume" resumes
+check "train logs every line once" python3 -c 'import json, sys
+logs = [[json.loads(line) for line in open(path)] for path in sys.argv[1:]]
+steps = [[row["step"] for row in log] for log in logs]
+assert steps[0] == steps[1] == list(range(25, 1201, 25)), steps
+differ = [a["step"] for a, b in zip(*logs) if a["loss"] != b["loss"]]
+assert len(differ) < 2, differ  # the mean over the steps since the interruption
+assert logs[0][-1]["validation"] < 3.3, logs[0][-1]' "$work/whole/log.jsonl" "$work/again/log.jsonl"
+check "what train wrote generates" status 0 build/generate "$work/whole" -n 20
 check "train, another shape" fails_with 1 "another shape" build/train README.md -o "$work/whole" \
   --resume --context 48 --steps 1200
-check "train, too short a text" fails_with 1 "ten times" build/train tests/api.txt --context 3000
+check "train, other data" fails_with 1 "other data" "${small[@]}" -o "$work/whole" --resume \
+  --seed 2
+check "train, too short a text" fails_with 1 "more than the context" build/train tests/api.txt \
+  --context 30000
 check "train, no such text" fails_with 1 "no/such" build/train no/such
+check "train, no such preset" fails_with 2 "medium" build/train README.md --preset huge
+books=(build/train examples --validation examples/hello.c --arch llama --tokenizer bpe:300
+       --layers 1 --width 32 --heads 2 --kv-heads 1 --ffn 64 --context 32
+       --batch 4 --steps 4 --generate "a b")
+check "train on a folder" status 0 "${books[@]}" -o "$work/folder"
+check "train begins samples" grep -q "^a b" "$work/out"
+check "train --lr-find" status 0 "${books[@]}" --lr-find=3 -o "$work/folder"
+check "train --lr-find draws" test -s "$work/folder/lr.svg"
 
 round_trip() { # TOKENIZER
   printf 'Hello, world! It costs 3 EUR.\n' > "$work/text"

@@ -733,7 +733,8 @@ static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
   weight up = weight_new(t, N, C, E, type, TFM_TYPE_DEFAULT, false, 2, 0);
   weight down = weight_new(t, C, 32, E, type, TFM_TYPE_DEFAULT, false, 1, 0);
   int32_t expert[T * K], order[T * K], begin[E + 1];
-  tfm_routing g = {T, K, E, NULL, (float *)weights.m.data, NULL, NULL, (float *)probs.m.data};
+  tfm_routing g = {T, K, E, NULL, (float *)weights.m.data, NULL, NULL, (float *)probs.m.data, NULL,
+                   NULL};
   tfm_mat mid32 = mid.m;
   int i, j, s, e;
   g.expert = (int32_t *)array(t, expert, sizeof expert);
@@ -807,6 +808,64 @@ static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
   matrix_free(t, &probs);
   matrix_free(t, &weights);
 }
+
+static void moe_bias_case(device *t, tfm_act act, bool biased) {
+  enum { T = 13, E = 5, K = 2, N = 37 };
+  matrix x = matrix_new(t, T * K, N, 3), y = matrix_new(t, T * K, N, 1);
+  matrix bias = matrix_typed(t, E, N, 0, TFM_F32);
+  int32_t expert[T * K], s, j;
+  tfm_routing g;
+  memset(&g, 0, sizeof g);
+  for (s = 0; s < T * K; s++) expert[s] = below(E);
+  g.tokens = T, g.top_k = K, g.experts = E;
+  g.expert = (int32_t *)array(t, expert, sizeof expert);
+  t->b->moe_bias(&t->d, y.m, x.m, biased ? (const float *)bias.m.data : NULL, &g, act);
+  t->b->moe_bias(&t->d, x.m, x.m, biased ? (const float *)bias.m.data : NULL, &g, act);
+  for (s = 0; s < T * K; s++)
+    for (j = 0; j < N; j++) {
+      double v = (double)x.v[s * N + j] + (biased ? (double)bias.v[expert[s] * N + j] : 0);
+      x.v[s * N + j] = (float)activate(v, act);
+    }
+  matrix_get(t, &y);
+  for (s = 0; s < T * K; s++)
+    for (j = 0; j < N; j++) expect(&y, s, j, (double)x.v[s * N + j], 1);
+  memcpy(y.v, x.v, sizeof *y.v * T * K * N);
+  matrix_get(t, &x); /* in place */
+  for (s = 0; s < T * K; s++)
+    for (j = 0; j < N; j++) expect(&x, s, j, (double)y.v[s * N + j], 1);
+  t->b->release(&t->d, g.expert, sizeof expert);
+  matrix_free(t, &x), matrix_free(t, &y), matrix_free(t, &bias);
+}
+
+static void add_gated_case(device *t, int rows, int cols) {
+  matrix x = matrix_new(t, rows, cols, 3), y = matrix_new(t, rows, cols, 1);
+  matrix gate = matrix_typed(t, rows, 1, 2, TFM_F32);
+  float *before = (float *)malloc((size_t)(rows * cols) * sizeof *before);
+  int i, j;
+  for (i = 0; i < rows; i++) gate.v[i] *= 8;
+  matrix_put(t, &gate);
+  memcpy(before, y.v, (size_t)(rows * cols) * sizeof *before);
+  t->b->add_gated(&t->d, y.m, x.m, gate.m);
+  matrix_get(t, &y);
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < cols; j++)
+      expect(&y, i, j, (double)before[i * cols + j] +
+                           (double)x.v[i * cols + j] / (1 + exp(-(double)gate.v[i])), 2);
+  free(before);
+  matrix_free(t, &x), matrix_free(t, &y), matrix_free(t, &gate);
+}
+
+static void test_moe_parts(device *t) {
+  int act;
+  if (!t->b->moe_bias || !t->b->add_gated) return;
+  for (act = TFM_ACT_NONE; act <= TFM_ACT_RELU; act++) {
+    moe_bias_case(t, (tfm_act)act, true);
+    moe_bias_case(t, (tfm_act)act, false);
+  }
+  add_gated_case(t, 1, 1);
+  add_gated_case(t, 23, 133);
+}
+TEST(experts_biases_and_the_gate) { on_tables(test_moe_parts); }
 
 static void test_moe(device *t) {
   int i;

@@ -17,7 +17,8 @@ typedef struct golden {
 static const char *const cases[] = {
   "gpt2-a", "gpt2-b", "gpt2-c", "llama-a", "llama-b", "llama-c", "llama-d", "llama-e", "mistral-a",
   "mistral-b", "qwen2-a", "qwen2-b", "qwen3-a", "qwen3-b", "gemma-a", "gemma-b", "gemma2-a",
-  "gemma2-b", "gemma3-a", "gemma3-b", "phi3-a", "phi3-b"};
+  "gemma2-b", "gemma3-a", "gemma3-b", "phi3-a", "phi3-b", "mixtral-a", "mixtral-b", "qwen2moe-a",
+  "qwen2moe-b", "qwen3moe-a", "qwen3moe-b", "gpt2moe-a", "gpt2moe-b"};
 
 /* Where frequencies depend on the context: transformers takes the tokens so far for it. */
 static const struct { const char *name; int32_t context; } contexts[] = {
@@ -117,7 +118,7 @@ TEST(logits_equal_transformers) {
     whole = model_distance(&g, m, 0, false);
     chunks = model_distance(&g, m, 7, false);
     steps = model_distance(&g, m, 0, true);
-    printf("  %-9s largest difference / range: whole %.1e, passes of 7 %.1e, steps %.1e\n",
+    printf("  %-10s largest difference / range: whole %.1e, passes of 7 %.1e, steps %.1e\n",
            cases[i], (double)whole, (double)chunks, (double)steps);
     CHECK(whole <= GOLDEN_BOUND);
     CHECK(chunks <= GOLDEN_BOUND);
@@ -167,7 +168,7 @@ TEST(tuned_logits_are_near_the_reference) {
       float d;
       if (m && typed_golden(&g, typed[k].type)) {
         d = model_distance(&g, m, 7, false);
-        printf("  %-9s %-5s largest difference / range %.1e\n", cases[i],
+        printf("  %-10s %-5s largest difference / range %.1e\n", cases[i],
                tfm_type_name(typed[k].type), (double)d);
         CHECK(d <= typed[k].bound);
       }
@@ -330,6 +331,40 @@ static const mutation mutations[] = {
     {"phi3-b", "1.3", "1.2"},
     {"phi3-b", "\"max_position_embeddings\": 96", "\"max_position_embeddings\": 64"},
     {"phi3-b", "\"rope_theta\": 80.0", "\"rope_theta\": 81.0"},
+    {"mixtral-a", "\"num_experts_per_tok\": 2", "\"num_experts_per_tok\": 3"},
+    {"mixtral-a", "\"num_local_experts\": 5", "\"num_local_experts\": 4"},
+    {"mixtral-a", "\"sliding_window\": 8", "\"sliding_window\": 9"},
+    {"mixtral-a", "\"hidden_act\": \"silu\"", "\"hidden_act\": \"gelu\""},
+    {"mixtral-b", "\"num_experts_per_tok\": 3", "\"num_experts_per_tok\": 2"},
+    {"mixtral-b", "\"rope_theta\": 200.0", "\"rope_theta\": 210.0"},
+    {"mixtral-b", "\"head_dim\": 12", "\"head_dim\": 10"},
+    {"qwen2moe-a", "\"norm_topk_prob\": false", "\"norm_topk_prob\": true"},
+    {"qwen2moe-a", "\"decoder_sparse_step\": 2", "\"decoder_sparse_step\": 4"},
+    {"qwen2moe-a", "\"num_experts_per_tok\": 3", "\"num_experts_per_tok\": 2"},
+    {"qwen2moe-a", "\"moe_intermediate_size\": 12", "\"moe_intermediate_size\": 10"},
+    {"qwen2moe-a", "\"shared_expert_intermediate_size\": 28",
+     "\"shared_expert_intermediate_size\": 20"},
+    {"qwen2moe-a", "\"qkv_bias\": true", "\"qkv_bias\": false"},
+    {"qwen2moe-a", "\"sliding_attention\"", "\"full_attention\""},
+    {"qwen2moe-a", "\"sliding_window\": 9", "\"sliding_window\": 10"},
+    {"qwen2moe-b", "\"norm_topk_prob\": true", "\"norm_topk_prob\": false"},
+    {"qwen2moe-b", "\"mlp_only_layers\": [\n    1\n  ]", "\"mlp_only_layers\": [2]"},
+    {"qwen2moe-b", "\"num_experts\": 5", "\"num_experts\": 4"},
+    {"qwen3moe-a", "\"norm_topk_prob\": true", "\"norm_topk_prob\": false"},
+    {"qwen3moe-a", "\"attention_bias\": true", "\"attention_bias\": false"},
+    {"qwen3moe-a", "\"sliding_window\": 9", "\"sliding_window\": 8"},
+    {"qwen3moe-a", "\"use_sliding_window\": true", "\"use_sliding_window\": false"},
+    {"qwen3moe-a", "\"mlp_only_layers\": [\n    1\n  ]", "\"mlp_only_layers\": []"},
+    {"qwen3moe-b", "\"norm_topk_prob\": false", "\"norm_topk_prob\": true"},
+    {"qwen3moe-b", "\"num_experts_per_tok\": 2", "\"num_experts_per_tok\": 1"},
+    {"qwen3moe-b", "\"num_local_experts\": 7", "\"num_local_experts\": 6"},
+    {"gpt2moe-a", "\"n_expert_used\": 2", "\"n_expert_used\": 1"},
+    {"gpt2moe-a", "\"n_expert\": 8", "\"n_expert\": 7"},
+    {"gpt2moe-a", "\"n_inner\": 20", "\"n_inner\": 21"},
+    {"gpt2moe-b", "\"n_expert_inner\": 14", "\"n_expert_inner\": 12"},
+    {"gpt2moe-b", "\"relu\"", "\"gelu\""},
+    {"gpt2moe-b", "\"scale_attn_by_inverse_layer_idx\": true",
+     "\"scale_attn_by_inverse_layer_idx\": false"},
 };
 
 TEST(every_config_field_matters) {

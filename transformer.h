@@ -390,8 +390,9 @@ typedef struct tfm_chat { /* how a model was trained to read conversations */
 /* Fills *out with the template of this name: none, chatml, qwen2, qwen2.5, llama2, llama3,
    llama3.1, mistral-v1, mistral-v3, mistral-v3-tekken, mistral-v7, gemma, gemma3, phi3, phi3.5,
    phi3-first. With name NULL, of the model at `path`: of a GGUF file, or of chat_template.jinja,
-   else of tokenizer_config.json, in the folder or beside the file. That is recognised, not run: one
-   that is none of the published ones known here is refused with TFM_E_UNSUPPORTED. */
+   else of tokenizer_config.json, in the folder or beside the file, all of the file system. That is
+   recognised, not run: one that is none of the published ones known here is refused with
+   TFM_E_UNSUPPORTED. */
 TFM_API tfm_status tfm_chat_find(const tfm_tokenizer *tokenizer, const char *path,
                                  const char *name, tfm_chat *out);
 /* The ids of a conversation, as transformers' apply_chat_template gives them, and with `answer` of
@@ -6963,6 +6964,7 @@ static const tfmi_chat_row *tfmi_chat_search_run(const tfm_tokenizer *t, const c
   memset(&s, 0, sizeof s);
   s.outer = tfmi_stb_load;
   s.heap = t->heap;
+  s.heap.host.io = NULL; /* which is promised to be there while loading only */
   tfmi_load_init(&s.load, &s.heap, path);
   tfmi_stb_load = &s.load;
   if (setjmp(s.load.fail) == 0) tfmi_chat_find(&s, path);

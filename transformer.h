@@ -550,6 +550,15 @@ typedef enum tfm_schedule { /* of the learning rate after the warm-up */
   TFM_WSD = 3      /* warm-up, stable, decay: linear over the last decay_steps */
 } tfm_schedule;
 
+enum { /* parts of a network, for tfm_trainer_config.freeze */
+  TFM_EMBEDDINGS = 1,    /* of tokens and positions; the head too, where it is tied */
+  TFM_HEAD = 2,
+  TFM_NORMS = 4,
+  TFM_ATTENTION = 8,     /* projections and their biases, as the next */
+  TFM_FEED_FORWARD = 16,
+  TFM_EXPERTS = 32       /* and their router */
+};
+
 typedef struct tfm_trainer_config {
   tfm_host host;
   tfm_device device;     /* of tfm_trainer_init; 0: the first. tfm_trainer_create takes the model's.
@@ -567,6 +576,15 @@ typedef struct tfm_trainer_config {
   int32_t warmup;        /* steps of a linear start */
   int32_t steps;         /* in all, for the schedules that end */
   int32_t decay_steps;   /* of TFM_WSD; 0: a fifth of steps */
+  /* Shares that a step drops at random, as GPT-2's embd_pdrop, attn_pdrop and resid_pdrop; what
+     stays is scaled up. Drawn by seed, sequence and place, so the same whatever the batch, the
+     threads and the device. */
+  float drop_embed, drop_attn, drop_residual;
+  uint64_t seed;         /* of these */
+  bool recompute;        /* keep one layer's activations and compute them again: less memory, a
+                            quarter more time, the same bits */
+  unsigned freeze;       /* parts that are not trained, TFM_EMBEDDINGS | TFM_NORMS ... */
+  int32_t first_layer;   /* layers below it are not trained either, nor are the embeddings */
   int32_t keep;          /* newest checkpoints that saving leaves: PATH, PATH.1 ...; 0: 1 */
   uint64_t data;         /* tfm_data.mark: checkpoints of other data are refused; 0: of none */
 } tfm_trainer_config;
@@ -12941,6 +12959,13 @@ typedef struct tfmi_buffers { /* of one layer */
   tfm_routing routing;
 } tfmi_buffers;
 
+typedef struct tfmi_drop { /* dropout of a training pass */
+  float rate[3];            /* of TFMI_DROP_EMBED, _ATTN, and of both that end in the residual */
+  uint64_t seed;
+} tfmi_drop;
+
+enum { TFMI_DROP_EMBED, TFMI_DROP_ATTN, TFMI_DROP_OUT, TFMI_DROP_DOWN, TFMI_DROPS };
+
 typedef struct tfmi_pass { /* what one forward pass needs beside the network */
   tfm_dev *dev;
   const tfm_net *net;
@@ -12948,6 +12973,8 @@ typedef struct tfmi_pass { /* what one forward pass needs beside the network */
   tfm_rows rows;
   tfmi_buffers buffers;        /* [T, ...] views */
   const tfmi_buffers *kept;    /* [L] of each layer, for training; NULL: layers share buffers */
+  const tfmi_drop *drop;       /* NULL: no dropout */
+  bool again;                  /* the layer's result is known: only what its backward reads */
   float *probs;                /* [T * H, context] when tapped, else NULL */
   int32_t context;
   const int32_t *cancel; /* the engine's, looked at before every layer; may be NULL, as the next */
@@ -13003,6 +13030,28 @@ static void tfmi_tell_probs(tfmi_pass *p, int32_t layer) {
   tfmi_tell(p, "probs", layer, probs);
 }
 
+/* The dropout of one place of the network: every layer has TFMI_DROPS of them. */
+static tfm_dropout tfmi_drop_at(const tfmi_drop *drop, const tfm_rows *rows, int which,
+                                int32_t layer) {
+  tfm_dropout d;
+  memset(&d, 0, sizeof d);
+  if (!drop) return d;
+  d.rate = drop->rate[which < 2 ? which : 2];
+  d.seed = drop->seed;
+  d.site = (uint32_t)(layer + 1) * TFMI_DROPS + (uint32_t)which;
+  d.pos = rows->pos;
+  d.seq = rows->seq;
+  return d;
+}
+
+/* y = dropout(x), which is also its own backward. */
+static void tfmi_drop_out(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_dropout dropout) {
+  tfm_epilogue e;
+  memset(&e, 0, sizeof e);
+  e.dropout = dropout;
+  TFMI_OP(d, epilogue_bwd)(d, y, x, &e);
+}
+
 /* y = residual + x W^T + bias, the commonest of projections. */
 static void tfmi_project(tfmi_pass *p, tfm_mat y, tfm_mat x, const tfm_weight *w, const float *bias,
                          tfm_mat residual) {
@@ -13018,11 +13067,16 @@ static void tfmi_apply_norm(tfmi_pass *p, tfm_mat y, tfm_mat x, const float *w, 
   TFMI_OP(p->dev, norm)(p->dev, y, x, w, b, tfmi_absent(), stats, &p->net->norm);
 }
 
-/* y = residual + x W^T + bias, or residual + norm(x W^T + bias) by way of branch. */
+/* y = residual + dropout(x W^T + bias), or residual + norm(x W^T + bias) by way of branch. */
 static void tfmi_project_back_in(tfmi_pass *p, tfm_mat y, tfm_mat x, const tfm_weight *w,
                                  const float *bias, tfm_mat residual, const float *post,
-                                 tfm_mat branch, float *stats) {
-  tfmi_project(p, post ? branch : y, x, w, bias, post ? tfmi_absent() : residual);
+                                 tfm_mat branch, float *stats, tfm_dropout dropout) {
+  tfm_epilogue e;
+  memset(&e, 0, sizeof e);
+  e.bias = bias;
+  e.residual = post ? tfmi_absent() : residual;
+  e.dropout = dropout;
+  TFMI_OP(p->dev, matmul)(p->dev, post ? branch : y, x, w, &e);
   if (post)
     TFMI_OP(p->dev, norm)(p->dev, y, branch, post, NULL, residual, stats, &p->net->norm);
 }
@@ -13056,6 +13110,7 @@ static void tfmi_attention(tfmi_pass *p, int32_t index) {
   tfm_attn attn = layer->attn;
   attn.probs = p->probs;
   attn.probs_stride = p->context;
+  attn.dropout = tfmi_drop_at(p->drop, &p->rows, TFMI_DROP_ATTN, index);
 
   tfmi_apply_norm(p, b->norm1, b->in, layer->norm1, layer->norm1_bias, b->stats1);
   tfmi_tell(p, "norm1", index, b->norm1);
@@ -13069,7 +13124,8 @@ static void tfmi_attention(tfmi_pass *p, int32_t index) {
   tfmi_tell_probs(p, index);
   tfmi_tell(p, "attn", index, b->attn);
   tfmi_project_back_in(p, b->mid, b->attn, &layer->out, layer->out_bias, b->in, layer->post1,
-                       b->branch1, b->post_stats1);
+                       b->branch1, b->post_stats1,
+                       tfmi_drop_at(p->drop, &p->rows, TFMI_DROP_OUT, index));
   tfmi_tell(p, "mid", index, b->mid);
 }
 
@@ -13136,10 +13192,15 @@ static void tfmi_feed_forward(tfmi_pass *p, int32_t index) {
   const tfmi_buffers *b = &p->buffers;
   tfmi_apply_norm(p, b->norm2, b->mid, layer->norm2, layer->norm2_bias, b->stats2);
   tfmi_tell(p, "norm2", index, b->norm2);
-  if (layer->router.rows) tfmi_mixture(p, index, b->out, b->mid);
-  else
-    tfmi_project_back_in(p, b->out, tfmi_hidden(p, index), &layer->down, layer->down_bias, b->mid,
-                         layer->post2, b->branch2, b->post_stats2);
+  if (layer->router.rows) {
+    tfmi_mixture(p, index, b->out, b->mid);
+  } else {
+    tfm_mat act = tfmi_hidden(p, index);
+    if (p->again && !layer->post2) return;
+    tfmi_project_back_in(p, b->out, act, &layer->down, layer->down_bias, b->mid, layer->post2,
+                         b->branch2, b->post_stats2,
+                         tfmi_drop_at(p->drop, &p->rows, TFMI_DROP_DOWN, index));
+  }
   tfmi_tell(p, "out", index, b->out);
 }
 
@@ -13155,6 +13216,9 @@ static bool tfmi_forward(tfmi_pass *p) {
   int32_t layer;
   TFMI_OP(d, embed)(d, p->buffers.in, &net->embed, net->positions.rows ? &net->positions : NULL,
                     &p->rows, net->embed_scale != 0 ? net->embed_scale : 1.0f);
+  if (p->drop && p->drop->rate[TFMI_DROP_EMBED] > 0)
+    tfmi_drop_out(d, p->buffers.in, p->buffers.in,
+                  tfmi_drop_at(p->drop, &p->rows, TFMI_DROP_EMBED, -1));
   tfmi_tell(p, "embed", -1, p->buffers.in);
   for (layer = 0; layer < net->layers; layer++) {
     if (tfmi_cancelled(p)) return false;
@@ -14381,7 +14445,7 @@ enum { TFMI_HEAD_ROWS = 256 };
 typedef struct tfmi_parameter {
   tfmi_slot slot;
   int32_t layer;        /* -1: of the whole network */
-  bool bias;
+  bool bias, frozen;
   int32_t rows, cols;   /* cols 0: a vector of rows */
   tfm_weight *weight;   /* of a matrix */
   const float **vector; /* of a vector */
@@ -14402,7 +14466,9 @@ struct tfm_trainer {
   int32_t end[16], end_count; /* as the model's */
   int32_t rows;              /* N = batch * context */
   int64_t step, sequences;
-  int64_t total, matrices;   /* floats of an arena; of its matrices */
+  int64_t total, matrices, trained; /* floats of an arena; of its matrices; that are not frozen */
+  int32_t lowest;            /* layer with trained parameters; -1: embeddings too */
+  tfmi_drop drop;
   size_t list_bytes, host_bytes, device_bytes;
   void *lists, *host_block, *device_block;
   /* host */
@@ -14424,8 +14490,30 @@ struct tfm_trainer {
 
 /* ---- Parameters ---- */
 
+static unsigned tfmi_part_of_slot(tfmi_slot slot) {
+  if (slot >= TFMI_ROUTER) return TFM_EXPERTS;
+  if (slot >= TFMI_GATE_UP) return TFM_FEED_FORWARD;
+  if (slot >= TFMI_QKV) return TFM_ATTENTION;
+  if (slot >= TFMI_FINAL_NORM) return TFM_NORMS;
+  return slot == TFMI_HEAD ? TFM_HEAD : TFM_EMBEDDINGS;
+}
+
+static bool tfmi_is_frozen(const tfm_trainer *t, const tfmi_parameter *p) {
+  bool below = p->slot == TFMI_EMBED || p->slot == TFMI_POSITIONS || p->layer >= 0;
+  return (t->config.freeze & tfmi_part_of_slot(p->slot)) != 0 ||
+         (below && p->layer < t->config.first_layer && t->config.first_layer > 0);
+}
+
+static int64_t tfmi_parameter_values(const tfmi_parameter *p) {
+  return (int64_t)p->rows * (p->cols ? p->cols : 1);
+}
+
 static void tfmi_parameter_add(tfm_trainer *t, tfmi_parameter p) {
-  int64_t values = (int64_t)p.rows * (p.cols ? p.cols : 1);
+  int64_t values = tfmi_parameter_values(&p);
+  p.frozen = tfmi_is_frozen(t, &p);
+  t->trained += p.frozen ? 0 : values;
+  if (!p.frozen && p.layer < t->lowest && p.slot != TFMI_HEAD && p.slot != TFMI_FINAL_NORM)
+    t->lowest = p.layer;
   p.at = t->total;
   t->total += values;
   t->parameter[t->parameters++] = p;
@@ -14433,7 +14521,7 @@ static void tfmi_parameter_add(tfm_trainer *t, tfmi_parameter p) {
 
 static int64_t tfmi_matrix_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, tfm_weight *w,
                                int32_t rows, int32_t cols) {
-  tfmi_parameter p = {slot, layer, false, rows, cols, w, NULL, 0};
+  tfmi_parameter p = {slot, layer, false, false, rows, cols, w, NULL, 0};
   int64_t at = t->total;
   tfmi_parameter_add(t, p);
   return at;
@@ -14442,7 +14530,7 @@ static int64_t tfmi_matrix_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, tf
 /* A vector is there when the network had it: the pointer says so. */
 static void tfmi_vector_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, bool bias,
                             const float **vector, int32_t rows) {
-  tfmi_parameter p = {slot, layer, bias, rows, 0, NULL, vector, 0};
+  tfmi_parameter p = {slot, layer, bias, false, rows, 0, NULL, vector, 0};
   if (*vector) tfmi_parameter_add(t, p);
 }
 
@@ -14478,7 +14566,8 @@ static void tfmi_parameters(tfm_trainer *t) {
   tfm_net *net = &t->net;
   int32_t i;
   t->parameters = 0;
-  t->total = 0;
+  t->total = t->trained = 0;
+  t->lowest = net->layers;
   tfmi_matrix_add(t, TFMI_EMBED, -1, &net->embed, net->vocabulary, net->width);
   if (net->positions.rows)
     tfmi_matrix_add(t, TFMI_POSITIONS, -1, &net->positions, net->context, net->width);
@@ -14499,6 +14588,14 @@ static tfm_mat tfmi_parameter_mat(float *arena, const tfmi_parameter *p) {
 static tfm_mat tfmi_gradient(const tfm_trainer *t, int64_t at, const tfm_weight *w) {
   tfm_mat m = {t->g + at, TFM_F32, w->rows, w->cols, w->cols};
   return m;
+}
+
+/* Whether the matrix there is frozen, and so is its bias. */
+static bool tfmi_frozen_at(const tfm_trainer *t, int64_t at) {
+  int32_t i;
+  if (t->trained == t->total) return false;
+  for (i = 0; t->parameter[i].at != at; i++) continue;
+  return t->parameter[i].frozen;
 }
 
 /* ... and of a vector; NULL where there is none. */
@@ -14575,6 +14672,14 @@ static tfmi_buffers tfmi_take_kept(tfm_trainer *t, tfmi_arena *a, tfm_mat in) {
   return b;
 }
 
+/* What one layer keeps when the rest is computed again: its result. */
+static tfmi_buffers tfmi_take_result(tfm_trainer *t, tfmi_arena *a, tfm_mat in) {
+  tfmi_buffers b = t->buffers[0];
+  b.in = in;
+  b.out = tfmi_take_mat(a, t->dev.table->activation, t->rows, t->net.width);
+  return b;
+}
+
 /* Keys and values of a pass are its own rows. */
 static tfm_kv tfmi_kept_kv(const tfm_net *net, const tfmi_buffers *b) {
   int32_t q = net->heads * net->head_width, k = net->kv_heads * net->head_width;
@@ -14627,7 +14732,8 @@ static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
   tfmi_take_gradients(t, a);
   in = tfmi_take_mat(a, type, t->rows, net->width);
   for (i = 0; i < net->layers; i++) {
-    tfmi_buffers b = tfmi_take_kept(t, a, in);
+    tfmi_buffers b = i && t->config.recompute ? tfmi_take_result(t, a, in)
+                                              : tfmi_take_kept(t, a, in);
     in = b.out;
     t->buffers[i] = b;
     if (a->base) t->kv[i] = tfmi_kept_kv(net, &b);
@@ -14713,6 +14819,15 @@ static void tfmi_batch_put(tfm_trainer *t, const tfmi_lesson *b, int32_t i) {
   if (b->weights) t->dev.table->put(&t->dev, t->weights, b->weights + at, bytes);
 }
 
+/* Rows are known by the number of their sequence since training began: dropout draws by it. */
+static void tfmi_sequences_put(tfm_trainer *t, int32_t pass) {
+  int64_t first = t->sequences + (int64_t)pass * t->config.batch;
+  int32_t i;
+  for (i = 0; i < t->rows; i++)
+    t->ids[i] = (int32_t)((first + i / t->config.context) & INT32_MAX);
+  t->dev.table->put(&t->dev, t->seq, t->ids, (size_t)t->rows * sizeof *t->ids);
+}
+
 static tfm_rows tfmi_batch_rows(const tfm_trainer *t) {
   tfm_rows rows;
   rows.n = t->rows;
@@ -14722,8 +14837,7 @@ static tfm_rows tfmi_batch_rows(const tfm_trainer *t) {
   return rows;
 }
 
-/* The rows through all layers, everything kept. False: cancelled. */
-static bool tfmi_train_forward(tfm_trainer *t) {
+static tfmi_pass tfmi_train_pass(tfm_trainer *t, bool learn) {
   tfmi_pass p;
   memset(&p, 0, sizeof p);
   p.dev = &t->dev;
@@ -14732,11 +14846,28 @@ static bool tfmi_train_forward(tfm_trainer *t) {
   p.rows = tfmi_batch_rows(t);
   p.kept = t->buffers;
   p.buffers = t->buffers[0];
+  p.drop = learn ? &t->drop : NULL;
   p.host_cancel = t->heap.host.cancel;
+  return p;
+}
+
+/* The rows through all layers, and what their backward needs kept. False: cancelled. */
+static bool tfmi_train_forward(tfm_trainer *t, bool learn) {
+  tfmi_pass p = tfmi_train_pass(t, learn);
   if (!tfmi_forward(&p)) return false;
   tfmi_apply_norm(&p, t->normed, p.buffers.out, t->net.final_norm, t->net.final_norm_bias,
                   t->head_stats);
   return true;
+}
+
+/* What layers share was overwritten by those above: the same once more. */
+static void tfmi_train_again(tfm_trainer *t, int32_t layer) {
+  tfmi_pass p = tfmi_train_pass(t, true);
+  p.buffers = t->buffers[layer];
+  p.buffers.routing.count = p.buffers.routing.mass = NULL; /* the balance counts a layer once */
+  p.again = true;
+  tfmi_attention(&p, layer);
+  tfmi_feed_forward(&p, layer);
 }
 
 typedef struct tfmi_loss { /* what a pass makes of its losses */
@@ -14757,7 +14888,8 @@ static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, const tfmi
   TFMI_OP(d, loss)(d, t->losses + first, t->hits + first, logits, t->target + first,
                    how->weighted ? t->weights + first : NULL, how->scale);
   if (!how->learn) return;
-  TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h);
+  if (!tfmi_frozen_at(t, at))
+    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h);
   TFMI_OP(d, matmul_dx)(d, tfmi_rows_of(t->d_norm, first, n), logits, &t->net.head, 0, NULL);
 }
 
@@ -14779,8 +14911,18 @@ static void tfmi_norm_back(tfm_trainer *t, tfm_mat residual, tfm_mat x, const fl
 static void tfmi_project_back(tfm_trainer *t, tfm_mat dx, tfm_mat dy, tfm_mat x, int64_t at,
                               const tfm_weight *w, const float *bias, const tfm_epilogue *before) {
   tfm_dev *d = &t->dev;
-  TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, w), tfmi_vector_gradient(t, bias), dy, x);
+  if (!tfmi_frozen_at(t, at))
+    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, w), tfmi_vector_gradient(t, bias), dy, x);
   TFMI_OP(d, matmul_dx)(d, dx, dy, w, 0, before);
+}
+
+/* The gradient of a branch into the residual stream, whose own is d: without dropout the same. */
+static tfm_mat tfmi_branch_gradient(tfm_trainer *t, int which, int32_t layer) {
+  tfm_rows rows = tfmi_batch_rows(t);
+  tfm_dropout dropout = tfmi_drop_at(&t->drop, &rows, which, layer);
+  if (dropout.rate == 0) return t->d;
+  tfmi_drop_out(&t->dev, t->d_norm, t->d, dropout);
+  return t->d_norm;
 }
 
 /* out = mid + down(act(up(norm(mid)))), backwards: d is out's gradient and becomes mid's. */
@@ -14792,8 +14934,8 @@ static void tfmi_feed_forward_back(tfm_trainer *t, int32_t i) {
   memset(&act, 0, sizeof act);
   act.act = t->net.act;
   act.aux = b->up;
-  tfmi_project_back(t, t->d_act, t->d, b->act, t->at[i].down, &layer->down, layer->down_bias,
-                    t->net.gated ? NULL : &act);
+  tfmi_project_back(t, t->d_act, tfmi_branch_gradient(t, TFMI_DROP_DOWN, i), b->act, t->at[i].down,
+                    &layer->down, layer->down_bias, t->net.gated ? NULL : &act);
   if (t->net.gated) TFMI_OP(d, glu_bwd)(d, t->d_up, t->d_act, b->up, t->net.act);
   tfmi_project_back(t, t->d_norm, t->d_up, b->norm2, t->at[i].up, &layer->up, layer->up_bias, NULL);
   tfmi_norm_back(t, t->d, b->mid, layer->norm2, layer->norm2_bias, b->stats2);
@@ -14808,11 +14950,14 @@ static void tfmi_attention_back(tfm_trainer *t, int32_t i) {
   int32_t q = net->heads * net->head_width, k = net->kv_heads * net->head_width;
   tfm_rows rows = tfmi_batch_rows(t);
   tfm_rope back = layer->rope;
+  tfm_attn attn = layer->attn;
   back.inverse = true;
-  tfmi_project_back(t, t->d_attn, t->d, b->attn, t->at[i].out, &layer->out, layer->out_bias, NULL);
+  attn.dropout = tfmi_drop_at(&t->drop, &rows, TFMI_DROP_ATTN, i);
+  tfmi_project_back(t, t->d_attn, tfmi_branch_gradient(t, TFMI_DROP_OUT, i), b->attn, t->at[i].out,
+                    &layer->out, layer->out_bias, NULL);
   TFMI_OP(d, attn_bwd)(d, tfmi_columns(t->d_qkv, 0, q), tfmi_columns(t->d_qkv, q, k),
                        tfmi_columns(t->d_qkv, q + k, k), t->d_attn, b->attn,
-                       tfmi_columns(b->qkv, 0, q), &t->kv[i], &rows, b->lse, &layer->attn);
+                       tfmi_columns(b->qkv, 0, q), &t->kv[i], &rows, b->lse, &attn);
   if (back.rot) TFMI_OP(d, rope)(d, tfmi_columns(t->d_qkv, 0, q + k), t->pos, &back);
   tfmi_project_back(t, t->d_norm, t->d_qkv, b->norm1, t->at[i].qkv, &layer->qkv, layer->qkv_bias,
                     NULL);
@@ -14828,10 +14973,14 @@ static void tfmi_train_back(tfm_trainer *t) {
   int32_t i;
   tfmi_norm_back(t, tfmi_absent(), t->buffers[net->layers - 1].out, net->final_norm,
                  net->final_norm_bias, t->head_stats);
-  for (i = net->layers - 1; i >= 0; i--) {
+  for (i = net->layers - 1; i >= 0 && i >= t->lowest; i--) {
+    if (t->config.recompute && i < net->layers - 1) tfmi_train_again(t, i);
     tfmi_feed_forward_back(t, i);
     tfmi_attention_back(t, i);
   }
+  if (t->lowest >= 0) return;
+  if (t->drop.rate[TFMI_DROP_EMBED] > 0)
+    tfmi_drop_out(d, t->d, t->d, tfmi_drop_at(&t->drop, &rows, TFMI_DROP_EMBED, -1));
   if (net->positions.rows) positions = tfmi_gradient(t, t->parameter[1].at, &net->positions);
   TFMI_OP(d, embed_bwd)(d, tfmi_gradient(t, 0, &net->embed), positions, t->d, &rows,
                         net->embed_scale);
@@ -14915,7 +15064,9 @@ static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, in
   if (learn) d->table->zero(d, t->g, (size_t)t->total * sizeof *t->g);
   for (i = 0; i < passes; i++) {
     tfmi_batch_put(t, batch, i);
-    if (!tfmi_train_forward(t)) return tfmi_report(TFM_E_CANCELLED, "training was cancelled");
+    tfmi_sequences_put(t, i);
+    if (!tfmi_train_forward(t, learn))
+      return tfmi_report(TFM_E_CANCELLED, "training was cancelled");
     tfmi_train_loss(t, &how);
     if (learn) tfmi_train_back(t);
     out->loss += tfmi_sum_back(t, t->losses);
@@ -14926,18 +15077,48 @@ static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, in
   return tfmi_trainer_sync(t);
 }
 
+/* The next range of the arenas that is trained, from *begin on, all matrices or all vectors or
+   (mixed) both; false: there is none. */
+static bool tfmi_trained_range(const tfm_trainer *t, bool mixed, int64_t *begin, int64_t *end) {
+  int32_t i;
+  bool found = false;
+  for (i = 0; i < t->parameters; i++) {
+    const tfmi_parameter *p = &t->parameter[i];
+    if (p->at < *begin) continue;
+    if (found && (p->frozen || (!mixed && p->at == t->matrices))) return true;
+    if (p->frozen) continue;
+    if (!found) *begin = p->at;
+    found = true;
+    *end = p->at + tfmi_parameter_values(p);
+  }
+  return found;
+}
+
+/* Of all gradients that count. */
+static float tfmi_gradient_square(tfm_trainer *t) {
+  tfm_dev *d = &t->dev;
+  int64_t begin, end;
+  float square = 0;
+  d->table->zero(d, t->sumsq, sizeof *t->sumsq);
+  for (begin = 0; tfmi_trained_range(t, true, &begin, &end); begin = end)
+    TFMI_OP(d, sumsq)(d, t->sumsq, t->g + begin, TFM_F32, end - begin);
+  d->table->get(d, &square, t->sumsq, sizeof square);
+  return square;
+}
+
 /* w moves along g, and is packed again. */
 static void tfmi_train_update(tfm_trainer *t, float lr) {
   const tfm_trainer_config *c = &t->config;
   tfm_dev *d = &t->dev;
   tfm_adamw p = {lr, c->beta1, c->beta2, c->eps, c->decay, c->clip, 0};
-  int64_t n = t->matrices;
+  int64_t begin, end;
   size_t host, device;
   p.step = (int32_t)(t->step < INT32_MAX ? t->step + 1 : INT32_MAX);
-  TFMI_OP(d, adamw)(d, t->w, TFM_F32, t->w, t->m, t->v, t->g, TFM_F32, n, t->sumsq, &p);
-  p.decay = 0;
-  TFMI_OP(d, adamw)(d, t->w + n, TFM_F32, t->w + n, t->m + n, t->v + n, t->g + n, TFM_F32,
-                    t->total - n, t->sumsq, &p);
+  for (begin = 0; tfmi_trained_range(t, false, &begin, &end); begin = end) {
+    p.decay = begin < t->matrices ? c->decay : 0;
+    TFMI_OP(d, adamw)(d, t->w + begin, TFM_F32, t->w + begin, t->m + begin, t->v + begin,
+                      t->g + begin, TFM_F32, end - begin, t->sumsq, &p);
+  }
   tfmi_pack_parameters(t, &host, &device);
 }
 
@@ -14947,15 +15128,11 @@ TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
   tfm_trainer *t = trainer;
   tfm_step s;
   tfm_status status;
-  tfm_dev *d;
-  float square = 0;
+  float square;
   if (!t) return tfmi_null_object("tfm_trainer_step");
-  d = &t->dev;
   status = tfmi_train_passes(t, &batch, t->config.accumulate, true, &s);
   if (status != TFM_OK) return status;
-  d->table->zero(d, t->sumsq, sizeof *t->sumsq);
-  TFMI_OP(d, sumsq)(d, t->sumsq, t->g, TFM_F32, t->total);
-  d->table->get(d, &square, t->sumsq, sizeof square);
+  square = tfmi_gradient_square(t);
   s.gradient_norm = sqrtf(square);
   s.lr = tfmi_learning_rate(&t->config, t->step);
   s.skipped = !isfinite(square) || !isfinite(s.loss);
@@ -15008,6 +15185,12 @@ static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
     return tfmi_bad_training("steps", c->steps, "more than warmup, as the schedule ends");
   if (c->decay_steps < 0 || c->decay_steps > c->steps)
     return tfmi_bad_training("decay_steps", c->decay_steps, "0 to steps");
+  if (!(c->drop_embed >= 0 && c->drop_embed < 1))
+    return tfmi_bad_training("drop_embed", (double)c->drop_embed, "0 to below 1");
+  if (!(c->drop_attn >= 0 && c->drop_attn < 1))
+    return tfmi_bad_training("drop_attn", (double)c->drop_attn, "0 to below 1");
+  if (!(c->drop_residual >= 0 && c->drop_residual < 1))
+    return tfmi_bad_training("drop_residual", (double)c->drop_residual, "0 to below 1");
   if (c->keep < 1 || c->keep > 1000) return tfmi_bad_training("keep", c->keep, "1 to 1000");
   return TFM_OK;
 }
@@ -15036,7 +15219,16 @@ static tfm_status tfmi_trainer_configure(tfm_trainer *t) {
                        (int)c->context, (int)t->net.context);
   if ((int64_t)c->batch * c->context > (1 << 24))
     return tfmi_bad_training("batch", c->batch, "at most 2^24 tokens in a pass; use accumulate");
+  if (c->drop_residual > 0 && (t->net.experts || t->net.layer[0].post1))
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_trainer_config.drop_residual: a model with experts, "
+                       "or norms after its layers, has no such dropout");
+  if (c->first_layer < 0 || c->first_layer > t->net.layers)
+    return tfmi_bad_training("first_layer", c->first_layer, "0 to the number of layers");
   t->rows = c->batch * c->context;
+  t->drop.rate[0] = c->drop_embed;
+  t->drop.rate[1] = c->drop_attn;
+  t->drop.rate[2] = c->drop_residual;
+  t->drop.seed = c->seed;
   return TFM_OK;
 }
 
@@ -15262,6 +15454,8 @@ static tfm_status tfmi_trainer_make(tfm_trainer *t, const tfmi_origin *from) {
   if (status == TFM_OK) status = tfmi_trainer_open(t, from);
   if (status != TFM_OK) return status;
   tfmi_parameters(t);
+  if (!t->trained)
+    return tfmi_report(TFM_E_ARG, "trainer: every parameter is frozen; nothing is left to train");
   status = tfmi_trainer_memory(t);
   if (status != TFM_OK || t->heap.dry) return status;
   tfmi_trainer_fill(t, from);

@@ -7839,6 +7839,16 @@ static bool tfmi_is_llama2(const uint8_t *data, size_t bytes) {
   return tfmi_is_ak42(data, bytes) || (bytes >= 28 && tfmi_llama2_header(&h, data));
 }
 
+/* A zip archive, as torch.save makes, or its older form: a pickle of a long magic number. */
+static bool tfmi_is_pickle(const uint8_t *data, size_t bytes) {
+  return bytes >= 4 && (memcmp(data, "PK\3\4", 4) == 0 || memcmp(data, "\x80\2\x8a\n", 4) == 0);
+}
+
+static TFMI_NORETURN void tfmi_refuse_pickle(tfmi_load *l) {
+  tfmi_fail(l, TFM_E_UNSUPPORTED, "a PyTorch pickle, which is a program, not data; convert it with "
+            "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)");
+}
+
 static void tfmi_source_file(tfmi_source *s, const tfmi_file *file) {
   static const char *const old[] = {"lmgg", "tjgg", "fmgg", "algg", "GGML", "GGJT", "ggml", "ggjt"};
   tfmi_tensor *all = NULL;
@@ -7848,6 +7858,7 @@ static void tfmi_source_file(tfmi_source *s, const tfmi_file *file) {
     if (file->bytes >= 4 && memcmp(file->data, old[i], 4) == 0)
       tfmi_fail(s->load, TFM_E_UNSUPPORTED, "an old GGML file, expected GGUF version 3; convert "
                 "the model again");
+  if (tfmi_is_pickle(file->data, file->bytes)) tfmi_refuse_pickle(s->load);
   if (file->bytes >= 4 && memcmp(file->data, "GGUF", 4) == 0) {
     tfmi_source_gguf(s, file);
   } else if (tfmi_is_ak42(file->data, file->bytes)) {
@@ -7885,11 +7896,14 @@ static void tfmi_source_settings(tfmi_source *s, const char *config_json) {
 /* The file of weights that stands for a folder. */
 static const char *tfmi_folder_weights(tfmi_load *l, const char *folder) {
   static const char *const names[] = {"model.safetensors", "model.safetensors.index.json"};
+  static const char *const pickles[] = {"pytorch_model.bin", "pytorch_model.bin.index.json"};
   int i;
   for (i = 0; i < TFMI_COUNT(names); i++) {
     const char *path = tfmi_join(l, folder, names[i]);
     if (tfmi_file_exists(l, path)) return path;
   }
+  for (i = 0; i < TFMI_COUNT(pickles); i++)
+    if (tfmi_file_exists(l, tfmi_join(l, folder, pickles[i]))) tfmi_refuse_pickle(l);
   tfmi_fail(l, TFM_E_IO, "the folder has neither model.safetensors nor its .index.json; name a "
             "GGUF or llama2.c file itself");
 }
@@ -9889,8 +9903,25 @@ static bool tfmi_worker_start(tfmi_pool *p, int32_t i) {
   return failed == 0;
 }
 
+/* Cores that this thread may run on, as Linux tells it: a mask in hexadecimal. 0: unknown. */
+static int32_t tfmi_cores_allowed(void) {
+  char text[4096], *at;
+  int file = open("/proc/thread-self/status", O_RDONLY | O_CLOEXEC);
+  ssize_t n = file < 0 ? 0 : read(file, text, sizeof text - 1);
+  int32_t cores = 0;
+  if (file >= 0) close(file);
+  text[n > 0 ? n : 0] = 0;
+  at = strstr(text, "Cpus_allowed:");
+  for (at += at ? strlen("Cpus_allowed:") : 0; at && *at && *at != '\n'; at++) {
+    int digit = *at >= 'a' && *at <= 'f' ? *at - 'a' + 10 : *at >= '0' && *at <= '9' ? *at & 15 : 0;
+    for (; digit; digit &= digit - 1) cores++;
+  }
+  return cores;
+}
+
 static int32_t tfmi_cores(void) {
-  long n = sysconf(_SC_NPROCESSORS_ONLN);
+  long n = sysconf(_SC_NPROCESSORS_ONLN), allowed = tfmi_cores_allowed();
+  if (allowed > 0 && allowed < n) n = allowed;
   return n < 1 ? 1 : n > 64 ? 64 : (int32_t)n;
 }
 

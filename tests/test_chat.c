@@ -6,7 +6,7 @@
 #include "files.h"
 #include "test.h"
 
-#define FOLDER "build/test_chat"
+#define FOLDER "build/test_chat.files"
 
 /* Every special token that a template needs, in one byte-level vocabulary. */
 static tfm_tokenizer *vocabulary(void) {

@@ -14721,8 +14721,8 @@ static void tfmi_config_flags(const tfmi_described *t, tfmi_out *o) {
 static const char *tfmi_config_type(const tfmi_described *t) {
   const tfm_net *net = t->net;
   float scale = (float)sqrt((double)net->width);
-  if (net->embed_scale == 0) return tfmi_torch_name(t->type);
-  if (net->embed_scale == scale) return "float32";
+  if (t->type != TFM_F32 || net->embed_scale == 0 || net->embed_scale == scale)
+    return tfmi_torch_name(t->type);
   return net->embed_scale == tfmi_from_bf16(tfmi_to_bf16(scale)) ? "bfloat16" : "float16";
 }
 

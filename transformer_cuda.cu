@@ -66,8 +66,9 @@ typedef struct cuda_state {
   cuda_graph graph[CUDA_GRAPHS];
   int graphs;
   bool recording;
-  cublasLtHandle_t lt;
+  struct cuda_lt *lt;
   struct cuda_decoder *decoder;
+  size_t pass_at; /* where the buffers of `layer` begin in tfm_dev.work; 0: there are none */
   uint64_t bytes, peak_bytes; /* of device memory */
 } cuda_state;
 
@@ -96,6 +97,8 @@ static void *cuda_host_memory(const tfm_dev *d, void *old, size_t old_bytes, siz
   return NULL;
 }
 
+static bool cuda_parts_make(tfm_dev *d);
+
 static bool cuda_usable(tfm_dev *d) {
   int count = 0;
   cudaError_t error = cudaGetDeviceCount(&count);
@@ -121,7 +124,8 @@ static tfm_status cuda_open(tfm_dev *d) {
   }
   memset(s, 0, sizeof *s);
   d->state = s;
-  if (cuda_check(d, cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking),
+  if (cuda_parts_make(d) &&
+      cuda_check(d, cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking),
                  "cudaStreamCreateWithFlags") &&
       cuda_check(d, cudaDeviceGetAttribute(&s->processors, cudaDevAttrMultiProcessorCount,
                                            d->index), "cudaDeviceGetAttribute") &&
@@ -146,7 +150,7 @@ static void cuda_release_stage(tfm_dev *d) {
   }
 }
 
-static void cuda_decoder_free(tfm_dev *d);
+static void cuda_parts_free(tfm_dev *d);
 
 static void cuda_close(tfm_dev *d) {
   cuda_state *s = cuda_of(d);
@@ -156,9 +160,8 @@ static void cuda_close(tfm_dev *d) {
   cuda_check(d, cudaSetDevice(d->index), "cudaSetDevice");
   for (i = 0; i < s->graphs; i++)
     if (s->graph[i].exec) cuda_check(d, cudaGraphExecDestroy(s->graph[i].exec), "graph");
-  cuda_decoder_free(d);
+  cuda_parts_free(d);
   cuda_release_stage(d);
-  if (s->lt) cublasLtDestroy(s->lt);
   if (s->ring) cuda_check(d, cudaFreeHost(s->ring), "cudaFreeHost");
   if (s->stream) cuda_check(d, cudaStreamDestroy(s->stream), "cudaStreamDestroy");
   cuda_host_memory(d, s, sizeof *s, 0);
@@ -404,6 +407,7 @@ static int64_t cuda_all_rows(const tfm_weight_source *s) {
 }
 
 static size_t cuda_align(size_t bytes) { return (bytes + 63) / 64 * 64; }
+static size_t cuda_align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 static tfm_pack_size cuda_pack_size(tfm_dev *d, const tfm_weight_source *s) {
   tfm_pack_size size = {0, 0};
@@ -728,10 +732,18 @@ typedef struct cuda_norm {
   tfm_norm p;
 } cuda_norm;
 
+enum { CUDA_EARLY = 8 }; /* weights of a norm that a thread reads before it knows the sums */
+
 /* Normalises n values in shared memory; all CUDA_THREADS threads. Returns mean and 1/deviation. */
 __device__ static float2 cuda_normalise(float *x, int n, const cuda_norm &t, float *room) {
-  float sum = 0, mean = 0, inverse;
-  int i;
+  float sum = 0, mean = 0, inverse, w[CUDA_EARLY], b[CUDA_EARLY];
+  int i, k;
+#pragma unroll
+  for (k = 0; k < CUDA_EARLY; k++) {
+    i = (int)threadIdx.x + k * CUDA_THREADS;
+    w[k] = i < n ? __ldg(t.w + i) : 0.0f;
+    b[k] = i < n && t.b ? __ldg(t.b + i) : 0.0f;
+  }
   for (i = threadIdx.x; i < n && t.p.kind == TFM_NORM_LAYER; i += CUDA_THREADS) sum += x[i];
   if (t.p.kind == TFM_NORM_LAYER) mean = cuda_block_sum(sum, room) / (float)n;
   for (sum = 0, i = threadIdx.x; i < n; i += CUDA_THREADS) {
@@ -739,8 +751,14 @@ __device__ static float2 cuda_normalise(float *x, int n, const cuda_norm &t, flo
     sum = __fmaf_rn(c, c, sum);
   }
   inverse = 1.0f / sqrtf(cuda_block_sum(sum, room) / (float)n + t.p.eps);
-  for (i = threadIdx.x; i < n; i += CUDA_THREADS)
-    x[i] = __fmaf_rn(__fmul_rn(x[i] - mean, inverse), t.w[i] + t.p.offset, t.b ? t.b[i] : 0.0f);
+#pragma unroll
+  for (k = 0; k < CUDA_EARLY; k++) {
+    i = (int)threadIdx.x + k * CUDA_THREADS;
+    if (i < n) x[i] = __fmaf_rn(__fmul_rn(x[i] - mean, inverse), w[k] + t.p.offset, b[k]);
+  }
+  for (i = (int)threadIdx.x + CUDA_EARLY * CUDA_THREADS; i < n; i += CUDA_THREADS)
+    x[i] = __fmaf_rn(__fmul_rn(x[i] - mean, inverse), __ldg(t.w + i) + t.p.offset,
+                     t.b ? __ldg(t.b + i) : 0.0f);
   return make_float2(mean, inverse);
 }
 
@@ -864,10 +882,13 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
    x lies in shared memory in planes: plane p has values 4p to 4p + 3 of every vector of W (Q4_0: in
    halves, 8p to 8p + 7), so that neighbouring lanes read neighbouring 16 bytes. */
 
-__device__ static uint4 cuda_stream_load(const uint4 *p) { /* read once: past the first cache */
+/* Read once: past the first cache. Zeros where it is not wanted, without a branch. */
+__device__ __forceinline__ uint4 cuda_stream_load(const uint4 *p, bool wanted) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0;\n"
+               "mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"
+               "@p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4]; }"
+               : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "r"((unsigned)wanted));
   return v;
 }
 
@@ -876,30 +897,43 @@ __host__ __device__ static size_t cuda_plane_bytes(const cuda_weight &w) {
   return (size_t)w.vectors * (w.type == TFM_Q4_0 ? 64 : 2048 / (size_t)cuda_bits(w.type) / 4);
 }
 
-/* Shared memory of a block that multiplies m rows. */
-static size_t cuda_dots_bytes(const cuda_weight *w, int m) {
-  return sizeof(float) * (size_t)(CUDA_WARPS + (w->cols + 3) / 4 * 4) +
-         cuda_plane_bytes(*w) * (size_t)m;
+/* Values of a row, filled up. */
+__host__ __device__ static int cuda_values(const cuda_weight &w) {
+  return w.vectors * (128 / cuda_bits(w.type));
 }
 
-/* raw [cols] becomes planes; returns what sums are to be multiplied by. All threads. */
-__device__ static float cuda_planes(char *planes, const float *raw, const cuda_weight &w,
-                                    float *room) {
-  int values = 128 / cuda_bits(w.type), all = w.vectors * values, k, e = 0;
+/* Shared memory of a block that multiplies m rows. */
+static size_t cuda_dots_bytes(const cuda_weight *w, int m) {
+  return sizeof(float) * (size_t)(CUDA_WARPS + cuda_values(*w)) + cuda_plane_bytes(*w) * (size_t)m;
+}
+
+/* raw [cols] becomes planes; returns what sums are to be multiplied by. All threads. raw has room
+   for whole vectors; what lies beyond cols becomes zero. */
+__device__ static float cuda_planes(char *planes, float *raw, const cuda_weight &w, float *room) {
+  int shift = w.type == TFM_F32 ? 0 : w.type == TFM_Q8_0 ? 2 : w.type == TFM_Q4_0 ? 3 : 1;
+  int quads = w.vectors << shift, mask = (1 << shift) - 1, k, e = 0;
   float top = 0;
-  if (w.type != TFM_Q4_0) {
-    for (k = threadIdx.x; k < all; k += CUDA_THREADS)
-      ((float *)planes)[(k % values / 4 * w.vectors + k / values) * 4 + k % 4] =
-          k < w.cols ? raw[k] : 0.0f;
-    return 1;
+  for (k = w.cols + (int)threadIdx.x; k < quads * 4; k += CUDA_THREADS) raw[k] = 0;
+  if (w.type == TFM_Q4_0) {
+    for (k = threadIdx.x; k < w.cols; k += CUDA_THREADS) top = fmaxf(top, fabsf(raw[k]));
+    top = cuda_block_max(top, room);
+    if (top > 0 && top < INFINITY) frexpf(top, &e), e -= 7;
   }
-  for (k = threadIdx.x; k < w.cols; k += CUDA_THREADS) top = fmaxf(top, fabsf(raw[k]));
-  top = cuda_block_max(top, room);
-  if (top > 0 && top < INFINITY) frexpf(top, &e), e -= 7;
-  for (k = threadIdx.x; k < all; k += CUDA_THREADS)
-    ((__half *)planes)[(k % 32 / 8 * w.vectors + k / 32) * 8 + k % 8] =
-        __float2half_rn(ldexpf(raw[k], -e));
-  return ldexpf(1.0f, e);
+  __syncthreads();
+#pragma unroll 2
+  for (k = threadIdx.x; k < quads; k += CUDA_THREADS) {
+    float4 v = ((const float4 *)raw)[k];
+    int plane = k & mask, vector = k >> shift;
+    if (w.type != TFM_Q4_0) {
+      ((float4 *)planes)[plane * w.vectors + vector] = v;
+    } else {
+      float by = exp2f((float)-e);
+      __half2 *to = (__half2 *)planes + (plane / 2 * w.vectors + vector) * 4 + plane % 2 * 2;
+      to[0] = __floats2half2_rn(v.x * by, v.y * by);
+      to[1] = __floats2half2_rn(v.z * by, v.w * by);
+    }
+  }
+  return exp2f((float)e);
 }
 
 /* 16 bytes of a row of W as floats. */
@@ -994,49 +1028,84 @@ __device__ __forceinline__ void cuda_multiply_q4(float (&sum)[M], uint4 q, float
   }
 }
 
-/* sum[r][m] = row r of W . row m of x, in every lane of the warp. */
-template <int TYPE, int M>
-__device__ __forceinline__ void cuda_dots(float (&sum)[2][M], const cuda_weight &w,
-                                          const int64_t (&row)[2], const char *planes) {
-  constexpr int AHEAD = 4;
-  const int lane = threadIdx.x % 32, vectors = w.vectors, blocks = w.cols / 32;
-  const size_t plane_bytes = cuda_plane_bytes(w);
-  const uint4 *data[2];
+enum { CUDA_AHEAD = 4 }; /* pieces of 512 bytes of each of two rows that a warp has asked for */
+
+typedef struct cuda_cursor { /* where a warp is: a unit of two rows, and a vector of both */
+  int unit, vector;
+  int64_t row[2];
+} cuda_cursor;
+
+/* Piece number `ahead` of those at the cursor. */
+template <int TYPE>
+__device__ __forceinline__ void cuda_ask(uint4 (&q)[2], float (&scale)[2], const cuda_weight &w,
+                                         const cuda_cursor &at, int units, int ahead) {
+  int v = at.vector + 32 * ahead, block = min(v, w.vectors - 1) / (TYPE == TFM_Q8_0 ? 2 : 1);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    data[r] = (const uint4 *)w.data + row[r] * vectors;
-#pragma unroll
-    for (int m = 0; m < M; m++) sum[r][m] = 0;
+    q[r] = cuda_stream_load((const uint4 *)w.data + at.row[r] * w.vectors + v,
+                            at.unit < units && v < w.vectors);
+    scale[r] = 1;
+    if (TYPE == TFM_Q8_0 || TYPE == TFM_Q4_0)
+      scale[r] = v < w.vectors ? __half2float(__ldg(w.scale + at.row[r] * (w.cols / 32) + block))
+                               : 0.0f;
   }
-  for (int first = lane; first < vectors; first += 32 * AHEAD) {
-    uint4 q[AHEAD][2];
-    float scale[AHEAD][2];
-#pragma unroll
-    for (int u = 0; u < AHEAD; u++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        int v = first + 32 * u;
-        if (v >= vectors) continue;
-        q[u][r] = cuda_stream_load(data[r] + v);
-        if (TYPE == TFM_Q8_0) scale[u][r] = __half2float(w.scale[row[r] * blocks + v / 2]);
-        if (TYPE == TFM_Q4_0) scale[u][r] = __half2float(w.scale[row[r] * blocks + v]);
-      }
-#pragma unroll
-    for (int u = 0; u < AHEAD; u++)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        int v = first + 32 * u;
-        if (v >= vectors) continue;
-        if constexpr (TYPE == TFM_Q4_0)
-          cuda_multiply_q4<M>(sum[r], q[u][r], scale[u][r], planes, plane_bytes, vectors, v);
-        else
-          cuda_multiply<TYPE, M>(sum[r], q[u][r], scale[u][r], planes, plane_bytes, vectors, v);
-      }
-  }
+}
+
+template <int TYPE, int M>
+__device__ __forceinline__ void cuda_use(float (&sum)[2][M], const uint4 (&q)[2],
+                                         const float (&scale)[2], const cuda_weight &w,
+                                         const char *planes, int v) {
+  const size_t plane_bytes = cuda_plane_bytes(w);
 #pragma unroll
   for (int r = 0; r < 2; r++)
+    if constexpr (TYPE == TFM_Q4_0)
+      cuda_multiply_q4<M>(sum[r], q[r], scale[r], planes, plane_bytes, w.vectors, v);
+    else cuda_multiply<TYPE, M>(sum[r], q[r], scale[r], planes, plane_bytes, w.vectors, v);
+}
+
+/* All units of this warp, dealt out to blocks in turn. rows(unit) tells a unit's two rows; ready()
+   runs when the first pieces have been asked for, and leaves x in the planes; done(unit, sum) gets
+   the products, in every lane. A piece that has been used makes room for one further on at once, so
+   that memory is never waited for from a standstill. */
+template <int TYPE, int M, typename ROWS, typename READY, typename DONE>
+__device__ __forceinline__ void cuda_dots(const cuda_weight &w, const char *planes, int units,
+                                          ROWS rows, READY ready, DONE done) {
+  const int lane = threadIdx.x % 32, step = (int)gridDim.x * CUDA_WARPS;
+  cuda_cursor at = {(int)(threadIdx.x / 32 * gridDim.x + blockIdx.x), lane, {0, 0}}, next;
+  uint4 q[CUDA_AHEAD][2];
+  float scale[CUDA_AHEAD][2], sum[2][M];
+  rows(min(at.unit, units - 1), at.row);
 #pragma unroll
-    for (int m = 0; m < M; m++) sum[r][m] = cuda_warp_sum(sum[r][m]);
+  for (int i = 0; i < CUDA_AHEAD; i++) cuda_ask<TYPE>(q[i], scale[i], w, at, units, i);
+#pragma unroll
+  for (int m = 0; m < M; m++) sum[0][m] = sum[1][m] = 0;
+  ready();
+  while (at.unit < units) {
+    next = at;
+    next.vector += 32 * CUDA_AHEAD;
+    if (next.vector - lane >= w.vectors) {
+      next.vector = lane;
+      next.unit += step;
+      rows(min(next.unit, units - 1), next.row);
+    }
+#pragma unroll
+    for (int i = 0; i < CUDA_AHEAD; i++) {
+      const uint4 now[2] = {q[i][0], q[i][1]};
+      const float by[2] = {scale[i][0], scale[i][1]};
+      cuda_ask<TYPE>(q[i], scale[i], w, next, units, i);
+      cuda_use<TYPE, M>(sum, now, by, w, planes, min(at.vector + 32 * i, w.vectors - 1));
+    }
+    if (next.unit != at.unit) {
+#pragma unroll
+      for (int m = 0; m < M; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) sum[r][m] = cuda_warp_sum(sum[r][m]);
+      done(at.unit, sum);
+#pragma unroll
+      for (int m = 0; m < M; m++) sum[0][m] = sum[1][m] = 0;
+    }
+    at = next;
+  }
 }
 
 /* ---- matmul ---- */
@@ -1067,37 +1136,41 @@ __global__ void __launch_bounds__(CUDA_THREADS, 1)
 cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int first,
                    cuda_experts experts) {
   extern __shared__ float shared[];
-  float *raw = shared + CUDA_WARPS, factor[M], sum[2][M];
-  char *planes = (char *)(raw + (w.cols + 3) / 4 * 4);
-  int lane = threadIdx.x % 32, rows = min(M, x.rows - first), i, u;
-  int64_t base = 0, row[2];
+  float *raw = shared + CUDA_WARPS, factor[M];
+  char *planes = (char *)(raw + cuda_values(w));
+  int lane = threadIdx.x % 32, count = min(M, x.rows - first);
+  int64_t base = 0;
   if (experts.expert) {
     base = (int64_t)experts.expert[blockIdx.y] * w.rows;
     first = (int)blockIdx.y;
-    rows = 1;
+    count = 1;
   }
-#pragma unroll
-  for (int m = 0; m < M; m++) {
-    const float *from = cuda_at(x, (first + m) / experts.share, 0);
-    if (m >= rows) continue;
-    __syncthreads();
-    for (i = threadIdx.x; i < w.cols; i += CUDA_THREADS) raw[i] = from[i];
-    __syncthreads();
-    factor[m] = cuda_planes(planes + m * cuda_plane_bytes(w), raw, w, shared);
-  }
-  __syncthreads();
-  for (u = (int)(threadIdx.x / 32 * gridDim.x + blockIdx.x); 2 * u < w.rows;
-       u += (int)gridDim.x * CUDA_WARPS) {
+  auto rows = [&](int u, int64_t (&row)[2]) {
     row[0] = base + 2 * u;
     row[1] = base + min(2 * u + 1, w.rows - 1);
-    cuda_dots<TYPE, M>(sum, w, row, planes);
+  };
+  auto ready = [&]() {
+#pragma unroll
+    for (int m = 0; m < M; m++) {
+      const float *from = cuda_at(x, (first + m) / experts.share, 0);
+      if (m >= count) continue;
+      __syncthreads();
+#pragma unroll 4
+      for (int i = threadIdx.x; i < w.cols; i += CUDA_THREADS) raw[i] = from[i];
+      __syncthreads();
+      factor[m] = cuda_planes(planes + m * cuda_plane_bytes(w), raw, w, shared);
+    }
+    __syncthreads();
+  };
+  auto done = [&](int u, const float (&sum)[2][M]) {
 #pragma unroll
     for (int m = 0; m < M; m++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        if (lane == 2 * m + r && m < rows && 2 * u + r < w.rows)
-          cuda_epilogue(y, e, first + m, 2 * u + r, sum[r][m] * factor[m]);
-  }
+        if (lane == 2 * m + r && m < count && 2 * u + r < w.rows)
+          cuda_epilogue(y, e, first + m, 2 * u + r, __fmul_rn(sum[r][m], factor[m]));
+  };
+  cuda_dots<TYPE, M>(w, planes, (w.rows + 1) / 2, rows, ready, done);
 }
 
 typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int,
@@ -1263,6 +1336,7 @@ typedef struct cuda_attn {
   float *lse;
   tfm_attn p;
   int32_t group; /* query heads of a kv head */
+  bool tiled;    /* tiles of rows of one sequence are cuda_flash_kernel's */
 } cuda_attn;
 
 typedef struct cuda_tile_room { /* shared memory of a block, for B heads of `width` */
@@ -1271,6 +1345,7 @@ typedef struct cuda_tile_room { /* shared memory of a block, for B heads of `wid
   float *score;  /* [B, CUDA_KEYS] */
   float *max, *sum, *all_max, *all_sum; /* [B]: of the tile; of all so far */
   float *out;    /* [B, width8] of all so far */
+  int heads;     /* of these B, that are there */
 } cuda_tile_room;
 
 __host__ __device__ static int cuda_width8(int width) { return (width + 7) / 8 * 8; }
@@ -1290,6 +1365,7 @@ __device__ static cuda_tile_room cuda_tile_lay_out(float *at, int heads, int wid
   t.sum = t.max + heads;
   t.all_max = t.sum + heads;
   t.all_sum = t.all_max + heads;
+  t.heads = heads;
   return t;
 }
 
@@ -1297,13 +1373,14 @@ __device__ static cuda_tile_room cuda_tile_lay_out(float *at, int heads, int wid
    be older than what another block has just stored. */
 __device__ __forceinline__ void cuda_load8(float (&out)[8], const void *p, tfm_type type,
                                            int64_t at, int n) {
-  if (n >= 8 && at % 8 == 0 && type != TFM_F32) {
-    uint4 q = __ldcg((const uint4 *)((const uint16_t *)p + at));
+  const char *from = (const char *)p + at * (type == TFM_F32 ? 4 : 2);
+  bool aligned = n >= 8 && (uintptr_t)from % 16 == 0;
+  if (aligned && type != TFM_F32) {
+    uint4 q = __ldcg((const uint4 *)from);
     if (type == TFM_F16) cuda_widen<TFM_F16>(out, q);
     else cuda_widen<TFM_BF16>(out, q);
-  } else if (n >= 8 && at % 4 == 0 && type == TFM_F32) {
-    float4 a = __ldcg((const float4 *)((const float *)p + at));
-    float4 b = __ldcg((const float4 *)((const float *)p + at) + 1);
+  } else if (aligned) {
+    float4 a = __ldcg((const float4 *)from), b = __ldcg((const float4 *)from + 1);
     out[0] = a.x, out[1] = a.y, out[2] = a.z, out[3] = a.w;
     out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
   } else {
@@ -1320,10 +1397,19 @@ __device__ static bool cuda_visible(const cuda_attn &a, int row, int i) {
          (a.p.window <= 0 || a.rows.pos[i] > last - a.p.window);
 }
 
-__device__ static int64_t cuda_key_at(const cuda_attn &a, const tfm_mat &rows, int row, int head,
-                                      int i) {
-  if (a.kv.table) return cuda_kv_at(a.kv, a.rows.seq[row], i, head);
-  return i * rows.stride + head * a.kv.width;
+/* Where the tile of keys from `first` on lies, when it lies in one page; else -1. */
+__device__ static int64_t cuda_tile_at(const cuda_attn &a, int row, int head, int first) {
+  int last = a.kv.table ? min(first + CUDA_KEYS - 1, a.rows.pos[row]) : 0;
+  if (!a.kv.table || first / a.kv.page_tokens != last / a.kv.page_tokens) return -1;
+  return cuda_kv_at(a.kv, a.rows.seq[row], first, head);
+}
+
+/* Where key j of the tile lies. */
+__device__ static int64_t cuda_key_at(const cuda_attn &a, const tfm_mat &rows, int64_t tile,
+                                      int row, int head, int first, int j) {
+  if (tile >= 0) return tile + (int64_t)j * a.kv.width;
+  if (a.kv.table) return cuda_kv_at(a.kv, a.rows.seq[row], first + j, head);
+  return (first + j) * rows.stride + head * a.kv.width;
 }
 
 __device__ static int cuda_first_key(const cuda_attn &a, int row) {
@@ -1341,10 +1427,11 @@ __device__ __forceinline__ void cuda_tile_scores(const cuda_attn &a, const cuda_
   int width = a.kv.width, width8 = cuda_width8(width), sub = threadIdx.x % 8, j;
   const void *keys = a.kv.table ? a.kv.k : a.kv.key_rows.data;
   tfm_type type = a.kv.table ? a.kv.type : a.kv.key_rows.type;
+  int64_t tile = cuda_tile_at(a, row, head, first);
   for (j = threadIdx.x / 8; j < CUDA_KEYS; j += blockDim.x / 8) {
     bool visible = cuda_visible(a, row, first + j);
     float sum[B], k[8];
-    int64_t at = visible ? cuda_key_at(a, a.kv.key_rows, row, head, first + j) : 0;
+    int64_t at = visible ? cuda_key_at(a, a.kv.key_rows, tile, row, head, first, j) : 0;
 #pragma unroll
     for (int h = 0; h < B; h++) sum[h] = 0;
     for (int c = sub * 8; c < width && visible; c += 64) {
@@ -1375,7 +1462,7 @@ __device__ __forceinline__ void cuda_tile_exp(const cuda_attn &a, const cuda_til
   int h = threadIdx.x / 32, lane = threadIdx.x % 32, j;
   float *s = t.score + h * CUDA_KEYS, top, sum;
   if (h >= B) return;
-  for (j = lane; j < CUDA_KEYS && a.p.probs && query_head + h < a.p.heads; j += 32) {
+  for (j = lane; j < CUDA_KEYS && a.p.probs && h < t.heads; j += 32) {
     int pos = a.kv.table ? first + j : s[j] > -INFINITY ? a.rows.pos[first + j] : -1;
     if (s[j] > -INFINITY && pos < a.p.probs_stride) cuda_probs(a, row, query_head + h)[pos] = s[j];
   }
@@ -1397,28 +1484,32 @@ __device__ __forceinline__ void cuda_tile_values(const cuda_attn &a, const cuda_
   int width = a.kv.width, width8 = cuda_width8(width), eights = width8 / 8, u;
   const void *values = a.kv.table ? a.kv.v : a.kv.value_rows.data;
   tfm_type type = a.kv.table ? a.kv.type : a.kv.value_rows.type;
+  int64_t tile = cuda_tile_at(a, row, head, first);
+  int own = cuda_last_key(a, row) - first; /* the row's own key, or one after this tile: visible */
   for (u = threadIdx.x; u < 8 * eights; u += blockDim.x) {
     int group = u / eights, c = u % eights * 8;
-    float sum[B][8], v[8];
+    float sum[B][8];
 #pragma unroll
     for (int h = 0; h < B; h++)
 #pragma unroll
       for (int i = 0; i < 8; i++) sum[h][i] = 0;
-    for (int j = group * 8; j < group * 8 + 8; j++) {
-      float p[B];
-      bool any = false;
 #pragma unroll
-      for (int h = 0; h < B; h++) {
-        p[h] = t.score[h * CUDA_KEYS + j];
-        any = any || p[h] != 0;
+    for (int half = 0; half < 8; half += 4) { /* four rows are asked for before the first is used */
+      float v[4][8];
+#pragma unroll
+      for (int k = 0; k < 4; k++) { /* what is not visible counts zero times a row that is */
+        int j = group * 8 + half + k, there = cuda_visible(a, row, first + j) ? j : own;
+        cuda_load8(v[k], values, type,
+                   cuda_key_at(a, a.kv.value_rows, tile, row, head, first, there) + c, width - c);
       }
-      if (!any) continue;
-      cuda_load8(v, values, type, cuda_key_at(a, a.kv.value_rows, row, head, first + j) + c,
-                 width - c);
 #pragma unroll
-      for (int h = 0; h < B; h++)
+      for (int k = 0; k < 4; k++)
 #pragma unroll
-        for (int i = 0; i < 8; i++) sum[h][i] = __fmaf_rn(p[h], v[i], sum[h][i]);
+        for (int h = 0; h < B; h++) {
+          float p = t.score[h * CUDA_KEYS + group * 8 + half + k];
+#pragma unroll
+          for (int i = 0; i < 8; i++) sum[h][i] = __fmaf_rn(p, v[k][i], sum[h][i]);
+        }
     }
 #pragma unroll
     for (int h = 0; h < B; h++)
@@ -1464,7 +1555,8 @@ __device__ __forceinline__ void cuda_tile_begin(const cuda_attn &a, const cuda_t
   int width = a.kv.width, width8 = cuda_width8(width), i;
   for (i = threadIdx.x; i < B * width8; i += blockDim.x) {
     int h = i / width8, c = i % width8;
-    t.q[i] = h < heads && c < width ? __ldcg(cuda_at(a.q, row, (query_head + h) * width + c)) : 0.0f;
+    int64_t at = row * a.q.stride + (query_head + h) * width + c;
+    t.q[i] = h < heads && c < width ? cuda_load(a.q.data, a.q.type, at) : 0.0f;
     t.out[i] = 0;
     if (i < B) t.all_max[i] = -INFINITY, t.all_sum[i] = 0;
   }
@@ -1497,6 +1589,15 @@ __device__ static void cuda_probs_finish(const cuda_attn &a, const cuda_tile_roo
   }
 }
 
+enum { CUDA_TILE = 128 }; /* rows of a block of cuda_flash_kernel */
+
+/* Whether a tile of rows belongs to one sequence; all threads of a block of 128 or 256. */
+__device__ static bool cuda_uniform(const tfm_rows &rows, int tile) {
+  int first = tile * CUDA_TILE, n = min(CUDA_TILE, rows.n - first), seq = rows.seq[first];
+  int mine = (int)threadIdx.x < n ? rows.seq[first + threadIdx.x] : seq;
+  return __syncthreads_and(mine == seq) && seq >= 0 && n >= 16;
+}
+
 /* A block for up to B heads of a row: all tiles one after the other. */
 template <int B> __global__ void __launch_bounds__(128) cuda_attn_kernel(cuda_attn a) {
   extern __shared__ float shared[];
@@ -1504,7 +1605,8 @@ template <int B> __global__ void __launch_bounds__(128) cuda_attn_kernel(cuda_at
   int row = (int)blockIdx.x, head = (int)blockIdx.y, in_group = (int)blockIdx.z * B;
   int heads = min(B, a.group - in_group), query_head = head * a.group + in_group, first, i;
   int width = a.kv.width, width8 = cuda_width8(width);
-  if (a.rows.seq[row] < 0) return;
+  if (a.rows.seq[row] < 0 || (a.tiled && cuda_uniform(a.rows, row / CUDA_TILE))) return;
+  t.heads = heads;
   for (i = threadIdx.x; a.p.probs && i < heads * a.p.probs_stride; i += blockDim.x)
     cuda_probs(a, row, query_head)[i] = -INFINITY;
   cuda_tile_begin<B>(a, t, row, query_head, heads);
@@ -1532,7 +1634,7 @@ static void cuda_attn_run(tfm_dev *d, const cuda_attn *a) {
 
 static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
                             const tfm_rows *rows, float *lse, const tfm_attn *p) {
-  cuda_attn a = {y, q, *kv, *rows, lse, *p, p->heads / kv->heads};
+  cuda_attn a = {y, q, *kv, *rows, lse, *p, p->heads / kv->heads, false};
   if (cuda_enter(d)) cuda_attn_run(d, &a);
 }
 
@@ -1859,9 +1961,14 @@ __device__ static int2 cuda_unit(const cuda_step &s, const cuda_layer &l, const 
 
 /* Asks for the first rows of W that this warp is going to multiply. */
 __device__ static void cuda_prefetch(const cuda_step &s, const cuda_layer &l, const cuda_weight &w,
-                                     int kind) {
+                                     int kind, const cuda_norm *norm) {
   int u = (int)(threadIdx.x / 32 * gridDim.x + blockIdx.x), i;
   int2 rows;
+  if (norm && blockIdx.x == gridDim.x - 1)
+    for (i = (int)threadIdx.x * 32; i < w.cols; i += CUDA_THREADS * 32) {
+      asm volatile("prefetch.global.L2 [%0];" : : "l"(norm->w + i));
+      if (norm->b) asm volatile("prefetch.global.L2 [%0];" : : "l"(norm->b + i));
+    }
   if (u >= cuda_units(w, kind)) return;
   rows = cuda_unit(s, l, w, kind, u);
   for (i = (int)(threadIdx.x % 32) * 8; i < w.vectors; i += 256) { /* 128 bytes each */
@@ -1877,7 +1984,6 @@ __device__ static void cuda_finish_qkv(const cuda_step &s, const cuda_layer &l, 
   int width = l.kv.width, head = rows.x / width, kv_head = head - s.heads;
   bool is_k = kv_head < l.kv.heads;
   int64_t at;
-  if (l.qkv_bias) v.x += l.qkv_bias[rows.x], v.y += l.qkv_bias[rows.y];
   if (is_k && rows.x % width < l.rope.rot) v = cuda_rotate(v.x, v.y, turn);
   if (kv_head < 0) {
     __stcg(s.q + rows.x, v.x);
@@ -1891,84 +1997,97 @@ __device__ static void cuda_finish_qkv(const cuda_step &s, const cuda_layer &l, 
 }
 
 /* What the phases do with a sum of one row of W. */
-__device__ static void cuda_finish_row(const cuda_step &s, int kind, const float *bias, float *x,
-                                       int row, float v, unsigned long long *best) {
-  if (bias) v += bias[row];
-  if (kind == CUDA_ADD) __stcg(x + row, v + __ldcg(x + row));
-  else if (kind == CUDA_UP) __stcg(x + row, cuda_act(v, s.act));
-  else {
-    v = cuda_cap(v, s.softcap);
-    __stcg(x + row, v);
-    *best = max(*best, cuda_rank(v, row));
-  }
+__device__ static void cuda_finish_row(const cuda_step &s, int kind, float *x, int row, float v,
+                                       unsigned long long *best) {
+  if (kind == CUDA_ADD) v += __ldcg(x + row);
+  else if (kind == CUDA_UP) v = cuda_act(v, s.act);
+  else *best = max(*best, cuda_rank(v = cuda_cap(v, s.softcap), row));
+  __stcg(x + row, v);
 }
 
-/* All units of this block: x, in planes, by W. Returns the best logit of the warp. */
-template <int TYPE>
-__device__ __noinline__ unsigned long long cuda_phase(const cuda_step &s, const cuda_layer &l,
-                                                      const cuda_weight &w, int kind,
-                                                      const float *bias, float *to, cuda_token t,
-                                                      const char *planes, float factor) {
-  unsigned long long best = 0;
-  int u, units = cuda_units(w, kind), half = l.kv.width / 2;
-  for (u = (int)(threadIdx.x / 32 * gridDim.x + blockIdx.x); u < units;
-       u += (int)gridDim.x * CUDA_WARPS) {
-    int2 rows = cuda_unit(s, l, w, kind, u);
-    int64_t row[2] = {rows.x, rows.y};
-    float2 turn = make_float2(1, 0);
-    float sum[2][1];
-    if (kind == CUDA_QKV && u % half < l.rope.rot / 2) turn = cuda_turn(l.rope, t.pos, u % half);
-    cuda_dots<TYPE, 1>(sum, w, row, planes);
-    if (threadIdx.x % 32) continue;
-    sum[0][0] *= factor;
-    sum[1][0] *= factor;
-    if (kind == CUDA_QKV) {
-      cuda_finish_qkv(s, l, t, rows, make_float2(sum[0][0], sum[1][0]), turn);
-    } else if (kind == CUDA_GATED) {
-      float gate = sum[0][0] + (bias ? bias[rows.x] : 0.0f);
-      __stcg(to + u, __fmul_rn(cuda_act(gate, s.act),
-                               sum[1][0] + (bias ? bias[rows.y] : 0.0f)));
-    } else {
-      cuda_finish_row(s, kind, bias, to, rows.x, sum[0][0], &best);
-      if (rows.y != rows.x) cuda_finish_row(s, kind, bias, to, rows.y, sum[1][0], &best);
-    }
+/* raw = x, of which four values at a time are read. */
+__device__ static void cuda_fetch(float *raw, const float *x, int n) {
+  int quads = n / 4, i;
+#pragma unroll 4
+  for (i = threadIdx.x; i < quads; i += CUDA_THREADS)
+    ((float4 *)raw)[i] = __ldcg((const float4 *)x + i);
+  for (i = quads * 4 + (int)threadIdx.x; i < n; i += CUDA_THREADS) raw[i] = __ldcg(x + i);
+}
+
+typedef struct cuda_phase { /* x (NULL: what the token begins with), normalised, by W */
+  const cuda_weight *w;
+  int kind;
+  const float *x;
+  const cuda_norm *norm; /* NULL: none */
+  const float *bias;
+  float *to;
+} cuda_phase;
+
+/* Puts x into the planes; returns what sums are to be multiplied by. */
+__device__ __noinline__ float cuda_phase_ready(const cuda_step &s, const cuda_phase &p,
+                                               cuda_token t, float *shared) {
+  float *raw = shared + CUDA_WARPS, factor;
+  char *planes = (char *)(raw + cuda_values(*p.w));
+  int i;
+  if (p.x) cuda_fetch(raw, p.x, p.w->cols);
+  for (i = threadIdx.x; i < p.w->cols && !p.x; i += CUDA_THREADS) {
+    raw[i] = cuda_embedding(s.embed, s.positions, s.embed_scale, t.id, t.pos, i);
+    if (blockIdx.x == 0) __stcg(s.x + i, raw[i]);
   }
+  __syncthreads();
+  if (p.norm) cuda_normalise(raw, p.w->cols, *p.norm, shared);
+  __syncthreads();
+  factor = cuda_planes(planes, raw, *p.w, shared);
+  __syncthreads();
+  return factor;
+}
+
+/* Returns the best logit of the warp. */
+template <int TYPE>
+__device__ __noinline__ unsigned long long cuda_phase_run(const cuda_step &s, const cuda_layer &l,
+                                                          const cuda_phase &p, cuda_token t,
+                                                          float *shared) {
+  const cuda_weight w = *p.w;
+  const int half = l.kv.width / 2, kind = p.kind;
+  unsigned long long best = 0;
+  float factor = 1;
+  auto rows = [&](int u, int64_t (&row)[2]) {
+    int2 pair = cuda_unit(s, l, w, kind, u);
+    row[0] = pair.x;
+    row[1] = pair.y;
+  };
+  auto ready = [&]() { factor = cuda_phase_ready(s, p, t, shared); };
+  auto done = [&](int u, const float (&sum)[2][1]) {
+    int2 pair = cuda_unit(s, l, w, kind, u);
+    float2 turn = make_float2(1, 0), v;
+    if (threadIdx.x % 32) return;
+    if (kind == CUDA_QKV && u % half < l.rope.rot / 2) turn = cuda_turn(l.rope, t.pos, u % half);
+    v = make_float2(__fmul_rn(sum[0][0], factor), __fmul_rn(sum[1][0], factor));
+    if (p.bias) v.x += __ldg(p.bias + pair.x), v.y += __ldg(p.bias + pair.y);
+    if (kind == CUDA_QKV) {
+      cuda_finish_qkv(s, l, t, pair, v, turn);
+    } else if (kind == CUDA_GATED) {
+      __stcg(p.to + u, __fmul_rn(cuda_act(v.x, s.act), v.y));
+    } else {
+      cuda_finish_row(s, kind, p.to, pair.x, v.x, &best);
+      if (pair.y != pair.x) cuda_finish_row(s, kind, p.to, pair.y, v.y, &best);
+    }
+  };
+  cuda_dots<TYPE, 1>(w, (const char *)(shared + CUDA_WARPS + cuda_values(w)), cuda_units(w, kind),
+                     rows, ready, done);
   return best;
 }
 
-__device__ static unsigned long long cuda_phase_of(const cuda_step &s, const cuda_layer &l,
-                                                   const cuda_weight &w, int kind,
-                                                   const float *bias, float *to, cuda_token t,
-                                                   const char *planes, float factor) {
-  switch (w.type) {
-    case TFM_F32: return cuda_phase<TFM_F32>(s, l, w, kind, bias, to, t, planes, factor);
-    case TFM_F16: return cuda_phase<TFM_F16>(s, l, w, kind, bias, to, t, planes, factor);
-    case TFM_BF16: return cuda_phase<TFM_BF16>(s, l, w, kind, bias, to, t, planes, factor);
-    case TFM_Q8_0: return cuda_phase<TFM_Q8_0>(s, l, w, kind, bias, to, t, planes, factor);
-    default: return cuda_phase<TFM_Q4_0>(s, l, w, kind, bias, to, t, planes, factor);
+__device__ __noinline__ unsigned long long cuda_product(const cuda_step &s, const cuda_layer &l,
+                                                        const cuda_phase &p, cuda_token t,
+                                                        float *shared) {
+  switch (p.w->type) {
+    case TFM_F32: return cuda_phase_run<TFM_F32>(s, l, p, t, shared);
+    case TFM_F16: return cuda_phase_run<TFM_F16>(s, l, p, t, shared);
+    case TFM_BF16: return cuda_phase_run<TFM_BF16>(s, l, p, t, shared);
+    case TFM_Q8_0: return cuda_phase_run<TFM_Q8_0>(s, l, p, t, shared);
+    default: return cuda_phase_run<TFM_Q4_0>(s, l, p, t, shared);
   }
-}
-
-/* x (or, at the first layer, what the token begins with), normalised where there is a norm, by W. */
-__device__ static unsigned long long cuda_product(const cuda_step &s, const cuda_layer &l,
-                                                  const cuda_weight &w, int kind, const float *x,
-                                                  const cuda_norm *norm, bool begin,
-                                                  const float *bias, float *to, cuda_token t,
-                                                  float *shared) {
-  float *raw = shared + CUDA_WARPS, factor;
-  char *planes = (char *)(raw + (w.cols + 3) / 4 * 4);
-  int i;
-  for (i = threadIdx.x; i < w.cols; i += CUDA_THREADS) {
-    raw[i] = begin ? cuda_embedding(s.embed, s.positions, s.embed_scale, t.id, t.pos, i)
-                   : __ldcg(x + i);
-    if (begin && blockIdx.x == 0) __stcg(s.x + i, raw[i]);
-  }
-  __syncthreads();
-  if (norm) cuda_normalise(raw, w.cols, *norm, shared);
-  __syncthreads();
-  factor = cuda_planes(planes, raw, w, shared);
-  __syncthreads();
-  return cuda_phase_of(s, l, w, kind, bias, to, t, planes, factor);
 }
 
 /* Merges the tiles of B heads, in order. */
@@ -2034,6 +2153,7 @@ __device__ __noinline__ void cuda_attend(const cuda_step &s, const cuda_layer &l
   __syncthreads();
   memset(&a, 0, sizeof a);
   a.q.data = s.q;
+  a.q.type = TFM_F32;
   a.kv = l.kv;
   a.rows.n = 1;
   a.rows.pos = &pos;
@@ -2059,23 +2179,27 @@ __device__ static void cuda_step_layer(const cuda_step &s, const cuda_layer &l, 
                                        cuda_layer *next, cuda_token t, unsigned *target,
                                        float *shared) {
   int up = s.gated ? CUDA_GATED : CUDA_UP, i;
-  cuda_product(s, l, l.qkv, CUDA_QKV, s.x, &l.norm1, index == 0, NULL, NULL, t, shared);
-  cuda_prefetch(s, l, l.out, CUDA_ADD);
+  const cuda_phase qkv = {&l.qkv, CUDA_QKV, index ? s.x : NULL, &l.norm1, l.qkv_bias, NULL};
+  const cuda_phase out = {&l.out, CUDA_ADD, s.attn, NULL, l.out_bias, s.x};
+  const cuda_phase open = {&l.up, up, s.x, &l.norm2, l.up_bias, s.h};
+  const cuda_phase down = {&l.down, CUDA_ADD, s.h, NULL, l.down_bias, s.x};
+  cuda_product(s, l, qkv, t, shared);
+  cuda_prefetch(s, l, l.out, CUDA_ADD, NULL);
   cuda_barrier(s.barrier, target);
   cuda_attend_of(s, l, t, shared);
-  cuda_prefetch(s, l, l.up, up);
+  cuda_prefetch(s, l, l.up, up, &l.norm2);
   cuda_barrier(s.barrier, target);
-  cuda_product(s, l, l.out, CUDA_ADD, s.attn, NULL, false, l.out_bias, s.x, t, shared);
-  if ((int64_t)l.down.rows * l.down.vectors < 1 << 19) cuda_prefetch(s, l, l.down, CUDA_ADD);
+  cuda_product(s, l, out, t, shared);
+  if ((int64_t)l.down.rows * l.down.vectors < 1 << 19) cuda_prefetch(s, l, l.down, CUDA_ADD, NULL);
   cuda_barrier(s.barrier, target);
-  cuda_product(s, l, l.up, up, s.x, &l.norm2, false, l.up_bias, s.h, t, shared);
-  cuda_prefetch(s, l, l.down, CUDA_ADD);
+  cuda_product(s, l, open, t, shared);
+  cuda_prefetch(s, l, l.down, CUDA_ADD, NULL);
   for (i = threadIdx.x; i < (int)(sizeof l / 4) && index + 1 < s.layers; i += CUDA_THREADS)
     ((uint32_t *)next)[i] = ((const uint32_t *)(s.layer + index + 1))[i];
   cuda_barrier(s.barrier, target);
-  cuda_product(s, l, l.down, CUDA_ADD, s.h, NULL, false, l.down_bias, s.x, t, shared);
-  if (index + 1 < s.layers) cuda_prefetch(s, *next, next->qkv, CUDA_QKV);
-  else cuda_prefetch(s, l, s.head, CUDA_LOGITS);
+  cuda_product(s, l, down, t, shared);
+  if (index + 1 < s.layers) cuda_prefetch(s, *next, next->qkv, CUDA_QKV, &next->norm1);
+  else cuda_prefetch(s, l, s.head, CUDA_LOGITS, &s.norm);
   cuda_barrier(s.barrier, target);
 }
 
@@ -2105,6 +2229,7 @@ __global__ void __launch_bounds__(CUDA_THREADS, 1)
 cuda_decode_kernel(const __grid_constant__ cuda_step s) {
   extern __shared__ float shared[];
   __shared__ cuda_layer layer[2];
+  const cuda_phase head = {&s.head, CUDA_LOGITS, s.x, &s.norm, s.head_bias, s.logits};
   cuda_token t = {*s.id, *s.pos, *s.seq};
   unsigned target = 0;
   int step, index, i;
@@ -2115,8 +2240,7 @@ cuda_decode_kernel(const __grid_constant__ cuda_step s) {
     __syncthreads();
     for (index = 0; index < s.layers; index++)
       cuda_step_layer(s, layer[index % 2], index, &layer[(index + 1) % 2], t, &target, shared);
-    best = cuda_product(s, layer[0], s.head, CUDA_LOGITS, s.x, &s.norm, false, s.head_bias,
-                        s.logits, t, shared);
+    best = cuda_product(s, layer[0], head, t, shared);
     __syncthreads();
     t.id = cuda_step_choose(s, t, best, &target, shared);
     t.pos++;
@@ -2134,23 +2258,19 @@ cuda_decode_kernel(const __grid_constant__ cuda_step s) {
 /* ---- What decode keeps between calls ---- */
 
 typedef struct cuda_decoder {
-  const tfm_net *net;
+  bool refused; /* it was tried, and is not possible */
+  const tfm_net *net; /* NULL: nothing is made yet */
   const tfm_kv *kv;
   const void *work;
   cuda_step step;
   size_t shared;
 } cuda_decoder;
 
-static void cuda_decoder_free(tfm_dev *d) {
-  if (cuda_of(d)->decoder) cuda_host_memory(d, cuda_of(d)->decoder, sizeof(cuda_decoder), 0);
-  cuda_of(d)->decoder = NULL;
-}
-
 typedef struct cuda_room { char *base; size_t used; } cuda_room; /* base NULL: only measures */
 
 static void *cuda_take(cuda_room *r, size_t count, size_t size) {
   char *at = r->base ? r->base + r->used : NULL;
-  r->used += cuda_align(count * size);
+  r->used += cuda_align256(count * size);
   return at;
 }
 
@@ -2240,12 +2360,10 @@ static void cuda_step_fill(cuda_step *s, const tfm_run_ahead *r) {
 /* Once for an engine: the layers go to the device. */
 static bool cuda_decoder_make(tfm_dev *d, const tfm_run_ahead *r) {
   cuda_state *s = cuda_of(d);
-  cuda_decoder *c = (cuda_decoder *)cuda_host_memory(d, NULL, 0, sizeof *c);
+  cuda_decoder *c = s->decoder;
   cuda_room room = {(char *)d->work, 0};
   int32_t i, blocks = 0;
-  if (!c) return false;
   memset(c, 0, sizeof *c);
-  s->decoder = c;
   c->net = r->net, c->kv = r->kv, c->work = d->work;
   cuda_step_lay_out(&c->step, &room, r->net, r->sampler.history_stride, s->processors);
   c->shared = cuda_larger(sizeof(cuda_choice), cuda_dots_bytes(cuda_packed(&r->net->head), 1));
@@ -2257,15 +2375,16 @@ static bool cuda_decoder_make(tfm_dev *d, const tfm_run_ahead *r) {
     cuda_put(d, (void *)(c->step.layer + i), &l, sizeof l);
   }
   cuda_step_fill(&c->step, r);
-  if (c->shared > CUDA_SHARED) return c->net = NULL, false; /* remembered as not possible */
+  c->refused = c->shared > CUDA_SHARED;
+  if (c->refused) return false;
   cuda_check(d, cudaFuncSetAttribute((const void *)cuda_decode_kernel,
                                      cudaFuncAttributeMaxDynamicSharedMemorySize, (int)c->shared),
              "cudaFuncSetAttribute");
   cuda_check(d, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, cuda_decode_kernel,
                                                               CUDA_THREADS, c->shared),
              "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  if (blocks < 1) c->net = NULL;
-  return c->net != NULL;
+  c->refused = blocks < 1;
+  return !c->refused;
 }
 
 static bool cuda_decode(tfm_dev *d, const tfm_run_ahead *r, int32_t steps) {
@@ -2274,9 +2393,8 @@ static bool cuda_decode(tfm_dev *d, const tfm_run_ahead *r, int32_t steps) {
   cudaLaunchConfig_t config = {};
   cuda_step step;
   if (!cuda_decode_knows(d, r) || !cuda_enter(d)) return false;
-  if (s->decoder && s->decoder->net && s->decoder->net != r->net) cuda_decoder_free(d);
-  if (!s->decoder && !cuda_decoder_make(d, r)) return false;
-  if (!s->decoder->net) return false;
+  if (s->decoder->net != r->net && !cuda_decoder_make(d, r)) return false;
+  if (s->decoder->refused) return false;
   step = s->decoder->step;
   step.steps = steps;
   step.ids = r->ids;
@@ -2294,15 +2412,564 @@ static bool cuda_decode(tfm_dev *d, const tfm_run_ahead *r, int32_t steps) {
   return true;
 }
 
+/* ---- layer: passes of many rows, on the tensor cores ----
+   Activations have 16 bits: BF16 where the weights do, else F16; the residual stream stays F32, as
+   cuBLASLt adds to it. Quantised weights are widened a stretch at a time. A block of attention takes
+   128 rows of one sequence and one head; each of its 8 warps keeps 16 rows of q, of the scores and
+   of the output in registers, while tiles of 64 keys and values pass through shared memory, two
+   deep. Tiles that hold several sequences, and heads of other widths, go to cuda_attn_kernel. */
+
+__device__ __forceinline__ void cuda_copy16(uint32_t to, const void *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(to), "l"(from));
+}
+
+__device__ __forceinline__ void cuda_matrices(uint32_t (&r)[4], uint32_t at, bool turned) {
+  if (turned)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
+}
+
+/* c [16, 8] += a [16, 16] b [16, 8] */
+template <bool BF>
+__device__ __forceinline__ void cuda_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+  if (BF)
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+template <bool BF> __device__ __forceinline__ uint32_t cuda_pack2(float a, float b) {
+  if (BF) {
+    __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+    return *(uint32_t *)&v;
+  } else {
+    __half2 v = __floats2half2_rn(a, b);
+    return *(uint32_t *)&v;
+  }
+}
+
+/* Where 16 bytes, number `eighth`, of a row of D values lie: turned, against bank conflicts. */
+template <int D> __device__ __forceinline__ uint32_t cuda_swizzle(int row, int eighth) {
+  return (uint32_t)(row * D * 2 + ((eighth ^ (row & 7)) * 16));
+}
+
+/* Keys and values `first` to first + 63 of a head, to shared memory; beyond `last`, the last's. */
+template <int D>
+__device__ __forceinline__ void cuda_flash_load(const cuda_attn &a, uint32_t keys, uint32_t values,
+                                                int seq, int head, int first, int last) {
+  for (int i = threadIdx.x; i < CUDA_KEYS * D / 8; i += 256) {
+    int row = i / (D / 8), eighth = i % (D / 8);
+    int64_t at = cuda_kv_at(a.kv, seq, min(first + row, last), head) + eighth * 8;
+    cuda_copy16(keys + cuda_swizzle<D>(row, eighth), (const uint16_t *)a.kv.k + at);
+    cuda_copy16(values + cuda_swizzle<D>(row, eighth), (const uint16_t *)a.kv.v + at);
+  }
+  asm volatile("cp.async.commit_group;");
+}
+
+/* s [16, 64] = q k^T of a warp. */
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_flash_scores(float (&s)[8][4], const uint32_t (&q)[D / 16][4],
+                                                  uint32_t keys) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < 8; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0;
+#pragma unroll
+  for (int k = 0; k < D / 16; k++)
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      uint32_t b[4];
+      cuda_matrices(b, keys + cuda_swizzle<D>(n * 16 + lane / 16 * 8 + lane % 8,
+                                              k * 2 + lane / 8 % 2), false);
+      cuda_mma<BF>(s[2 * n], q[k], b[0], b[1]);
+      cuda_mma<BF>(s[2 * n + 1], q[k], b[2], b[3]);
+    }
+}
+
+/* o [16, D] += p v of a warp. */
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_flash_values(float (&o)[D / 8][4], const float (&p)[8][4],
+                                                  uint32_t values) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    uint32_t a[4] = {cuda_pack2<BF>(p[2 * k][0], p[2 * k][1]),
+                     cuda_pack2<BF>(p[2 * k][2], p[2 * k][3]),
+                     cuda_pack2<BF>(p[2 * k + 1][0], p[2 * k + 1][1]),
+                     cuda_pack2<BF>(p[2 * k + 1][2], p[2 * k + 1][3])};
+#pragma unroll
+    for (int n = 0; n < D / 16; n++) {
+      uint32_t b[4];
+      cuda_matrices(b, values + cuda_swizzle<D>(k * 16 + lane / 8 % 2 * 8 + lane % 8,
+                                                n * 2 + lane / 16), true);
+      cuda_mma<BF>(o[2 * n], a, b[0], b[1]);
+      cuda_mma<BF>(o[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+/* Scores become powers of two below the rows' maxima; o and the sums are brought down to them.
+   Elements 0, 1 of four belong to the warp's row lane / 4, elements 2, 3 to the row eight below. */
+template <int D>
+__device__ __forceinline__ void cuda_flash_exp(const cuda_attn &a, float (&s)[8][4],
+                                               float (&o)[D / 8][4], float (&top)[2],
+                                               float (&sum)[2], const int (&pos)[2], int first,
+                                               bool whole) {
+  const float log2e = 1.44269504f;
+  int lane = threadIdx.x % 32, window = a.p.window > 0 ? a.p.window : INT32_MAX;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float best = top[r], by;
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+#pragma unroll
+      for (int i = 2 * r; i < 2 * r + 2; i++) {
+        int key = first + n * 8 + lane % 4 * 2 + i % 2;
+        s[n][i] = cuda_cap(s[n][i] * a.p.scale, a.p.softcap) * log2e;
+        if (!whole && (key > pos[r] || pos[r] - key >= window)) s[n][i] = -INFINITY;
+        best = fmaxf(best, s[n][i]);
+      }
+    best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
+    best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
+    by = best > -INFINITY ? exp2f(top[r] - best) : 1.0f;
+    top[r] = best;
+    sum[r] *= by;
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+#pragma unroll
+      for (int i = 2 * r; i < 2 * r + 2; i++) {
+        s[n][i] = best > -INFINITY ? exp2f(s[n][i] - best) : 0.0f;
+        sum[r] += s[n][i];
+      }
+#pragma unroll
+    for (int n = 0; n < D / 8; n++) o[n][2 * r] *= by, o[n][2 * r + 1] *= by;
+  }
+}
+
+template <int D, bool BF>
+__global__ void __launch_bounds__(256, 1) cuda_flash_kernel(cuda_attn a) {
+  extern __shared__ __align__(128) uint8_t tiles[];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = (int)blockIdx.y;
+  const int tile = (int)(gridDim.x - 1 - blockIdx.x), begin = tile * CUDA_TILE; /* long ones first */
+  const int n = min(CUDA_TILE, a.rows.n - begin), row = begin + warp * 16 + lane / 4;
+  const uint32_t base = (uint32_t)__cvta_generic_to_shared(tiles), stage = CUDA_KEYS * D * 2;
+  const int low = a.rows.pos[begin], last = a.rows.pos[begin + n - 1], seq = a.rows.seq[begin];
+  int pos[2], first, turn = 0;
+  uint32_t q[D / 16][4];
+  float o[D / 8][4], s[8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  if (!cuda_uniform(a.rows, tile)) return;
+  first = a.p.window > 0 && low >= a.p.window ? (low - a.p.window + 1) / CUDA_KEYS * CUDA_KEYS : 0;
+  for (int i = threadIdx.x; i < CUDA_TILE * D / 8; i += 256) /* q, where keys will be */
+    cuda_copy16(base + cuda_swizzle<D>(i / (D / 8), i % (D / 8)),
+                (const uint16_t *)a.q.data + (begin + min(i / (D / 8), n - 1)) * a.q.stride +
+                    head * D + i % (D / 8) * 8);
+  asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;");
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < D / 16; k++)
+    cuda_matrices(q[k], base + cuda_swizzle<D>(warp * 16 + lane % 16, k * 2 + lane / 16), false);
+#pragma unroll
+  for (int i = 0; i < D / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
+  for (int r = 0; r < 2; r++) pos[r] = row + 8 * r < begin + n ? a.rows.pos[row + 8 * r] : -1;
+  __syncthreads();
+  cuda_flash_load<D>(a, base, base + stage, seq, head / a.group, first, last);
+  for (; first <= last; first += CUDA_KEYS, turn ^= 1) {
+    uint32_t keys = base + (uint32_t)turn * 2 * stage, next = base + (uint32_t)(turn ^ 1) * 2 * stage;
+    bool whole = first + CUDA_KEYS - 1 <= low && a.p.window <= 0;
+    if (first + CUDA_KEYS <= last)
+      cuda_flash_load<D>(a, next, next + stage, seq, head / a.group, first + CUDA_KEYS, last);
+    else asm volatile("cp.async.commit_group;");
+    asm volatile("cp.async.wait_group 1;");
+    __syncthreads();
+    cuda_flash_scores<D, BF>(s, q, keys);
+    cuda_flash_exp<D>(a, s, o, top, sum, pos, first, whole);
+    cuda_flash_values<D, BF>(o, s, keys + stage);
+    __syncthreads();
+  }
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+    sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    if (row + 8 * r >= begin + n) continue;
+#pragma unroll
+    for (int i = 0; i < D / 8; i++)
+      *(uint32_t *)((uint16_t *)a.y.data + (row + 8 * r) * a.y.stride + head * D + i * 8 +
+                    lane % 4 * 2) =
+          cuda_pack2<BF>(o[i][2 * r] / sum[r], o[i][2 * r + 1] / sum[r]);
+  }
+}
+
+/* q is rotated in place, k and v go to the cache: pair i of a row's heads, q then k then v. */
+__global__ void cuda_append_kernel(tfm_mat qkv, const float *bias, tfm_rope p, tfm_kv kv,
+                                   tfm_rows rows, int heads) {
+  int i = (int)(blockIdx.y * blockDim.x + threadIdx.x), row = (int)blockIdx.x, half = kv.width / 2;
+  int head = i / half, kv_head = head - heads, seq = rows.seq[row];
+  bool is_k = kv_head < kv.heads;
+  int2 pair = make_int2(2 * (i % half), 2 * (i % half) + 1);
+  int64_t from = row * qkv.stride + head * kv.width, at;
+  float2 v;
+  if (i >= qkv.cols / 2 || seq < 0) return;
+  if (is_k) pair = cuda_pair(p, i % half);
+  v = make_float2(cuda_load(qkv.data, qkv.type, from + pair.x),
+                  cuda_load(qkv.data, qkv.type, from + pair.y));
+  if (bias) v.x += bias[head * kv.width + pair.x], v.y += bias[head * kv.width + pair.y];
+  if (is_k && i % half < p.rot / 2) v = cuda_rotate(v.x, v.y, cuda_turn(p, rows.pos[row], i % half));
+  if (kv_head < 0) {
+    cuda_store(qkv.data, qkv.type, from + pair.x, v.x);
+    cuda_store(qkv.data, qkv.type, from + pair.y, v.y);
+    return;
+  }
+  at = cuda_kv_at(kv, seq, rows.pos[row], is_k ? kv_head : kv_head - kv.heads);
+  cuda_store(is_k ? kv.k : kv.v, kv.type, at + pair.x, v.x);
+  cuda_store(is_k ? kv.k : kv.v, kv.type, at + pair.y, v.y);
+}
+
+/* Rows of a quantised weight, 16 bytes a thread, as halves. */
+__global__ void cuda_widen_kernel(__half *to, cuda_weight w, int first, int rows) {
+  int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / w.vectors;
+  int v = (int)(i % w.vectors), k;
+  uint4 q;
+  if (row >= rows) return;
+  q = ((const uint4 *)w.data)[(first + row) * w.vectors + v];
+  if (w.type == TFM_Q8_0) {
+    float f[16], scale = __half2float(w.scale[(first + row) * (w.cols / 32) + v / 2]);
+    cuda_widen<TFM_Q8_0>(f, q);
+#pragma unroll
+    for (k = 0; k < 8; k++)
+      ((__half2 *)(to + row * w.cols + v * 16))[k] =
+          __floats2half2_rn(f[2 * k] * scale, f[2 * k + 1] * scale);
+  } else {
+    __half2 h[16], scale = __half2half2(w.scale[(first + row) * (w.cols / 32) + v]);
+    cuda_widen_q4(h, q);
+#pragma unroll
+    for (k = 0; k < 16; k++)
+      ((__half2 *)(to + row * w.cols + v * 32))[k] = __hmul2(h[k], scale);
+  }
+}
+
+typedef struct cuda_product_shape { int32_t m, n, k, ldx, ldy; tfm_type in, out; bool add, bias; }
+  cuda_product_shape;
+
+typedef struct cuda_choice_of { /* cuBLASLt's kernel for a shape */
+  cuda_product_shape shape;
+  cublasLtMatmulAlgo_t algorithm;
+} cuda_choice_of;
+
+enum { CUDA_SHAPES = 128 };
+
+typedef struct cuda_lt { /* for tfm_dev.state */
+  cublasLtHandle_t handle;
+  cuda_choice_of choice[CUDA_SHAPES];
+  int choices;
+} cuda_lt;
+
+typedef struct cuda_lt_job { /* the descriptions of one product */
+  cublasLtMatmulDesc_t what;
+  cublasLtMatrixLayout_t w, x, y;
+} cuda_lt_job;
+
+static bool cuda_lt_check(tfm_dev *d, cublasStatus_t status, const char *call) {
+  if (status == CUBLAS_STATUS_SUCCESS) return true;
+  tfm_dev_fail(d, status == CUBLAS_STATUS_ALLOC_FAILED ? TFM_E_MEMORY : TFM_E_DEVICE,
+               "CUDA device %d: %s: cuBLAS status %d", (int)d->index, call, (int)status);
+  return false;
+}
+
+static cudaDataType_t cuda_data_type(tfm_type type) {
+  return type == TFM_F32 ? CUDA_R_32F : type == TFM_F16 ? CUDA_R_16F : CUDA_R_16BF;
+}
+
+/* y [m, n] = x w^T, by columns as cuBLAS has it: y^T = w x^T. */
+static bool cuda_lt_describe(tfm_dev *d, cuda_lt_job *j, const cuda_product_shape *p, int32_t ldw,
+                             const float *bias) {
+  cublasOperation_t turned = CUBLAS_OP_T;
+  cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BIAS;
+  cudaDataType_t in = cuda_data_type(p->in), out = cuda_data_type(p->out);
+  memset(j, 0, sizeof *j);
+  return cuda_lt_check(d, cublasLtMatmulDescCreate(&j->what, CUBLAS_COMPUTE_32F, CUDA_R_32F),
+                       "cublasLtMatmulDescCreate") &&
+         cuda_lt_check(d, cublasLtMatmulDescSetAttribute(j->what, CUBLASLT_MATMUL_DESC_TRANSA,
+                                                         &turned, sizeof turned), "TRANSA") &&
+         (!bias ||
+          (cuda_lt_check(d, cublasLtMatmulDescSetAttribute(j->what, CUBLASLT_MATMUL_DESC_EPILOGUE,
+                                                           &epilogue, sizeof epilogue),
+                         "EPILOGUE") &&
+           cuda_lt_check(d, cublasLtMatmulDescSetAttribute(
+                                j->what, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias),
+                         "BIAS_POINTER"))) &&
+         cuda_lt_check(d, cublasLtMatrixLayoutCreate(&j->w, in, (uint64_t)p->k, (uint64_t)p->n, ldw),
+                       "cublasLtMatrixLayoutCreate") &&
+         cuda_lt_check(d, cublasLtMatrixLayoutCreate(&j->x, in, (uint64_t)p->k, (uint64_t)p->m,
+                                                     p->ldx), "cublasLtMatrixLayoutCreate") &&
+         cuda_lt_check(d, cublasLtMatrixLayoutCreate(&j->y, out, (uint64_t)p->n, (uint64_t)p->m,
+                                                     p->ldy), "cublasLtMatrixLayoutCreate");
+}
+
+static void cuda_lt_forget(cuda_lt_job *j) {
+  if (j->y) cublasLtMatrixLayoutDestroy(j->y);
+  if (j->x) cublasLtMatrixLayoutDestroy(j->x);
+  if (j->w) cublasLtMatrixLayoutDestroy(j->w);
+  if (j->what) cublasLtMatmulDescDestroy(j->what);
+}
+
+/* Every operand lies on 16 bytes at least; unless told, cuBLASLt counts on 256. */
+static bool cuda_lt_aligned(tfm_dev *d, cublasLtMatmulPreference_t preference) {
+  static const cublasLtMatmulPreferenceAttributes_t which[4] = {
+    CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+    CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES};
+  uint32_t bytes = 16;
+  int i;
+  for (i = 0; i < 4; i++)
+    if (!cuda_lt_check(d, cublasLtMatmulPreferenceSetAttribute(preference, which[i], &bytes,
+                                                               sizeof bytes), "MIN_ALIGNMENT"))
+      return false;
+  return true;
+}
+
+/* The first that cuBLASLt proposes, remembered. */
+static bool cuda_lt_choose(tfm_dev *d, const cuda_lt_job *j, const cuda_product_shape *p,
+                           size_t space, cublasLtMatmulAlgo_t *out) {
+  cuda_lt *lt = cuda_of(d)->lt;
+  cublasLtMatmulPreference_t preference = NULL;
+  cublasLtMatmulHeuristicResult_t found;
+  int i, n = 0;
+  for (i = 0; i < lt->choices; i++)
+    if (memcmp(&lt->choice[i].shape, p, sizeof *p) == 0)
+      return *out = lt->choice[i].algorithm, true;
+  if (cuda_lt_check(d, cublasLtMatmulPreferenceCreate(&preference), "preference") &&
+      cuda_lt_check(d, cublasLtMatmulPreferenceSetAttribute(
+                           preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &space,
+                           sizeof space), "MAX_WORKSPACE_BYTES") &&
+      cuda_lt_aligned(d, preference))
+    cuda_lt_check(d, cublasLtMatmulAlgoGetHeuristic(lt->handle, j->what, j->w, j->x, j->y, j->y,
+                                                    preference, 1, &found, &n),
+                  "cublasLtMatmulAlgoGetHeuristic");
+  if (preference) cublasLtMatmulPreferenceDestroy(preference);
+  if (d->status == TFM_OK && n == 0)
+    tfm_dev_fail(d, TFM_E_DEVICE, "cuBLASLt has no kernel for a product of %d x %d x %d", p->m, p->n,
+                 p->k);
+  if (d->status != TFM_OK) return false;
+  *out = found.algo;
+  if (lt->choices < CUDA_SHAPES) {
+    lt->choice[lt->choices].shape = *p;
+    lt->choice[lt->choices++].algorithm = found.algo;
+  }
+  return true;
+}
+
+typedef struct cuda_pass { /* what a layer computes with, in tfm_dev.work */
+  tfm_mat h, qkv, up, act; /* of 16 bits */
+  tfm_type type;
+  __half *wide;            /* widened weights */
+  size_t wide_bytes;
+  void *space;             /* cuBLAS's own */
+  size_t space_bytes;
+} cuda_pass;
+
+/* y = x w^T, or y += x w^T + bias; w as it lies, of 16 bits. */
+static void cuda_lt_product(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_mat x, const void *w,
+                            int32_t ldw, const float *bias, bool add) {
+  cuda_product_shape p;
+  cublasLtMatmulAlgo_t algorithm;
+  cuda_lt_job job;
+  float one = 1, beta = add ? 1.0f : 0.0f;
+  memset(&p, 0, sizeof p);
+  p.m = y.rows, p.n = y.cols, p.k = x.cols, p.ldx = (int32_t)x.stride, p.ldy = (int32_t)y.stride;
+  p.in = x.type, p.out = y.type, p.add = add, p.bias = bias != NULL;
+  if (d->status != TFM_OK) return;
+  if (cuda_lt_describe(d, &job, &p, ldw, bias) &&
+      cuda_lt_choose(d, &job, &p, pass->space_bytes, &algorithm))
+    cuda_lt_check(d, cublasLtMatmul(cuda_of(d)->lt->handle, job.what, &one, w, job.w, x.data, job.x,
+                                    &beta, y.data, job.y, y.data, job.y, &algorithm, pass->space,
+                                    pass->space_bytes, cuda_stream(d)), "cublasLtMatmul");
+  cuda_lt_forget(&job);
+}
+
+static size_t cuda_size(tfm_type type) { return type == TFM_F32 ? 4 : 2; }
+
+static tfm_mat cuda_columns(tfm_mat m, int32_t first, int32_t cols) {
+  m.data = (char *)m.data + (size_t)first * cuda_size(m.type);
+  m.cols = cols;
+  return m;
+}
+
+/* The same for packed weights: quantised ones in stretches of rows. */
+static void cuda_gemm(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_mat x, const cuda_weight *w,
+                      const float *bias, bool add) {
+  int32_t first, n, most = (int32_t)(pass->wide_bytes / 2 / (size_t)w->cols) / 8 * 8;
+  if (!w->scale) {
+    cuda_lt_product(d, pass, y, x, w->data, cuda_values(*w), bias, add);
+    return;
+  }
+  for (first = 0; first < w->rows && d->status == TFM_OK; first += n) {
+    n = w->rows - first < most ? w->rows - first : most;
+    cuda_run(d, cuda_widen_kernel, dim3(cuda_blocks((int64_t)n * w->vectors, 256)), 256, 0,
+             pass->wide, *w, (int)first, (int)n);
+    cuda_lt_product(d, pass, cuda_columns(y, first, n), x, pass->wide, w->cols,
+                    bias ? bias + first : NULL, add);
+  }
+}
+
+static tfm_mat cuda_take_mat(cuda_room *r, tfm_type type, int32_t rows, int32_t cols) {
+  tfm_mat m;
+  m.type = type;
+  m.rows = rows;
+  m.cols = cols;
+  m.stride = (cols + 7) / 8 * 8;
+  m.data = cuda_take(r, (size_t)rows * (size_t)m.stride, cuda_size(type));
+  return m;
+}
+
+static size_t cuda_least_of(size_t a, size_t b) { return a < b ? a : b; }
+
+static cuda_pass cuda_pass_lay_out(cuda_room *r, const tfm_net *net, tfm_type type, int32_t rows) {
+  size_t inner = (size_t)(net->heads * net->head_width), c = (size_t)net->width;
+  size_t widest = (size_t)net->ffn_width * (net->gated ? 2 : 1), wide = inner > c ? inner : c;
+  cuda_pass p;
+  if (widest < inner * 3) widest = inner * 3;
+  p.type = type;
+  p.h = cuda_take_mat(r, type, rows, (int32_t)wide);
+  p.qkv = cuda_take_mat(r, type, rows, (net->heads + 2 * net->kv_heads) * net->head_width);
+  p.up = cuda_take_mat(r, type, rows, net->ffn_width * (net->gated ? 2 : 1));
+  p.act = cuda_take_mat(r, type, rows, net->ffn_width);
+  p.wide_bytes = cuda_least_of(widest * cuda_larger(wide, (size_t)net->ffn_width) * 2,
+                               (size_t)64 << 20);
+  p.wide = (__half *)cuda_take(r, p.wide_bytes, 1);
+  p.space_bytes = c < 512 ? (size_t)1 << 20 : (size_t)32 << 20;
+  p.space = cuda_take(r, p.space_bytes, 1);
+  return p;
+}
+
+/* The activations' type that all four matrices agree with; F32: this is no layer for 16 bits. */
+static tfm_type cuda_layer_type(const tfm_layer *l) {
+  const tfm_weight *w[4] = {&l->qkv, &l->out, &l->up, &l->down};
+  tfm_type type = TFM_F32;
+  int i;
+  for (i = 0; i < 4; i++) {
+    tfm_type mine = cuda_packed(w[i])->scale ? TFM_F16 : cuda_packed(w[i])->type;
+    if (i && mine != type) return TFM_F32;
+    type = mine;
+  }
+  return type;
+}
+
+static bool cuda_layer_knows(tfm_dev *d, tfm_mat x, const tfm_net *net, const tfm_layer *l,
+                             const tfm_kv *kv) {
+  const cuda_weight *w[4] = {cuda_packed(&l->qkv), cuda_packed(&l->out), cuda_packed(&l->up),
+                             cuda_packed(&l->down)};
+  int i;
+  for (i = 0; i < 4; i++)
+    if (w[i]->cols % 8 || w[i]->rows % 8) return false;
+  return d->work && cuda_of(d)->pass_at && x.rows > CUDA_COLUMNS && kv->table && !net->experts &&
+         kv->width % 2 == 0 && cuda_layer_plain(l);
+}
+
+static bool cuda_lt_open(tfm_dev *d) {
+  cuda_lt *lt = cuda_of(d)->lt;
+  return lt->handle || cuda_lt_check(d, cublasLtCreate(&lt->handle), "cublasLtCreate");
+}
+
+template <bool BF>
+static void cuda_flash_run(tfm_dev *d, const cuda_attn *a) {
+  int width = a->kv.width;
+  dim3 grid(cuda_blocks(a->rows.n, CUDA_TILE), (unsigned)a->p.heads);
+  size_t shared = (size_t)4 * CUDA_KEYS * 2 * (size_t)width;
+  cuda_run(d, width == 64 ? cuda_flash_kernel<64, BF> : cuda_flash_kernel<128, BF>, grid, 256,
+           shared, *a);
+}
+
+static void cuda_layer_attend(tfm_dev *d, cuda_attn *a) {
+  int width = a->kv.width;
+  a->tiled = (width == 64 || width == 128) && a->kv.type == a->q.type && a->rows.n >= 16;
+  if (a->tiled && a->kv.type == TFM_F16) cuda_flash_run<false>(d, a);
+  else if (a->tiled) cuda_flash_run<true>(d, a);
+  cuda_attn_run(d, a);
+}
+
+static void cuda_layer_run(tfm_dev *d, cuda_pass *p, tfm_mat x, const tfm_net *net,
+                           const tfm_layer *l, const tfm_kv *kv, const tfm_rows *rows) {
+  int32_t inner = net->heads * net->head_width;
+  tfm_mat none = {};
+  cuda_attn a = {cuda_columns(p->h, 0, inner), cuda_columns(p->qkv, 0, inner), *kv, *rows, NULL,
+                 l->attn, net->heads / net->kv_heads, false};
+  cuda_norm norm1 = {l->norm1, l->norm1_bias, net->norm}, norm2 = {l->norm2, l->norm2_bias,
+                                                                  net->norm};
+  size_t shared = sizeof(float) * (size_t)(CUDA_WARPS + net->width);
+  dim3 each((unsigned)x.rows);
+  tfm_mat h = cuda_columns(p->h, 0, net->width);
+  norm1.p.groups = norm2.p.groups = 0;
+  cuda_run(d, cuda_norm_kernel, each, CUDA_THREADS, shared, h, x, none, (float *)NULL, norm1);
+  cuda_gemm(d, p, p->qkv, h, cuda_packed(&l->qkv), NULL, false);
+  cuda_run(d, cuda_append_kernel, dim3((unsigned)x.rows, cuda_blocks(p->qkv.cols / 2, 256)), 256, 0,
+           p->qkv, l->qkv_bias, l->rope, *kv, *rows, (int)net->heads);
+  cuda_layer_attend(d, &a);
+  cuda_gemm(d, p, x, a.y, cuda_packed(&l->out), l->out_bias, true);
+  cuda_run(d, cuda_norm_kernel, each, CUDA_THREADS, shared, h, x, none, (float *)NULL, norm2);
+  cuda_gemm(d, p, p->up, h, cuda_packed(&l->up), NULL, false);
+  cuda_run(d, cuda_glu_kernel, dim3((unsigned)x.rows, cuda_blocks(p->act.cols, 256)), 256, 0,
+           p->act, p->up, l->up_bias, net->act, net->gated);
+  cuda_gemm(d, p, x, p->act, cuda_packed(&l->down), l->down_bias, true);
+}
+
+static bool cuda_layer_entry(tfm_dev *d, tfm_mat x, const tfm_net *net, int32_t index,
+                             const tfm_kv *kv, const tfm_rows *rows) {
+  const tfm_layer *l = &net->layer[index];
+  cuda_room room;
+  cuda_pass pass;
+  tfm_type type;
+  if (d->status != TFM_OK) return true; /* nothing is to be done any more */
+  if (!cuda_layer_knows(d, x, net, l, kv)) return false;
+  type = cuda_layer_type(l);
+  if (type == TFM_F32 || !cuda_enter(d) || !cuda_lt_open(d)) return false;
+  room.base = (char *)cuda_align256((size_t)d->work + cuda_of(d)->pass_at); /* cuBLAS wants that */
+  room.used = 0;
+  pass = cuda_pass_lay_out(&room, net, type, x.rows);
+  cuda_layer_run(d, &pass, x, net, l, kv, rows);
+  return true;
+}
+
+/* ---- What tfm_dev.state holds for the parts above ---- */
+
+static void cuda_parts_free(tfm_dev *d) {
+  cuda_state *s = cuda_of(d);
+  if (s->lt && s->lt->handle) cublasLtDestroy(s->lt->handle);
+  if (s->lt) cuda_host_memory(d, s->lt, sizeof *s->lt, 0);
+  if (s->decoder) cuda_host_memory(d, s->decoder, sizeof *s->decoder, 0);
+  s->lt = NULL;
+  s->decoder = NULL;
+}
+
+static bool cuda_parts_make(tfm_dev *d) {
+  cuda_state *s = cuda_of(d);
+  s->lt = (cuda_lt *)cuda_host_memory(d, NULL, 0, sizeof *s->lt);
+  s->decoder = (cuda_decoder *)cuda_host_memory(d, NULL, 0, sizeof *s->decoder);
+  if (s->lt) memset(s->lt, 0, sizeof *s->lt);
+  if (s->decoder) memset(s->decoder, 0, sizeof *s->decoder);
+  if (!s->lt || !s->decoder)
+    tfm_dev_fail(d, TFM_E_MEMORY, "out of memory for the state of a CUDA device");
+  return d->status == TFM_OK;
+}
+
 /* ---- The table ---- */
 
 static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
                               int32_t context) {
   cuda_room room = {NULL, 0};
   cuda_step step;
-  (void)rows, (void)sequences;
+  (void)sequences;
   cuda_step_lay_out(&step, &room, net, context, cuda_of(d)->processors);
-  return room.used;
+  cuda_of(d)->pass_at = room.used;
+  cuda_pass_lay_out(&room, net, TFM_F16, rows);
+  return room.used + 256;
 }
 
 static const tfm_backend cuda_table = {
@@ -2314,7 +2981,7 @@ static const tfm_backend cuda_table = {
   cuda_cast, cuda_embed, cuda_gather, cuda_norm_entry, cuda_matmul, cuda_rope,
   cuda_kv_put, cuda_attn_entry,
   cuda_glu, cuda_route, cuda_matmul_moe, cuda_combine, cuda_sample, cuda_top,
-  NULL, cuda_decode,                                    /* layer */
+  cuda_layer_entry, cuda_decode,
   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* loss matmul_dx matmul_dw epilogue_bwd
                                                            norm_bwd attn_bwd glu_bwd embed_bwd */
   NULL, NULL, NULL, NULL, NULL, NULL                    /* route_bwd combine_bwd moe_dx moe_dw sumsq

@@ -5,12 +5,22 @@
 #include "../transformer.h"
 #include "tables.h"
 
+/* The CUDA table multiplies Q4_0 in halves: sums of eight products, each rounded to 11 bits. */
+static double rounding_halves(const float *x, const float *w, int n) {
+  double squares = 0;
+  int i;
+  for (i = 0; i < n; i++) squares += (double)x[i] * (double)x[i] * (double)w[i] * (double)w[i];
+  return 6 * sqrt(squares) / 2048;
+}
+
 /* What the tuned CPU table may be off by, as it multiplies quantised weights by activations rounded
    to 8 bits: 6 deviations of a sum whose terms are off by up to half a step each. A block of 32
    values has steps of a 127th of its largest. In units of `tolerance`. */
 static double rounding(const device *t, tfm_type type, const float *x, const float *w, int n) {
   double variance = 0, top = 0, squares = 0;
   int i;
+  if (type == TFM_Q4_0 && !strcmp(t->b->name, "cuda"))
+    return rounding_halves(x, w, n) / tolerance(t->b->activation);
   if (type < TFM_Q8_0 || strcmp(t->b->name, "cpu")) return 0;
   for (i = 0; i < n; i++) {
     if (i % 32 == 0) top = squares = 0;

@@ -114,7 +114,14 @@ test-cuda: ## the tests that use a GPU, on a GPU
 	@$(MAKE) --no-print-directory CUDA=1 B=$B/cuda cuda-tests
 cuda-tests: $(CUDA_UNITS:%=$B/%)
 	@tests/run.sh $^
-cuda-check: $B/transformer_cuda.o ## compile the CUDA companion, no GPU needed
+bench-cuda: ## the benchmark on a GPU: shapes of 124M, 1B and 8B; REPEAT=3
+	@$(MAKE) --no-print-directory CUDA=1 B=$B/cuda $B/cuda/bench
+	@bench/cuda.sh $B/cuda/bench
+cuda-check: $B/transformer_cuda.o $B/cuda_host ## compile the CUDA companion and test its host side
+	$B/cuda_host
+$B/cuda_host: tests/cuda_host.c tests/cuda_standin.c $(HEADERS) $B/transformer_cuda.o | $B
+	$(CC) $(CFLAGS) $(WARN) -DTFM_USE_CUDA -o $@ $< tests/cuda_standin.c $B/transformer_cuda.o \
+	  -lm -lpthread -lstdc++
 format: ## clang-format on the lines that differ from the last commit
 	git clang-format --extensions c,h,cu,cpp
 
@@ -136,7 +143,7 @@ clean: ## remove build/
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
 
-.PHONY: all examples tests bench lib deps run test lint compat tsan fuzz cuda-check test-cuda cuda-tests format install \
+.PHONY: all examples tests bench lib deps run test lint compat tsan fuzz cuda-check test-cuda cuda-tests bench-cuda format install \
   uninstall clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:

@@ -121,7 +121,7 @@ TEST(logits_equal_transformers) {
 /* The tuned CPU table multiplies quantised weights by activations rounded to 8 bits; the CUDA table
    passes of more than a few rows by activations of the weights' 16 bits, F16 for quantised ones. */
 static const struct { tfm_type type; float cpu, cuda; } typed[] = {
-  {TFM_F32, 1e-5f, 1e-5f}, {TFM_F16, 1e-5f, 3e-3f}, {TFM_BF16, 1e-5f, 2e-2f},
+  {TFM_F32, 1e-5f, 1e-5f}, {TFM_F16, 1e-5f, 3e-3f}, {TFM_BF16, 1e-5f, 4e-2f},
   {TFM_Q8_0, 2e-2f, 3e-3f}, {TFM_Q4_0, 2e-2f, 3e-3f}};
 
 /* NULL where the table is not there, or the rows do not fill the type's blocks. */

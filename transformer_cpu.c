@@ -51,6 +51,11 @@ enum {
   CPU_WIDTH = 256,        /* widest head of attention here */
   CPU_QUERIES = 64,       /* query heads that share a tile of keys */
   CPU_TILE_BYTES = 2 * CPU_WIDTH * CPU_ROWS * 4, /* keys and values of a tile, for each thread */
+  CPU_DEPTH = 512,        /* training: terms of a sum that are added in registers, */
+  CPU_PANELS = 8,         /* panels of a product that are packed together, */
+  CPU_BLOCK = 264,        /* rows whose sums are kept meanwhile, */
+  CPU_TURNED = 1 << 15,   /* floats of a matrix that are transposed at a time, */
+  CPU_TRAIN_BYTES = 4 * (CPU_PANELS * CPU_ROWS * (CPU_DEPTH + CPU_BLOCK) + CPU_TURNED), /* of all */
   CPU_HUGE = 4 << 20      /* bytes from which memory is worth huge pages */
 };
 
@@ -136,7 +141,7 @@ static int32_t cpu_quantised_rows(int32_t rows, int32_t cols) {
   return most < 1 ? 1 : most < (size_t)rows ? (int32_t)most : rows;
 }
 
-/* tfm_dev.work: a tile for each thread, then quantised activations. */
+/* tfm_dev.work: a tile for each thread, then quantised activations, or what training packs. */
 static uint8_t *cpu_quantised_at(const tfm_dev *d) {
   return (uint8_t *)d->work + (size_t)d->threads * CPU_TILE_BYTES;
 }
@@ -154,6 +159,8 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
     bytes = (size_t)cpu_quantised_rows(slots, cols[i]) * cpu_quantised_bytes(cols[i]);
     if (bytes > most) most = bytes;
   }
+  if (net->embed.roles & TFM_ROLE_GRADIENT && most < (size_t)d->threads * CPU_TRAIN_BYTES)
+    most = (size_t)d->threads * CPU_TRAIN_BYTES;
   return (size_t)d->threads * CPU_TILE_BYTES + most;
 }
 
@@ -189,7 +196,7 @@ static const struct cpu_layout {
   {0, 0, 0, 0, 0, false}, {1, 0, 4, 1, 0, false}, {1, 0, 2, 1, 0, false}, {1, 0, 2, 1, 0, true},
   {32, 2, 4, 8, 0x80, false}, {32, 2, 4, 4, 0, false},
   {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false},
-  {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}};
+  {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {1, 0, 1, 1, 0, false}, {1, 0, 1, 1, 0, false}};
 
 typedef struct cpu_stripe { /* consecutive rows in one type */
   const uint8_t *data;
@@ -214,10 +221,21 @@ static size_t cpu_span(tfm_type type, int64_t n) {
 
 static int32_t cpu_panels(int32_t rows) { return (rows + CPU_ROWS - 1) / CPU_ROWS; }
 
-static bool cpu_in_panels(const tfm_weight_source *s) { return s->roles != TFM_ROLE_GATHER; }
-
 static tfm_type cpu_type_of(const tfm_weight_source *s, const tfm_part *p) {
   return s->type == TFM_TYPE_DEFAULT ? p->type : s->type;
+}
+
+/* A matrix that learns stays as adamw leaves it: products pack it as they go. */
+static bool cpu_learns(const tfm_weight_source *s) {
+  bool learns = s->roles & TFM_ROLE_GRADIENT && s->stable && !s->transposed;
+  int32_t i;
+  for (i = 0; i < s->part_count; i++)
+    learns = learns && s->parts[i].type == TFM_F32 && cpu_type_of(s, &s->parts[i]) == TFM_F32;
+  return learns;
+}
+
+static bool cpu_in_panels(const tfm_weight_source *s) {
+  return s->roles != TFM_ROLE_GATHER && !cpu_learns(s);
 }
 
 /* Bytes of our own memory that a part takes. */
@@ -228,10 +246,20 @@ static size_t cpu_part_bytes(const tfm_weight_source *s, const tfm_part *p) {
   return in_place ? 0 : cpu_align((size_t)rows * cpu_span(type, s->cols));
 }
 
+/* Types that the reference knows and these kernels do not: F8 is converted from, only. */
+static bool cpu_declines(const tfm_weight_source *s, const tfm_part *p) {
+  return cpu_layouts[p->type].unit == 0 || cpu_layouts[cpu_type_of(s, p)].unit < 2;
+}
+
 static tfm_pack_size cpu_pack_size(tfm_dev *d, const tfm_weight_source *s) {
   tfm_pack_size size = {0, 0}, failed = {0, 0};
   int32_t i;
   tfm_backend_ref()->pack_size(d, s); /* it knows what cannot be packed, and says so */
+  for (i = 0; i < s->part_count && d->status == TFM_OK; i++)
+    if (cpu_declines(s, &s->parts[i]))
+      tfm_dev_fail(d, TFM_E_UNSUPPORTED, "device cpu has no kernels for %s; choose device ref",
+                   tfm_type_name(cpu_layouts[s->parts[i].type].unit == 0
+                                     ? s->parts[i].type : cpu_type_of(s, &s->parts[i])));
   if (d->status != TFM_OK) return failed;
   size.host_bytes = cpu_align(sizeof(cpu_weight) + (size_t)s->part_count * sizeof(cpu_stripe));
   for (i = 0; i < s->part_count; i++) size.device_bytes += cpu_part_bytes(s, &s->parts[i]);
@@ -484,6 +512,39 @@ static void cpu_top(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, i
   tfm_backend_ref()->top(d, ids, logprobs, logits, k);
 }
 
+static void cpu_embed_bwd(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_mat dy,
+                          const tfm_rows *rows, float scale) {
+  tfm_backend_ref()->embed_bwd(d, dtable, dpositions, dy, rows, scale);
+}
+
+static void cpu_moe_bias(tfm_dev *d, tfm_mat y, tfm_mat x, const float *bias,
+                         const tfm_routing *r, tfm_act act) {
+  tfm_backend_ref()->moe_bias(d, y, x, bias, r, act);
+}
+
+static void cpu_add_gated(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat gate) {
+  tfm_backend_ref()->add_gated(d, y, x, gate);
+}
+
+static void cpu_moe_bias_bwd(tfm_dev *d, float *db, tfm_mat dy, const tfm_routing *r) {
+  tfm_backend_ref()->moe_bias_bwd(d, db, dy, r);
+}
+
+static void cpu_add_gated_bwd(tfm_dev *d, tfm_mat dx, tfm_mat dgate, tfm_mat dy, tfm_mat x,
+                              tfm_mat gate) {
+  tfm_backend_ref()->add_gated_bwd(d, dx, dgate, dy, x, gate);
+}
+
+static void cpu_route_bwd(tfm_dev *d, tfm_mat dlogits, const float *dweight, const tfm_routing *r,
+                          const tfm_moe *p, float balance, float *balance_loss) {
+  tfm_backend_ref()->route_bwd(d, dlogits, dweight, r, p, balance, balance_loss);
+}
+
+static void cpu_combine_bwd(tfm_dev *d, tfm_mat dx, float *dweight, tfm_mat dy, tfm_mat x,
+                            const tfm_routing *r) {
+  tfm_backend_ref()->combine_bwd(d, dx, dweight, dy, x, r);
+}
+
 /* ---- The product: what all instruction sets share ---- */
 
 typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. first + rows - 1 */
@@ -560,6 +621,7 @@ typedef struct cpu_attn_job {
   int32_t group;       /* query heads per kv head */
   int32_t tile, tiles; /* rows in an item, items per kv head */
   float *work;         /* of all threads */
+  float *lse;          /* [T, H], or NULL */
 } cpu_attn_job;
 
 typedef struct cpu_run { /* rows of one sequence, at consecutive positions */
@@ -584,12 +646,154 @@ static int32_t cpu_first_key(const tfm_attn *p, int32_t pos) {
   return p->window > 0 && pos >= p->window ? pos - p->window + 1 : 0;
 }
 
-/* Bytes from the start of the cache to the vector of (seq, pos, kv head). */
-static size_t cpu_kv_at(const tfm_kv *kv, int32_t seq, int32_t pos, int32_t head) {
-  int64_t page = kv->table[(int64_t)seq * kv->max_pages + pos / kv->page_tokens];
-  int64_t row = (page * kv->heads + head) * kv->page_tokens + pos % kv->page_tokens;
-  return cpu_span(kv->type, row * kv->width);
+/* The key, or the value, of the run's head at a position. */
+static const uint8_t *cpu_kv_at(const tfm_kv *kv, const cpu_run *run, int32_t pos, bool value) {
+  int64_t page, row;
+  if (!kv->table) /* rows of this very call */
+    return (const uint8_t *)(cpu_row(value ? kv->value_rows : kv->key_rows,
+                                     run->row + (int64_t)pos - run->pos) + run->head * kv->width);
+  page = kv->table[(int64_t)run->seq * kv->max_pages + pos / kv->page_tokens];
+  row = (page * kv->heads + run->head) * kv->page_tokens + pos % kv->page_tokens;
+  return (const uint8_t *)(value ? kv->v : kv->k) + cpu_span(kv->type, row * kv->width);
 }
+
+static tfm_type cpu_kv_type(const tfm_kv *kv) { return kv->table ? kv->type : TFM_F32; }
+
+/* Every sequence lies in one piece, from position 0 on, and nothing is padding. */
+static bool cpu_rows_are_whole(const tfm_rows *rows) {
+  int32_t i;
+  for (i = 0; i < rows->n; i++) {
+    bool next = i > 0 && rows->seq[i] == rows->seq[i - 1] && rows->pos[i] == rows->pos[i - 1] + 1;
+    if (rows->seq[i] < 0 || (rows->pos[i] != 0 && !next)) return false;
+  }
+  return true;
+}
+
+/* ---- Training: what all instruction sets share ---- */
+
+typedef enum cpu_form { CPU_FORWARD, CPU_DX, CPU_DW } cpu_form;
+
+/* c = finish(a b), [rows, cols], a sum over `depth` terms.
+     forward  y = epilogue(x W^T)     a: rows of x      b: rows of W, transposed
+     dx       dx = before(... dy W)   a: rows of dy     b: rows of W
+     dw       dw += dy^T x            a: columns of dy  b: rows of x */
+typedef struct cpu_gemm {
+  cpu_form form;
+  tfm_dev *d;
+  tfm_mat c, a, b;       /* b: of dw */
+  const tfm_weight *w;   /* of the others */
+  const tfm_epilogue *e; /* NULL: none */
+  float beta;            /* of dx */
+  int32_t rows, cols, depth;
+  /* Of one expert: the slots that are rows of y and dy, and how many share a row of x, dx. */
+  const int32_t *slots;  /* NULL: a plain matrix */
+  int32_t sharing;
+  int64_t first;         /* row of the weight that is the matrix's first */
+  int32_t pairs, chunk;  /* of panels, in cols; rows of an item */
+  uint8_t *work;
+} cpu_gemm;
+
+static int32_t cpu_slot(const cpu_gemm *t, int32_t i) { return t->slots ? t->slots[i] : i; }
+static int32_t cpu_from(const cpu_gemm *t, int32_t i) {
+  return t->slots ? t->slots[i] / t->sharing : i;
+}
+
+static const float *cpu_gemm_a(const cpu_gemm *t, int32_t i) {
+  return cpu_row(t->a, t->form == CPU_FORWARD ? cpu_from(t, i) : cpu_slot(t, i));
+}
+
+static int32_t cpu_gemm_c(const cpu_gemm *t, int32_t i) { /* which row */
+  return t->form == CPU_FORWARD ? cpu_slot(t, i) : t->form == CPU_DX ? cpu_from(t, i) : i;
+}
+
+/* Rows of c in an item, a multiple of those of a tile: what takes the busiest thread least, where
+   16 rows' time goes into packing a panel. */
+static int32_t cpu_gemm_chunk(int32_t rows, int32_t pairs, int32_t threads) {
+  int64_t least = INT64_MAX;
+  int32_t chunks, best = rows;
+  for (chunks = 1; chunks <= 64 && chunks * CPU_TILE < rows + CPU_TILE; chunks++) {
+    int32_t each = ((rows + chunks - 1) / chunks + CPU_TILE - 1) / CPU_TILE * CPU_TILE;
+    int64_t share = ((int64_t)chunks * pairs + threads - 1) / threads, time = share * (each + 16);
+    if (time < least) least = time, best = each;
+  }
+  return best;
+}
+
+/* Row `row` of a weight from column col on, where it lies as floats in rows; else NULL. */
+static const float *cpu_weight_floats(const tfm_weight *w, int64_t row, int32_t col) {
+  const cpu_stripe *s = cpu_weight_of(w)->stripe;
+  while (row >= s->first + s->rows) s++;
+  if (s->panels || s->type != TFM_F32) return NULL;
+  return (const float *)(const void *)(s->data + (size_t)(row - s->first) * s->row_bytes) + col;
+}
+
+/* Row k of b from column col on, where it lies as floats; else NULL. */
+static const float *cpu_gemm_b(const cpu_gemm *t, int32_t k, int32_t col) {
+  if (t->form == CPU_DW) return cpu_row(t->b, cpu_from(t, k)) + col;
+  return cpu_weight_floats(t->w, t->first + k, col);
+}
+
+/* The same where W is not in floats: n columns, 32 at most. */
+static void cpu_gemm_piece(const cpu_gemm *t, float *piece, int32_t k, int32_t col, int32_t n) {
+  const cpu_stripe *s = cpu_weight_of(t->w)->stripe;
+  while (t->first + k >= s->first + s->rows) s++;
+  cpu_stripe_piece(t->d, piece, s, t->first + k - s->first, col, n);
+}
+
+typedef struct cpu_sums_job { /* of a matrix's columns */
+  float *sums;
+  tfm_mat x;
+} cpu_sums_job;
+
+static void cpu_column_sums(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_sums_job *t = (const cpu_sums_job *)context;
+  int32_t row, i;
+  (void)worker;
+  for (row = 0; row < t->x.rows; row++) {
+    const float *x = cpu_row(t->x, row);
+    for (i = begin; i < end; i++) t->sums[i] += x[i];
+  }
+}
+
+typedef struct cpu_slope_job { /* of elementwise backward entries */
+  tfm_mat dx, dy, gate_up;
+  const tfm_epilogue *e;
+  tfm_act act;
+} cpu_slope_job;
+
+typedef struct cpu_norm_job {
+  tfm_mat dx, dy, x, residual;
+  const float *w, *stats;
+  float *dw, *db;
+  const tfm_norm *p;
+  int32_t groups;
+} cpu_norm_job;
+
+typedef struct cpu_loss_job {
+  float *losses, *hits;
+  tfm_mat logits;
+  const int32_t *target;
+  const float *weight;
+  float scale;
+} cpu_loss_job;
+
+enum { CPU_SHARE = 1 << 15 }; /* floats of an arena in an item */
+
+typedef struct cpu_arena_job {
+  float *w, *m, *v;
+  const float *g;
+  float factor, fix1, fix2; /* of the gradient: clipping; of m and v: bias correction */
+  int64_t n;
+  double *sums;             /* of the shares that are added up together */
+  const tfm_adamw *p;
+} cpu_arena_job;
+
+typedef struct cpu_attn_bwd_job {
+  cpu_attn_job attn;
+  tfm_mat dq, dk, dv, dy;
+  int32_t sequences;
+  uint8_t *work;
+} cpu_attn_bwd_job;
 
 /* ---- The instruction sets ---- */
 
@@ -665,29 +869,29 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
 
 /* ---- The tables ---- */
 
-#define CPU_TABLE(matmul, matmul_moe, attn)                                                       \
+#define CPU_TABLE(of)                                                                             \
   {                                                                                               \
     TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1,                                                  \
     cpu_open, cpu_close, cpu_sync, cpu_alloc, cpu_release,                                        \
     cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */    \
     cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,                               \
     cpu_pack_size, cpu_pack, cpu_unpack,                                                          \
-    cpu_cast, cpu_embed, cpu_gather, cpu_norm, matmul, cpu_rope, cpu_kv_put,                      \
-    attn, cpu_glu, cpu_route, matmul_moe, cpu_combine, cpu_sample, cpu_top,                       \
-    NULL, NULL,                                     /* layer decode */                            \
-    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, /* loss matmul_dx matmul_dw epilogue_bwd      \
-                                                       norm_bwd attn_bwd glu_bwd embed_bwd */     \
-    NULL, NULL, NULL, NULL, NULL, NULL              /* route_bwd combine_bwd moe_dx moe_dw sumsq  \
-                                                       adamw */                                   \
+    cpu_cast, cpu_embed, cpu_gather, cpu_norm, of(matmul), cpu_rope, cpu_kv_put,                  \
+    of(attn), cpu_glu, cpu_route, of(matmul_moe), cpu_combine, cpu_sample, cpu_top,               \
+    NULL, NULL, /* layer decode */                                                                \
+    of(loss), of(matmul_dx), of(matmul_dw), of(epilogue_bwd), of(norm_bwd), of(attn_bwd),         \
+    of(glu_bwd), cpu_embed_bwd, cpu_route_bwd, cpu_combine_bwd, of(moe_dx), of(moe_dw),           \
+    of(sumsq), of(adamw), cpu_moe_bias, cpu_add_gated, cpu_moe_bias_bwd, cpu_add_gated_bwd        \
   }
+#define CPU_NONE(name) NULL
+#define CPU_AVX2(name) cpu_##name##_avx2
+#define CPU_AVX512(name) cpu_##name##_avx512
 
-static const tfm_backend cpu_table_none = CPU_TABLE(NULL, NULL, NULL); /* incomplete: passed over */
+static const tfm_backend cpu_table_none = CPU_TABLE(CPU_NONE); /* incomplete: passed over */
 
 #if defined(CPU_X86)
-static const tfm_backend cpu_table_avx2 = CPU_TABLE(cpu_matmul_avx2, cpu_matmul_moe_avx2,
-                                                       cpu_attn_avx2);
-static const tfm_backend cpu_table_avx512 = CPU_TABLE(cpu_matmul_avx512, cpu_matmul_moe_avx512,
-                                                         cpu_attn_avx512);
+static const tfm_backend cpu_table_avx2 = CPU_TABLE(CPU_AVX2);
+static const tfm_backend cpu_table_avx512 = CPU_TABLE(CPU_AVX512);
 
 const tfm_backend *tfm_backend_cpu(void) {
   cpu_features f = cpu_detect();
@@ -734,6 +938,11 @@ CPU_INLINE V(vec) V(all)(float x) { return _mm512_set1_ps(x); }
 CPU_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm512_add_ps(a, b); }
 CPU_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return _mm512_mul_ps(a, b); }
 CPU_INLINE V(vec) V(div)(V(vec) a, V(vec) b) { return _mm512_div_ps(a, b); }
+CPU_INLINE V(vec) V(sqrt)(V(vec) a) { return _mm512_sqrt_ps(a); }
+CPU_INLINE V(vec) V(positive)(V(vec) a) { /* 1 where a is, else 0 */
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ),
+                             _mm512_set1_ps(1.0f));
+}
 CPU_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm512_fmadd_ps(a, b, c); }
 /* of a NaN and b: b */
 CPU_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm512_max_ps(a, b); }
@@ -806,6 +1015,10 @@ CPU_INLINE V(vec) V(all)(float x) { return _mm256_set1_ps(x); }
 CPU_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm256_add_ps(a, b); }
 CPU_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return _mm256_mul_ps(a, b); }
 CPU_INLINE V(vec) V(div)(V(vec) a, V(vec) b) { return _mm256_div_ps(a, b); }
+CPU_INLINE V(vec) V(sqrt)(V(vec) a) { return _mm256_sqrt_ps(a); }
+CPU_INLINE V(vec) V(positive)(V(vec) a) {
+  return _mm256_and_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GT_OQ), _mm256_set1_ps(1.0f));
+}
 CPU_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm256_fmadd_ps(a, b, c); }
 CPU_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm256_max_ps(a, b); }
 CPU_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return _mm256_min_ps(a, b); }
@@ -1192,16 +1405,23 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
   }
 }
 
+static void V(matmul_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                           const tfm_epilogue *e);
+static void V(matmul_moe_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                               const tfm_routing *r, bool spread);
+
 static void V(matmul)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                       const tfm_epilogue *e) {
   cpu_product t = {y, x, w, e, NULL, false, 0, 0, NULL, 0};
-  V(product)(d, &t);
+  if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
+  else V(matmul_rows)(d, y, x, w, e);
 }
 
 static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                           const tfm_routing *r, bool spread) {
   cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0};
-  V(product)(d, &t);
+  if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
+  else V(matmul_moe_rows)(d, y, x, w, r, spread);
 }
 
 /* ---- attn ----
@@ -1227,8 +1447,8 @@ static void V(widen)(float *to, const uint8_t *from, tfm_type type, int32_t n) {
   memcpy(to + i, rest, (size_t)(n - i) * sizeof *to);
 }
 
-/* to[32 * i + j] = row[j][i], i, j < 8 */
-static void V(transpose)(float *to, const float *const *row) {
+/* to[stride * i + j] = row[j][i], i, j < 8 */
+CPU_INLINE void V(transpose)(float *to, int32_t stride, const float *const *row) {
   __m256 a[8], b[8];
   int i;
   for (i = 0; i < 8; i += 2) {
@@ -1243,40 +1463,39 @@ static void V(transpose)(float *to, const float *const *row) {
     b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
   }
   for (i = 0; i < 4; i++) {
-    _mm256_storeu_ps(to + CPU_ROWS * i, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
-    _mm256_storeu_ps(to + CPU_ROWS * (i + 4), _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+    _mm256_storeu_ps(to + stride * i, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+    _mm256_storeu_ps(to + stride * (i + 4), _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
   }
 }
 
-/* A panel of keys [width][32], whose places outside first .. end-1 are 0. rows: as much memory. */
+/* A panel of keys, or values, [width][32], whose places outside first .. end-1 are 0. rows: as much
+   memory. */
 static void V(pack_keys)(float *panel, float *rows, const cpu_attn_job *t, const cpu_run *run,
-                         int32_t base, int32_t first, int32_t end) {
+                         int32_t base, int32_t first, int32_t end, bool value) {
   const int32_t width = t->kv->width, stride = (width + 7) / 8 * 8;
   const float *row[8];
   int32_t i, j, k;
   memset(rows, 0, (size_t)(CPU_ROWS * stride) * sizeof *rows);
   for (i = first; i < end; i++)
-    V(widen)(rows + i * stride, (const uint8_t *)t->kv->k + cpu_kv_at(t->kv, run->seq, base + i,
-                                                                      run->head),
-             t->kv->type, width);
+    V(widen)(rows + i * stride, cpu_kv_at(t->kv, run, base + i, value), cpu_kv_type(t->kv), width);
   for (i = 0; i < CPU_ROWS; i += 8)
     for (k = 0; k < stride; k += 8) {
       for (j = 0; j < 8; j++) row[j] = rows + (i + j) * stride + k;
-      V(transpose)(panel + CPU_ROWS * k + i, row);
+      V(transpose)(panel + CPU_ROWS * k + i, CPU_ROWS, row);
     }
 }
 
-/* Panels of values, 32 columns each: [32][32]. */
+/* Panels of values, or keys, 32 columns each: [32][32]. */
 static void V(pack_values)(float *panel, const cpu_attn_job *t, const cpu_run *run, int32_t base,
-                           int32_t first, int32_t end) {
+                           int32_t first, int32_t end, bool value) {
   const int32_t width = t->kv->width;
   int32_t i, col;
   memset(panel, 0, (size_t)(cpu_panels(width) * CPU_ROWS * CPU_ROWS) * sizeof *panel);
   for (i = first; i < end; i++) {
-    size_t at = cpu_kv_at(t->kv, run->seq, base + i, run->head);
+    const uint8_t *from = cpu_kv_at(t->kv, run, base + i, value);
+    tfm_type type = cpu_kv_type(t->kv);
     for (col = 0; col < width; col += CPU_ROWS)
-      V(widen)(panel + (col + i) * CPU_ROWS,
-               (const uint8_t *)t->kv->v + at + cpu_span(t->kv->type, col), t->kv->type,
+      V(widen)(panel + (col + i) * CPU_ROWS, from + cpu_span(type, col), type,
                cpu_min(CPU_ROWS, width - col));
   }
 }
@@ -1367,13 +1586,18 @@ static void V(attn_run)(const cpu_attn_job *t, const cpu_run *run, float *keys) 
   }
   for (base = first / CPU_ROWS * CPU_ROWS; base <= last; base += CPU_ROWS) {
     int32_t begin = first > base ? first - base : 0, end = cpu_min(CPU_ROWS, last + 1 - base);
-    V(pack_keys)(keys, values, t, run, base, begin, end);
-    V(pack_values)(values, t, run, base, begin, end);
+    V(pack_keys)(keys, values, t, run, base, begin, end, false);
+    V(pack_values)(values, t, run, base, begin, end, true);
     for (i = 0; i < queries && query[i].last < base;) i++;
     while (i < queries) i += V(attn_tile)(t, query + i, queries - i, base, keys, values);
   }
-  for (i = 0; i < queries; i++)
+  for (i = 0; i < queries; i++) {
+    int32_t head = run->head * t->group + i % t->group;
     for (j = 0; j < width; j++) query[i].y[j] /= query[i].sum;
+    if (t->lse)
+      t->lse[(int64_t)(run->row + i / t->group) * t->p->heads + head] =
+          query[i].max + logf(query[i].sum);
+  }
 }
 
 /* Items are (kv head, some rows), rows running fastest. */
@@ -1391,19 +1615,791 @@ static void V(attn_items)(void *context, int32_t begin, int32_t end, int32_t wor
   }
 }
 
-/* What only training and debugging ask for, and odd shapes, are left to the reference. */
+/* What debugging asks for, dropout, and odd shapes are left to the reference. */
+static bool V(attn_declines)(const cpu_attn_job *t) {
+  return t->p->probs || t->p->dropout.rate > 0 || t->kv->width > CPU_WIDTH ||
+         t->group > CPU_QUERIES || cpu_layouts[cpu_kv_type(t->kv)].scale ||
+         (!t->kv->table && !cpu_rows_are_whole(t->rows));
+}
+
 static void V(attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tfm_rows *rows,
                     float *lse, const tfm_attn *p) {
-  cpu_attn_job t = {y, q, kv, rows, p, p->heads / kv->heads, 1, 0,
-                    (float *)d->work};
-  if (lse || p->probs || p->dropout.rate > 0 || !kv->table || kv->width > CPU_WIDTH ||
-      t.group > CPU_QUERIES || cpu_layouts[kv->type].scale) {
+  cpu_attn_job t = {y, q, kv, rows, p, p->heads / kv->heads, 1, 0, (float *)d->work, lse};
+  if (V(attn_declines)(&t)) {
     tfm_backend_ref()->attn(d, y, q, kv, rows, lse, p);
     return;
   }
   t.tile = CPU_QUERIES / t.group;
   t.tiles = (rows->n + t.tile - 1) / t.tile;
   tfm_parallel_for(d, kv->heads * t.tiles, 1, V(attn_items), &t);
+}
+
+/* ---- Training: products ----
+   All three are one: panels of b are packed, 256 columns and 512 terms at a time, and multiplied by
+   rows of a with the tiles of matmul. Sums of a block of rows wait beside them for the next terms.
+   So an element's sum has the same order whatever the tile, the chunk or the thread. */
+
+/* 8 rows at a time become columns 8 wide: to[k * stride + i] = row[i][k], i < 8, k < n. */
+static void V(turn)(float *to, int32_t stride, const float *const *row, int32_t n) {
+  const float *at[8];
+  int32_t k, i;
+  for (k = 0; k + 8 <= n; k += 8) {
+    for (i = 0; i < 8; i++) at[i] = row[i] + k;
+    V(transpose)(to + (int64_t)k * stride, stride, at);
+  }
+  for (; k < n; k++)
+    for (i = 0; i < 8; i++) to[(int64_t)k * stride + i] = row[i][k];
+}
+
+/* A panel of W's rows n .. n + 31, terms k .. k + depth - 1; rows that W lacks repeat its last. */
+static void V(pack_across)(const cpu_gemm *t, float *panel, int32_t n, int32_t k, int32_t depth) {
+  const float *row[8];
+  int32_t i, j;
+  for (i = 0; i < CPU_ROWS; i += 8) {
+    for (j = 0; j < 8; j++)
+      row[j] = cpu_weight_floats(t->w, t->first + cpu_min(n + i + j, t->cols - 1), k);
+    V(turn)(panel + i, CPU_ROWS, row, depth);
+  }
+}
+
+/* to[i * stride + j] = a[k + j, row + i]: columns row .. row + n - 1 of dy become rows. */
+static void V(turn_a)(const cpu_gemm *t, float *to, int32_t stride, int32_t row, int32_t n,
+                      int32_t k, int32_t depth) {
+  const float *from[8];
+  int32_t i, j;
+  for (j = 0; j + 8 <= depth; j += 8) {
+    for (i = 0; i < 8; i++) from[i] = cpu_gemm_a(t, k + j + i) + row;
+    V(turn)(to + j, stride, from, n);
+  }
+  for (; j < depth; j++)
+    for (i = 0; i < n; i++) to[(int64_t)i * stride + j] = cpu_gemm_a(t, k + j)[row + i];
+}
+
+/* d[i] = act'(v[i]) */
+CPU_INLINE V(vec) V(slope)(V(vec) v, tfm_act act) {
+  V(vec) one = V(all)(1.0f), s, rest;
+  switch (act) {
+    case TFM_ACT_NONE: break;
+    case TFM_ACT_GELU: { /* the normal distribution's integral, and x times its density */
+      float x[CPU_LANES], e[CPU_LANES];
+      int i;
+      V(store)(x, v);
+      V(store)(e, V(exp)(V(mul)(V(mul)(v, v), V(all)(-0.5f))));
+      for (i = 0; i < CPU_LANES; i++)
+        x[i] = 0.5f * (1.0f + erff(x[i] * 0.70710678f)) + x[i] * 0.39894228f * e[i];
+      return V(load)(x);
+    }
+    case TFM_ACT_GELU_TANH: { /* x s(2u), s the logistic function: s + x s (1 - s) 2u' */
+      V(vec) square = V(mul)(v, v);
+      V(vec) cubic = V(fma)(square, V(all)(0.044715f), one);
+      s = V(sigmoid)(V(mul)(V(mul)(v, cubic), V(all)(2 * 0.79788456f)));
+      rest = V(mul)(V(mul)(v, s), V(fma)(s, V(all)(-1.0f), one));
+      cubic = V(fma)(square, V(all)(0.134145f * 1.59576912f), V(all)(1.59576912f));
+      return V(fma)(rest, cubic, s);
+    }
+    case TFM_ACT_SILU:
+      s = V(sigmoid)(v);
+      return V(fma)(V(mul)(v, s), V(fma)(s, V(all)(-1.0f), one), s);
+    case TFM_ACT_RELU: return V(positive)(v);
+  }
+  return one;
+}
+
+/* The cap of logits and dropout, lane by lane: slope times their derivative. */
+static V(vec) V(rare_slope)(V(vec) slope, V(vec) aux, int32_t n, const tfm_epilogue *e, int32_t row,
+                            int32_t col) {
+  float x[CPU_LANES], value[CPU_LANES];
+  int32_t i;
+  V(store)(x, slope);
+  V(store)(value, V(act)(aux, e->act));
+  for (i = 0; i < n && e->softcap != 0 && e->aux.data; i++) {
+    float cap = tanhf(value[i] / e->softcap);
+    x[i] *= 1.0f - cap * cap;
+  }
+  for (i = 0; i < n && e->dropout.rate > 0; i++) x[i] *= cpu_dropout(&e->dropout, row, col + i);
+  return V(load)(x);
+}
+
+/* dx = dy through the epilogue, n columns; may be in place. */
+static void V(epilogue_slope)(float *dx, const float *dy, int32_t n, const tfm_epilogue *e,
+                              int32_t row, int32_t col) {
+  const float *aux = e->aux.data ? cpu_row(e->aux, row) + col : NULL;
+  V(vec) slope, v = V(all)(0.0f);
+  int32_t j;
+  for (j = 0; j < n; j += CPU_LANES) {
+    if (aux) v = V(load_some)(aux + j, n - j);
+    slope = aux ? V(slope)(v, e->act) : V(all)(1.0f);
+    if (e->softcap != 0 || e->dropout.rate > 0)
+      slope = V(rare_slope)(slope, v, cpu_min(CPU_LANES, n - j), e, row, col + j);
+    V(store_some)(dx + j, V(mul)(slope, V(load_some)(dy + j, n - j)), n - j);
+  }
+}
+
+/* n whole sums of a row of c, from column col on. */
+static void V(finish)(const cpu_gemm *t, int32_t row, int32_t col, const float *v, int32_t n) {
+  float *c = cpu_row(t->c, row) + col;
+  int32_t j;
+  if (t->form == CPU_FORWARD) {
+    if (t->e) V(epilogue)(c, v, n, t->e, row, col);
+    else memcpy(c, v, (size_t)n * sizeof *c);
+    return;
+  }
+  if (t->form == CPU_DX && t->beta == 0) memcpy(c, v, (size_t)n * sizeof *c);
+  else
+    for (j = 0; j < n; j += CPU_LANES)
+      V(store_some)(c + j, V(add)(V(load_some)(c + j, n - j), V(load)(v + j)), n - j);
+  if (t->e) V(epilogue_slope)(c, c, n, t->e, row, col);
+}
+
+typedef struct V(gemm_part) { /* of an item: rows and columns whose sums wait together */
+  int32_t row, rows, col, panels;
+  int32_t k, depth;         /* the terms at hand */
+  float *b, *sums, *turned; /* [panels][depth][32], [panels / 4][rows][128], [some][depth + 16] */
+} V(gemm_part);
+
+/* The sums of a row, in panels from `panel` on. */
+CPU_INLINE float *V(sums_at)(const V(gemm_part) *p, int32_t row, int32_t panel) {
+  const int32_t abreast = CPU_OUT / CPU_ROWS;
+  return p->sums + ((int64_t)(panel / abreast) * p->rows + row) * CPU_OUT +
+         panel % abreast * CPU_ROWS;
+}
+
+/* Row i of the packed panels: n columns of b's row, of which 32 belong to each. */
+static void V(pack_row)(const V(gemm_part) *p, const float *from, int32_t i, int32_t n) {
+  const int64_t bytes = (int64_t)p->depth * CPU_ROWS;
+  int32_t j;
+  for (j = 0; j < p->panels * CPU_ROWS; j += CPU_LANES) {
+    float *to = p->b + j / CPU_ROWS * bytes + i * CPU_ROWS + j % CPU_ROWS;
+    V(store)(to, j + CPU_LANES <= n ? V(load)(from + j)
+                                    : j < n ? V(load_some)(from + j, n - j) : V(all)(0.0f));
+  }
+}
+
+/* Panels of b as its rows come. */
+static void V(pack_down)(const cpu_gemm *t, const V(gemm_part) *p) {
+  enum { AHEAD = 8 }; /* rows: too short for the processor to see streams in them */
+  int32_t n = cpu_min(p->panels * CPU_ROWS, t->cols - p->col), i, j;
+  float copy[CPU_PANELS * CPU_ROWS];
+  for (i = 0; i < p->depth; i++) {
+    const float *from = cpu_gemm_b(t, p->k + i, p->col), *next;
+    next = i + AHEAD < p->depth ? cpu_gemm_b(t, p->k + i + AHEAD, p->col) : NULL;
+    for (j = 0; next && j < n; j += CPU_ALIGN / 4) __builtin_prefetch(next + j);
+    for (j = 0; !from && j < n; j += CPU_ROWS)
+      cpu_gemm_piece(t, copy + j, p->k + i, p->col + j, cpu_min(CPU_ROWS, n - j));
+    V(pack_row)(p, from ? from : copy, i, n);
+  }
+}
+
+/* Sums of row .. row + rows - 1 (+)= rows of a times the packed panels. */
+static void V(gemm_tile)(const V(gemm_part) *p, int32_t row, int32_t rows, const void *const *x) {
+  float out[CPU_TILE * CPU_OUT];
+  size_t bytes = (size_t)p->depth * CPU_ROWS * sizeof *p->b;
+  int32_t panel, n, i, j;
+  for (panel = 0; panel < p->panels; panel += n) {
+    float *sums = V(sums_at)(p, row, panel);
+    n = p->panels - panel < V(wide) ? 1 : V(wide);
+    V(tile_for)(TFM_F32, rows, n)
+        ->run(p->k ? out : sums, x, (const uint8_t *)p->b + (size_t)panel * bytes, bytes, p->depth);
+    for (i = 0; i < rows && p->k; i++)
+      for (j = i * CPU_OUT; j < i * CPU_OUT + n * CPU_ROWS; j += CPU_LANES)
+        V(store)(sums + j, V(add)(V(load)(sums + j), V(load)(out + j)));
+  }
+}
+
+/* Where sums will go to is asked for while they are computed. */
+static void V(gemm_expect)(const cpu_gemm *t, const V(gemm_part) *p, int32_t row, int32_t rows,
+                           int32_t cols) {
+  int32_t i, j;
+  for (i = 0; i < rows; i++) {
+    float *c = cpu_row(t->c, cpu_gemm_c(t, p->row + row + i)) + p->col;
+    for (j = 0; j < cols; j += CPU_ALIGN / 4) __builtin_prefetch(c + j, 1);
+  }
+}
+
+/* All rows of the part, for the terms at hand. */
+static void V(gemm_rows)(const cpu_gemm *t, const V(gemm_part) *p) {
+  const int32_t stride = p->depth + 16; /* no multiple of a page: lines of the cache differ */
+  int32_t at = CPU_TURNED / stride / CPU_TILE * CPU_TILE; /* rows of a that are turned at a time */
+  int32_t cols = cpu_min(p->panels * CPU_ROWS, t->cols - p->col), row, rows, i, j;
+  bool last = p->k + p->depth == t->depth;
+  const void *x[CPU_TILE];
+  for (row = 0; row < p->rows; row += rows) {
+    if (t->form == CPU_DW && row % at == 0)
+      V(turn_a)(t, p->turned, stride, p->row + row, cpu_min(at, p->rows - row), p->k, p->depth);
+    rows = V(tile_for)(TFM_F32, p->rows - row, 1)->rows;
+    for (i = 0; i < rows; i++)
+      x[i] = t->form == CPU_DW ? p->turned + (int64_t)((row + i) % at) * stride
+                               : cpu_gemm_a(t, p->row + row + i) + p->k;
+    if (last) V(gemm_expect)(t, p, row, rows, cols);
+    V(gemm_tile)(p, row, rows, x);
+    for (i = 0; i < rows && last; i++)
+      for (j = 0; j < cols; j += CPU_OUT)
+        V(finish)(t, cpu_gemm_c(t, p->row + row + i), p->col + j,
+                  V(sums_at)(p, row + i, j / CPU_ROWS), cpu_min(CPU_OUT, cols - j));
+  }
+}
+
+/* packed: the rows before had the same columns, whose terms, if few, are still there. */
+static void V(gemm_part_run)(const cpu_gemm *t, V(gemm_part) *p, bool packed) {
+  int32_t blocks = (t->depth + CPU_DEPTH - 1) / CPU_DEPTH, i;
+  int32_t most = ((t->depth + blocks - 1) / blocks + 7) / 8 * 8;
+  bool pack = blocks > 1 || !packed;
+  for (p->k = 0; p->k < t->depth; p->k += p->depth) {
+    p->depth = cpu_min(most, t->depth - p->k);
+    if (pack && t->form != CPU_FORWARD) V(pack_down)(t, p);
+    for (i = 0; i < p->panels && pack && t->form == CPU_FORWARD; i++)
+      V(pack_across)(t, p->b + (int64_t)i * p->depth * CPU_ROWS, p->col + i * CPU_ROWS, p->k,
+                     p->depth);
+    V(gemm_rows)(t, p);
+  }
+}
+
+/* Items are (chunk of rows, pair of panels), pairs running fastest. */
+static void V(gemm_items)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_gemm *t = (const cpu_gemm *)context;
+  int32_t item, n, row, last, panels = cpu_panels(t->cols);
+  V(gemm_part) p;
+  p.b = (float *)(void *)(t->work + (size_t)worker * CPU_TRAIN_BYTES);
+  p.sums = p.b + CPU_PANELS * CPU_ROWS * CPU_DEPTH;
+  p.turned = p.sums + CPU_PANELS * CPU_ROWS * CPU_BLOCK;
+  for (item = begin; item < end; item += n) {
+    int32_t pair = item % t->pairs;
+    n = cpu_min(cpu_min(end - item, t->pairs - pair), CPU_PANELS / 2);
+    p.col = pair * 2 * CPU_ROWS;
+    p.panels = cpu_min(n * 2, panels - pair * 2);
+    row = item / t->pairs * t->chunk;
+    last = cpu_min(row + t->chunk, t->rows);
+    for (; row < last; row += p.rows) {
+      bool packed = row > item / t->pairs * t->chunk;
+      p.row = row;
+      p.rows = cpu_min(CPU_BLOCK, last - row);
+      V(gemm_part_run)(t, &p, packed);
+    }
+  }
+}
+
+static void V(gemm)(tfm_dev *d, cpu_gemm *t) {
+  int32_t chunks;
+  t->d = d;
+  t->work = cpu_quantised_at(d);
+  t->pairs = (cpu_panels(t->cols) + 1) / 2;
+  t->chunk = cpu_gemm_chunk(t->rows, t->pairs, d->threads);
+  chunks = (t->rows + t->chunk - 1) / t->chunk;
+  tfm_parallel_for(d, chunks * t->pairs, cpu_grain((int64_t)t->depth * t->chunk * 2 * CPU_ROWS),
+                   V(gemm_items), t);
+}
+
+static void V(matmul_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                           const tfm_epilogue *e) {
+  cpu_gemm t = {CPU_FORWARD, d, y, x, x, w, e, 0, y.rows, y.cols, x.cols, NULL, 1, 0, 0, 0, NULL};
+  V(gemm)(d, &t);
+}
+
+static void V(matmul_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, float beta,
+                         const tfm_epilogue *before) {
+  cpu_gemm t = {CPU_DX, d, dx, dy, dy, w, before, beta, dx.rows, dx.cols, w->rows, NULL, 1, 0, 0, 0,
+                NULL};
+  V(gemm)(d, &t);
+}
+
+static void V(matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x) {
+  cpu_gemm t = {CPU_DW, d, dw, dy, x, NULL, NULL, 1, dw.rows, dw.cols, dy.rows, NULL, 1, 0, 0, 0,
+                NULL};
+  cpu_sums_job sums = {db, dy};
+  if (dw.type != TFM_F32) {
+    tfm_backend_ref()->matmul_dw(d, dw, db, dy, x); /* it says what is wrong */
+    return;
+  }
+  V(gemm)(d, &t);
+  if (db) tfm_parallel_for(d, dy.cols, 64, cpu_column_sums, &sums);
+}
+
+/* The products of all experts, one after the other: their rows are `slots`, their terms are too. */
+static void V(gemm_experts)(tfm_dev *d, cpu_gemm *t, const tfm_routing *r, bool spread) {
+  int32_t e, n, rows = t->form == CPU_DW ? t->rows : t->w->rows;
+  tfm_mat c = t->c;
+  t->sharing = spread ? r->top_k : 1;
+  for (e = 0; e < r->experts; e++) {
+    n = r->begin[e + 1] - r->begin[e];
+    t->slots = r->order + r->begin[e];
+    t->first = (int64_t)e * rows;
+    if (t->form == CPU_DW) {
+      t->depth = n;
+      t->c.data = cpu_row(c, t->first);
+    } else t->rows = n;
+    if (n > 0) V(gemm)(d, t);
+  }
+}
+
+static void V(matmul_moe_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                               const tfm_routing *r, bool spread) {
+  cpu_gemm t = {CPU_FORWARD, d, y, x, x, w, NULL, 0, 0, y.cols, x.cols, NULL, 1, 0, 0, 0, NULL};
+  V(gemm_experts)(d, &t, r, spread);
+}
+
+/* A token's experts add up in ascending order. */
+static void V(moe_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, const tfm_routing *r,
+                      bool spread) {
+  cpu_gemm t = {CPU_DX, d, dx, dy, dy, w, NULL, 1, 0, dx.cols, w->rows, NULL, 1, 0, 0, 0, NULL};
+  int32_t i;
+  for (i = 0; i < dx.rows; i++) memset(cpu_row(dx, i), 0, (size_t)dx.cols * sizeof(float));
+  V(gemm_experts)(d, &t, r, spread);
+}
+
+static void V(moe_dw)(tfm_dev *d, tfm_mat dw, tfm_mat dy, tfm_mat x, const tfm_routing *r,
+                      bool spread) {
+  cpu_gemm t = {CPU_DW, d, dw, dy, x, NULL, NULL, 1, dy.cols, dw.cols, 0, NULL, 1, 0, 0, 0, NULL};
+  if (dw.type == TFM_F32) V(gemm_experts)(d, &t, r, spread);
+  else tfm_backend_ref()->moe_dw(d, dw, dy, x, r, spread); /* it says what is wrong */
+}
+
+/* ---- Training: element by element ---- */
+
+static void V(epilogue_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_slope_job *t = (const cpu_slope_job *)context;
+  int32_t i;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    V(epilogue_slope)(cpu_row(t->dx, i), cpu_row(t->dy, i), t->dx.cols, t->e, i, 0);
+}
+
+static void V(epilogue_bwd)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_epilogue *e) {
+  cpu_slope_job t = {dx, dy, dy, e, TFM_ACT_NONE};
+  tfm_parallel_for(d, dx.rows, cpu_grain(32 * (int64_t)dx.cols), V(epilogue_bwd_rows), &t);
+}
+
+static void V(glu_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_slope_job *t = (const cpu_slope_job *)context;
+  int32_t n = t->dy.cols, i, j;
+  (void)worker;
+  for (i = begin; i < end; i++) {
+    const float *dy = cpu_row(t->dy, i), *gate = cpu_row(t->gate_up, i), *up = gate + n;
+    float *dgate = cpu_row(t->dx, i), *dup = dgate + n;
+    for (j = 0; j < n; j += CPU_LANES) {
+      V(vec) g = V(load_some)(gate + j, n - j), y = V(load_some)(dy + j, n - j);
+      V(vec) u = V(mul)(y, V(load_some)(up + j, n - j));
+      V(store_some)(dgate + j, V(mul)(u, V(slope)(g, t->act)), n - j);
+      V(store_some)(dup + j, V(mul)(y, V(act)(g, t->act)), n - j);
+    }
+  }
+}
+
+static void V(glu_bwd)(tfm_dev *d, tfm_mat dgate_up, tfm_mat dy, tfm_mat gate_up, tfm_act act) {
+  cpu_slope_job t = {dgate_up, dy, gate_up, NULL, act};
+  tfm_parallel_for(d, dy.rows, cpu_grain(32 * (int64_t)dy.cols), V(glu_bwd_rows), &t);
+}
+
+/* ---- Training: norms ---- */
+
+/* dx of one vector of n values, with g = dy (w + offset):
+   deviation^-1 (g - mean of g - xhat * mean of g xhat), the first mean for layer norms only. */
+static void V(norm_bwd_vector)(const cpu_norm_job *t, float *dx, const float *dy, const float *x,
+                               const float *residual, int32_t n, const float *stats) {
+  const V(vec) offset = V(all)(t->p->offset), minus = V(all)(-stats[0]), inverse = V(all)(stats[1]);
+  V(vec) sum = V(all)(0.0f), product = sum, g, xhat, mean, slope;
+  int32_t i;
+  for (i = 0; i < n; i += CPU_LANES) { /* beyond n, dy is 0 */
+    g = V(mul)(V(load_some)(dy + i, n - i), V(add)(V(load_some)(t->w + i, n - i), offset));
+    xhat = V(mul)(V(add)(V(load_some)(x + i, n - i), minus), inverse);
+    sum = V(add)(sum, g);
+    product = V(fma)(g, xhat, product);
+  }
+  mean = V(all)(t->p->kind == TFM_NORM_LAYER ? -V(sum_of)(sum) / (float)n : 0.0f);
+  slope = V(all)(-V(sum_of)(product) / (float)n);
+  for (i = 0; i < n; i += CPU_LANES) {
+    g = V(mul)(V(load_some)(dy + i, n - i), V(add)(V(load_some)(t->w + i, n - i), offset));
+    xhat = V(mul)(V(add)(V(load_some)(x + i, n - i), minus), inverse);
+    g = V(mul)(inverse, V(fma)(xhat, slope, V(add)(g, mean)));
+    if (residual) g = V(add)(g, V(load_some)(residual + i, n - i));
+    V(store_some)(dx + i, g, n - i);
+  }
+}
+
+static void V(norm_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_norm_job *t = (const cpu_norm_job *)context;
+  int32_t n = t->x.cols / t->groups, i, g;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    for (g = 0; g < t->groups; g++)
+      V(norm_bwd_vector)(t, cpu_row(t->dx, i) + g * n, cpu_row(t->dy, i) + g * n,
+                         cpu_row(t->x, i) + g * n,
+                         t->residual.data ? cpu_row(t->residual, i) + g * n : NULL, n,
+                         t->stats + 2 * ((int64_t)i * t->groups + g));
+}
+
+/* Columns [begin, end) of dw and db, over all rows and groups; at most a vector at a time. */
+static void V(norm_bwd_columns)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_norm_job *t = (const cpu_norm_job *)context;
+  int32_t n = t->x.cols / t->groups, row, g, i, some;
+  V(vec) dw, db, dy, xhat;
+  (void)worker;
+  for (i = begin; i < end; i += CPU_LANES) {
+    some = end - i;
+    dw = V(load_some)(t->dw + i, some);
+    db = t->db ? V(load_some)(t->db + i, some) : V(all)(0.0f);
+    for (row = 0; row < t->x.rows; row++)
+      for (g = 0; g < t->groups; g++) {
+        const float *stats = t->stats + 2 * ((int64_t)row * t->groups + g);
+        dy = V(load_some)(cpu_row(t->dy, row) + g * n + i, some);
+        xhat = V(add)(V(load_some)(cpu_row(t->x, row) + g * n + i, some), V(all)(-stats[0]));
+        dw = V(fma)(V(mul)(dy, xhat), V(all)(stats[1]), dw);
+        db = V(add)(db, dy);
+      }
+    V(store_some)(t->dw + i, dw, some);
+    if (t->db) V(store_some)(t->db + i, db, some);
+  }
+}
+
+static void V(norm_bwd)(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy, tfm_mat x,
+                        const float *w, tfm_mat residual, const float *stats, const tfm_norm *p) {
+  cpu_norm_job t = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1};
+  tfm_parallel_for(d, x.cols / t.groups, CPU_LANES, V(norm_bwd_columns),
+                   &t); /* first: dx may lie over dy */
+  tfm_parallel_for(d, x.rows, cpu_grain(8 * (int64_t)x.cols), V(norm_bwd_rows), &t);
+}
+
+/* ---- Training: attention ----
+   With p the probability of a key, from its score s and the row's lse, and dp = dy . v:
+   dv = sum of p dy, ds = p (dp - dy . y), dq = sum of ds k, dk = sum of ds q. An item is what of a
+   sequence shares keys. 96 rows of queries meet 32 keys at a time: scores and dp are
+   products with panels of keys and of values, dq is one with rows of keys; dk and dv are products
+   of q and dy, transposed, with ds and p, whose rows already lie as a panel's do. */
+
+enum { V(queries) = 96 };
+
+typedef struct V(attn_bwd_work) {
+  float *q, *dy;               /* [width][96], transposed */
+  float *p, *ds;               /* [96][32] */
+  float *keys, *values, *rows; /* [width][32], [width][32], panels of 32 columns [32][32] */
+  float *dk, *dv;              /* [width][32], transposed */
+  float delta[V(queries)], lse[V(queries)];
+  const float *q_row[V(queries)], *dy_row[V(queries)];
+  float *dq_row[V(queries)];
+} V(attn_bwd_work);
+
+/* Scores become p, and dp becomes ds; keys first .. end-1 of the tile are seen. */
+static void V(attn_slopes)(const tfm_attn *a, float *p, float *ds, const float *score,
+                           const float *dp, float lse, float delta, int32_t first, int32_t end) {
+  float s[CPU_ROWS], cap[CPU_ROWS];
+  int32_t i;
+  for (i = 0; i < CPU_ROWS; i += CPU_LANES)
+    V(store)(s + i, V(mul)(V(load)(score + i), V(all)(a->scale)));
+  for (i = 0; i < CPU_ROWS; i++) cap[i] = 1.0f;
+  for (i = 0; i < CPU_ROWS && a->softcap != 0; i++) {
+    float t = tanhf(s[i] / a->softcap);
+    s[i] = a->softcap * t;
+    cap[i] = 1.0f - t * t;
+  }
+  for (i = 0; i < first; i++) s[i] = -INFINITY;
+  for (i = end; i < CPU_ROWS; i++) s[i] = -INFINITY;
+  for (i = 0; i < CPU_ROWS; i += CPU_LANES) {
+    V(vec) e = V(exp)(V(add)(V(load)(s + i), V(all)(-lse)));
+    V(vec) d = V(mul)(V(add)(V(load)(dp + i), V(all)(-delta)), V(mul)(V(load)(cap + i), e));
+    V(store)(p + i, e);
+    V(store)(ds + i, V(mul)(d, V(all)(a->scale)));
+  }
+}
+
+/* dq of rows row .. row + 5 or fewer of the block, and their p and ds; returns how many. */
+static int32_t V(attn_bwd_tile)(const cpu_attn_bwd_job *t, const V(attn_bwd_work) *k, int32_t row,
+                                int32_t rows, int32_t pos, int32_t base) {
+  const int32_t width = t->attn.kv->width;
+  const size_t panel = CPU_ROWS * CPU_ROWS * sizeof *k->rows;
+  float score[CPU_TILE * CPU_OUT], dp[CPU_TILE * CPU_OUT];
+  const cpu_tile_row *tile = V(tile_for)(TFM_F32, rows, 1);
+  const void *x[CPU_TILE];
+  int32_t i, j, col, n;
+  tile->run(score, (const void *const *)(k->q_row + row), (const uint8_t *)k->keys, 0, width);
+  tile->run(dp, (const void *const *)(k->dy_row + row), (const uint8_t *)k->values, 0, width);
+  for (i = 0; i < tile->rows; i++) {
+    int32_t at = pos + row + i, first = cpu_first_key(t->attn.p, at) - base;
+    x[i] = k->ds + (row + i) * CPU_ROWS;
+    V(attn_slopes)(t->attn.p, k->p + (row + i) * CPU_ROWS, k->ds + (row + i) * CPU_ROWS,
+                   score + i * CPU_OUT, dp + i * CPU_OUT, k->lse[row + i], k->delta[row + i],
+                   cpu_min(CPU_ROWS, first), cpu_min(CPU_ROWS, at + 1 - base));
+  }
+  for (col = 0; col < width; col += n * CPU_ROWS) {
+    n = width - col >= V(wide) * CPU_ROWS ? V(wide) : 1;
+    V(tile_for)(TFM_F32, tile->rows, n)
+        ->run(score, x, (const uint8_t *)(k->rows + col * CPU_ROWS), panel, CPU_ROWS);
+    for (i = 0; i < tile->rows; i++) {
+      float *dq = k->dq_row[row + i] + col;
+      int32_t some = cpu_min(n * CPU_ROWS, width - col);
+      for (j = 0; j < some; j += CPU_LANES)
+        V(store_some)(dq + j, V(add)(V(load_some)(dq + j, some - j),
+                                     V(load)(score + i * CPU_OUT + j)), some - j);
+    }
+  }
+  return tile->rows;
+}
+
+/* to [width][32] = x [width][96] times panel [rows][32], of rows row .. row + rows - 1. */
+static void V(attn_bwd_sums)(float *to, const float *x, const float *panel, int32_t width,
+                             int32_t row, int32_t rows) {
+  float out[CPU_TILE * CPU_OUT];
+  const cpu_tile_row *tile;
+  const void *at[CPU_TILE];
+  int32_t i, j;
+  for (i = 0; i < width; i += tile->rows) {
+    tile = V(tile_for)(TFM_F32, width - i, 1);
+    for (j = 0; j < tile->rows; j++) at[j] = x + (i + j) * V(queries) + row;
+    tile->run(out, at, (const uint8_t *)(panel + row * CPU_ROWS), 0, rows);
+    for (j = 0; j < tile->rows; j++)
+      memcpy(to + (i + j) * CPU_ROWS, out + j * CPU_OUT, CPU_ROWS * sizeof *to);
+  }
+}
+
+/* Row `at` + key of y, some columns, grows by column key of x [width][32], for n keys. */
+static void V(attn_bwd_add)(tfm_mat y, int32_t at, int32_t col, const float *x, int32_t width,
+                            int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i++) {
+    float *to = cpu_row(y, at + i) + col;
+    for (j = 0; j < width; j++) to[j] += x[j * CPU_ROWS + i];
+  }
+}
+
+/* Rows row .. row + n - 1 of a sequence, one query head: pointers, lse, delta; q and dy turned. */
+static void V(attn_bwd_block)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, int32_t row,
+                              int32_t n, int32_t head) {
+  const cpu_attn_job *a = &t->attn;
+  const int32_t width = a->kv->width, at = head * width;
+  int32_t i, j;
+  for (i = 0; i < n; i++) {
+    const float *y = cpu_row(a->y, row + i) + at;
+    V(vec) sum = V(all)(0.0f);
+    k->q_row[i] = cpu_row(a->q, row + i) + at;
+    k->dy_row[i] = cpu_row(t->dy, row + i) + at;
+    k->dq_row[i] = cpu_row(t->dq, row + i) + at;
+    memset(k->dq_row[i], 0, (size_t)width * sizeof(float));
+    for (j = 0; j < width; j += CPU_LANES)
+      sum = V(fma)(V(load_some)(k->dy_row[i] + j, width - j), V(load_some)(y + j, width - j), sum);
+    k->delta[i] = V(sum_of)(sum);
+    k->lse[i] = a->lse[(int64_t)(row + i) * a->p->heads + head];
+  }
+  for (i = 0; i < n; i += 8) {
+    const float *q[8], *dy[8];
+    for (j = 0; j < 8; j++) {
+      q[j] = k->q_row[cpu_min(i + j, n - 1)];
+      dy[j] = k->dy_row[cpu_min(i + j, n - 1)];
+    }
+    V(turn)(k->q + i, V(queries), q, width);
+    V(turn)(k->dy + i, V(queries), dy, width);
+  }
+}
+
+/* 32 keys from `base` on, before the n rows from position pos on, see and are seen. */
+static void V(attn_bwd_keys)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, const cpu_run *run,
+                             int32_t pos, int32_t n, int32_t base) {
+  const cpu_attn_job *a = &t->attn;
+  const int32_t width = a->kv->width, end = cpu_min(CPU_ROWS, run->rows - base);
+  int32_t first = base > pos ? base - pos : 0, row, keys = run->row + base;
+  V(pack_keys)(k->keys, k->dk, a, run, base, 0, end, false);
+  V(pack_keys)(k->values, k->dk, a, run, base, 0, end, true);
+  V(pack_values)(k->rows, a, run, base, 0, end, false);
+  for (row = first; row < n;) row += V(attn_bwd_tile)(t, k, row, n - row, pos, base);
+  V(attn_bwd_sums)(k->dk, k->q, k->ds, width, first, n - first);
+  V(attn_bwd_sums)(k->dv, k->dy, k->p, width, first, n - first);
+  V(attn_bwd_add)(t->dk, keys, run->head * width, k->dk, width, end);
+  V(attn_bwd_add)(t->dv, keys, run->head * width, k->dv, width, end);
+}
+
+/* One sequence, one head of keys. */
+static void V(attn_bwd_run)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, const cpu_run *run) {
+  const cpu_attn_job *a = &t->attn;
+  const size_t bytes = (size_t)a->kv->width * sizeof(float);
+  int32_t i, g, pos, n, base;
+  for (i = 0; i < run->rows; i++) {
+    memset(cpu_row(t->dk, run->row + i) + run->head * a->kv->width, 0, bytes);
+    memset(cpu_row(t->dv, run->row + i) + run->head * a->kv->width, 0, bytes);
+  }
+  for (g = 0; g < a->group; g++)
+    for (pos = 0; pos < run->rows; pos += n) {
+      n = cpu_min(V(queries), run->rows - pos);
+      V(attn_bwd_block)(t, k, run->row + pos, n, run->head * a->group + g);
+      base = cpu_first_key(a->p, pos) / CPU_ROWS * CPU_ROWS;
+      for (; base < pos + n; base += CPU_ROWS) V(attn_bwd_keys)(t, k, run, pos, n, base);
+    }
+}
+
+/* Items are (sequence, head of keys), heads running fastest. */
+static void V(attn_bwd_items)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_attn_bwd_job *t = (const cpu_attn_bwd_job *)context;
+  int32_t heads = t->attn.kv->heads, item = 0, row = 0;
+  float *at = (float *)(void *)(t->work + (size_t)worker * CPU_TRAIN_BYTES);
+  V(attn_bwd_work) k;
+  cpu_run run;
+  k.q = at, k.dy = at += CPU_WIDTH * V(queries);
+  k.p = at += CPU_WIDTH * V(queries), k.ds = at += CPU_ROWS * V(queries);
+  k.keys = at += CPU_ROWS * V(queries), k.values = at += CPU_WIDTH * CPU_ROWS;
+  k.rows = at += CPU_WIDTH * CPU_ROWS;
+  k.dk = at += CPU_WIDTH * CPU_ROWS, k.dv = at += CPU_WIDTH * CPU_ROWS;
+  for (; item < end && cpu_run_next(&run, t->attn.rows, row, t->attn.rows->n); row += run.rows)
+    for (run.head = 0; run.head < heads; run.head++, item++)
+      if (item >= begin && item < end) V(attn_bwd_run)(t, &k, &run);
+}
+
+static void V(attn_bwd)(tfm_dev *d, tfm_mat dq, tfm_mat dk, tfm_mat dv, tfm_mat dy, tfm_mat y,
+                        tfm_mat q, const tfm_kv *kv, const tfm_rows *rows, const float *lse,
+                        const tfm_attn *p) {
+  cpu_attn_bwd_job t = {{y, q, kv, rows, p, p->heads / kv->heads, 0, 0, NULL,
+                         (float *)(uintptr_t)lse}, /* only read here */
+                        dq, dk, dv, dy, 0, cpu_quantised_at(d)};
+  int32_t i;
+  if (V(attn_declines)(&t.attn)) {
+    tfm_backend_ref()->attn_bwd(d, dq, dk, dv, dy, y, q, kv, rows, lse, p);
+    return;
+  }
+  for (i = 0; i < rows->n; i++) t.sequences += rows->pos[i] == 0;
+  tfm_parallel_for(d, t.sequences * kv->heads, 1, V(attn_bwd_items), &t);
+}
+
+/* ---- Training: loss ---- */
+
+/* Where x has its largest value, the first of equals; its value in top. */
+static int32_t V(largest)(float *top, const float *x, int32_t n) {
+  V(vec) best = V(all)(-INFINITY);
+  int32_t i;
+  for (i = 0; i + CPU_LANES <= n; i += CPU_LANES) best = V(max)(best, V(load)(x + i));
+  *top = V(max_of)(best);
+  for (; i < n; i++) *top = x[i] > *top ? x[i] : *top;
+  for (i = 0; i < n && x[i] != *top;) i++;
+  return i;
+}
+
+/* x = e^(x - top), whose sum it returns. */
+static float V(exp_row)(float *x, int32_t n, float top) {
+  V(vec) sum = V(all)(0.0f), v;
+  const V(vec) minus = V(all)(-top);
+  float rest[CPU_LANES];
+  int32_t i;
+  for (i = 0; i + CPU_LANES <= n; i += CPU_LANES) {
+    v = V(exp)(V(add)(V(load)(x + i), minus));
+    V(store)(x + i, v);
+    sum = V(add)(sum, v);
+  }
+  if (i == n) return V(sum_of)(sum);
+  V(store)(rest, V(all)(-INFINITY));
+  memcpy(rest, x + i, (size_t)(n - i) * sizeof *x);
+  v = V(exp)(V(add)(V(load)(rest), minus));
+  V(store_some)(x + i, v, n - i);
+  V(store)(rest, v);
+  memset(rest + (n - i), 0, (size_t)(CPU_LANES - (n - i)) * sizeof *rest);
+  return V(sum_of)(V(add)(sum, V(load)(rest)));
+}
+
+static void V(loss_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_loss_job *t = (const cpu_loss_job *)context;
+  int32_t row, i, n = t->logits.cols;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    float *x = cpu_row(t->logits, row), weight = t->weight ? t->weight[row] : 1.0f;
+    float top, sum, factor, logit;
+    int32_t target = t->target[row];
+    t->losses[row] = t->hits[row] = 0;
+    if (target < 0) {
+      memset(x, 0, (size_t)n * sizeof *x);
+      continue;
+    }
+    t->hits[row] = V(largest)(&top, x, n) == target ? weight : 0.0f;
+    logit = x[target];
+    sum = V(exp_row)(x, n, top);
+    t->losses[row] = weight * (logf(sum) + top - logit);
+    factor = weight * t->scale / sum;
+    for (i = 0; i < n; i += CPU_LANES)
+      V(store_some)(x + i, V(mul)(V(load_some)(x + i, n - i), V(all)(factor)), n - i);
+    x[target] -= weight * t->scale;
+  }
+}
+
+static void V(loss)(tfm_dev *d, float *losses, float *hits, tfm_mat logits, const int32_t *target,
+                    const float *weight, float scale) {
+  cpu_loss_job t = {losses, hits, logits, target, weight, scale};
+  tfm_parallel_for(d, logits.rows, cpu_grain(16 * (int64_t)logits.cols), V(loss_rows), &t);
+}
+
+/* ---- Training: the optimiser ---- */
+
+/* The sum of squares of each share, whose ends do not depend on the threads. */
+static void V(sumsq_shares)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_arena_job *t = (const cpu_arena_job *)context;
+  int32_t item;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int64_t at = (int64_t)item * CPU_SHARE, i;
+    int64_t last = at + CPU_SHARE < t->n ? at + CPU_SHARE : t->n;
+    double sum = 0;
+    for (; at < last; at += 1024) {
+      V(vec) part[2] = {V(all)(0.0f), V(all)(0.0f)}, x;
+      int64_t stop = at + 1024 < last ? at + 1024 : last;
+      for (i = at; i < stop; i += CPU_LANES) {
+        x = V(load_some)(t->g + i, stop - i < CPU_LANES ? (int32_t)(stop - i) : CPU_LANES);
+        part[i / CPU_LANES % 2] = V(fma)(x, x, part[i / CPU_LANES % 2]);
+      }
+      sum += (double)V(sum_of)(V(add)(part[0], part[1]));
+    }
+    t->sums[item] = sum;
+  }
+}
+
+static void V(sumsq)(tfm_dev *d, float *out, const void *x, tfm_type type, int64_t n) {
+  enum { MOST = 256 };
+  double sums[MOST], sum = 0;
+  cpu_arena_job t;
+  int64_t at;
+  int32_t shares, i;
+  if (type != TFM_F32) {
+    tfm_backend_ref()->sumsq(d, out, x, type, n);
+    return;
+  }
+  memset(&t, 0, sizeof t);
+  t.sums = sums;
+  for (at = 0; at < n; at += t.n) {
+    t.g = (const float *)x + at;
+    t.n = n - at < (int64_t)MOST * CPU_SHARE ? n - at : (int64_t)MOST * CPU_SHARE;
+    shares = (int32_t)((t.n + CPU_SHARE - 1) / CPU_SHARE);
+    tfm_parallel_for(d, shares, 1, V(sumsq_shares), &t);
+    for (i = 0; i < shares; i++) sum += sums[i];
+  }
+  out[0] = (float)((double)out[0] + sum);
+}
+
+static void V(adamw_shares)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_arena_job *t = (const cpu_arena_job *)context;
+  const tfm_adamw *p = t->p;
+  const V(vec) beta1 = V(all)(p->beta1), beta2 = V(all)(p->beta2), fix1 = V(all)(t->fix1);
+  const V(vec) rest1 = V(all)((1 - p->beta1) * t->factor), fix2 = V(all)(t->fix2);
+  const V(vec) rest2 = V(all)((1 - p->beta2) * t->factor * t->factor), eps = V(all)(p->eps);
+  const V(vec) rate = V(all)(-p->lr), kept = V(all)(1 - p->lr * p->decay);
+  int64_t i = (int64_t)begin * CPU_SHARE, last = (int64_t)end * CPU_SHARE;
+  (void)worker;
+  if (last > t->n) last = t->n;
+  for (; i < last; i += CPU_LANES) {
+    int32_t n = last - i < CPU_LANES ? (int32_t)(last - i) : CPU_LANES;
+    V(vec) g = V(load_some)(t->g + i, n), w = V(load_some)(t->w + i, n), step;
+    V(vec) m = V(fma)(beta1, V(load_some)(t->m + i, n), V(mul)(rest1, g));
+    V(vec) v = V(fma)(beta2, V(load_some)(t->v + i, n), V(mul)(rest2, V(mul)(g, g)));
+    step = V(div)(V(mul)(m, fix1), V(add)(V(sqrt)(V(mul)(v, fix2)), eps));
+    V(store_some)(t->m + i, m, n);
+    V(store_some)(t->v + i, v, n);
+    V(store_some)(t->w + i, V(fma)(rate, step, V(mul)(w, kept)), n);
+  }
+}
+
+static void V(adamw)(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
+                     const void *g, tfm_type gtype, int64_t n, const float *sumsq,
+                     const tfm_adamw *p) {
+  cpu_arena_job t = {master, m, v, (const float *)g, 1, 1, 1, n, NULL, p};
+  float norm = sqrtf(sumsq[0]);
+  if (type != TFM_F32 || gtype != TFM_F32 || w != (void *)master) {
+    tfm_backend_ref()->adamw(d, w, type, master, m, v, g, gtype, n, sumsq, p);
+    return;
+  }
+  if (!isfinite(norm)) return;
+  if (p->clip > 0 && norm > p->clip) t.factor = p->clip / norm;
+  t.fix1 = (float)(1 / (1 - pow((double)p->beta1, p->step)));
+  t.fix2 = (float)(1 / (1 - pow((double)p->beta2, p->step)));
+  tfm_parallel_for(d, (int32_t)((n + CPU_SHARE - 1) / CPU_SHARE), 1, V(adamw_shares), &t);
 }
 
 #undef CPU_FLOAT_TILES

@@ -15,16 +15,17 @@
    of a row do not depend on the batch (rule 7), and one token by `decode` has the bits of `matmul`.
 
    Two faster ways lie beside that. `decode` is one cooperative kernel for as many tokens as it is
-   asked for: five phases a layer, between them a barrier of all blocks, before which each block asks
-   for the next phase's weights. `layer` takes passes of more than CUDA_COLUMNS rows, whose weights
-   have 16 bits or fewer, through cuBLASLt and a flash attention on the tensor cores, with activations
-   of 16 bits: faster, and not bit by bit what a row alone has. F32 weights are never taken there.
+   asked for: five phases a layer, between them a barrier of all blocks, before which each block
+   asks for the next phase's weights. `layer` takes passes of more than CUDA_COLUMNS rows, whose
+   weights have 16 bits or fewer, through cuBLASLt and a flash attention on the tensor cores, with
+   activations of 16 bits: faster, and not bit by bit what a row alone has. F32 weights are never
+   taken there.
 
    Q8_0 and Q4_0 lie with their scales apart. Q4_0 is multiplied in halves: x is brought below 128
    by a power of two first, sums of eight products run in F16, all others in F32.
 
-   What is declined: the backward entries, and weights for them. Nothing mutable is static; what must
-   last lives in tfm_dev.state. */
+   What is declined: the backward entries, and weights for them. Nothing mutable is static; what
+   must last lives in tfm_dev.state. */
 
 #include "transformer.h"
 #include <cublasLt.h>
@@ -457,8 +458,8 @@ __device__ static float cuda_file_value(const uint8_t *line, tfm_type type, int6
          (float)((j < 16 ? block[2 + j] & 15 : block[2 + j - 16] >> 4) - 8);
 }
 
-/* Bit position of value j of a block in its row's 16 bytes: in each word of eight, pairs lie 16 bits
-   apart, so that one mask yields two neighbours. */
+/* Bit position of value j of a block in its row's 16 bytes: in each word of eight, pairs lie 16
+   bits apart, so that one mask yields two neighbours. */
 __device__ static int cuda_nibble(int j) { return j / 8 * 32 + j % 8 / 2 * 4 + j % 2 * 16; }
 
 /* 32 values become a block, with ggml's arithmetic. */
@@ -775,7 +776,8 @@ __global__ void __launch_bounds__(CUDA_THREADS) cuda_norm_kernel(tfm_mat y, tfm_
   __syncthreads();
   s = cuda_normalise(v, n, t, shared);
   for (i = threadIdx.x; i < n; i += CUDA_THREADS) {
-    float old = residual.data ? ((const float *)residual.data)[row * residual.stride + g * n + i] : 0;
+    const float *beside = (const float *)residual.data;
+    float old = beside ? beside[row * residual.stride + g * n + i] : 0.0f;
     cuda_store(y.data, y.type, row * y.stride + g * n + i, residual.data ? old + v[i] : v[i]);
   }
   if (!stats || threadIdx.x) return;
@@ -1195,7 +1197,8 @@ static void cuda_matmul_small(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weigh
                               const tfm_epilogue *e) {
   unsigned blocks = cuda_blocks(w->rows, 2 * CUDA_WARPS), most = (unsigned)cuda_of(d)->processors;
   cuda_experts none = {NULL, 1};
-  int32_t first, m = x.rows > 1 && cuda_dots_bytes(w, CUDA_COLUMNS) <= CUDA_SHARED ? CUDA_COLUMNS : 1;
+  bool fits = cuda_dots_bytes(w, CUDA_COLUMNS) <= CUDA_SHARED;
+  int32_t first, m = x.rows > 1 && fits ? CUDA_COLUMNS : 1;
   if (cuda_dots_bytes(w, m) > CUDA_SHARED)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a matrix with %d columns is too wide", (int)w->cols);
   if (blocks > most) blocks = most;
@@ -1291,6 +1294,35 @@ __global__ void cuda_combine_kernel(tfm_mat y, tfm_mat x, tfm_mat residual, tfm_
   for (j = 0; j < r.top_k; j++)
     v += r.weight[(int64_t)row * r.top_k + j] * *cuda_at(x, (int64_t)row * r.top_k + j, col);
   *cuda_at(y, row, col) = v;
+}
+
+__global__ void cuda_moe_bias_kernel(tfm_mat y, tfm_mat x, const float *bias, tfm_routing r,
+                                     tfm_act act) {
+  int col = (int)(blockIdx.y * blockDim.x + threadIdx.x), row = (int)blockIdx.x;
+  float v;
+  if (col >= y.cols) return;
+  v = *cuda_at(x, row, col);
+  if (bias) v += bias[(int64_t)r.expert[row] * y.cols + col];
+  *cuda_at(y, row, col) = cuda_act(v, act);
+}
+
+static void cuda_moe_bias(tfm_dev *d, tfm_mat y, tfm_mat x, const float *bias, const tfm_routing *r,
+                          tfm_act act) {
+  if (cuda_enter(d))
+    cuda_run(d, cuda_moe_bias_kernel, dim3((unsigned)y.rows, cuda_blocks(y.cols, 256)), 256, 0, y,
+             x, bias, *r, act);
+}
+
+__global__ void cuda_add_gated_kernel(tfm_mat y, tfm_mat x, tfm_mat gate) {
+  int col = (int)(blockIdx.y * blockDim.x + threadIdx.x), row = (int)blockIdx.x;
+  if (col < y.cols)
+    *cuda_at(y, row, col) += *cuda_at(x, row, col) / (1.0f + expf(-*cuda_at(gate, row, 0)));
+}
+
+static void cuda_add_gated(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat gate) {
+  if (cuda_enter(d))
+    cuda_run(d, cuda_add_gated_kernel, dim3((unsigned)y.rows, cuda_blocks(y.cols, 256)), 256, 0, y,
+             x, gate);
 }
 
 static void cuda_combine(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual,
@@ -1564,7 +1596,8 @@ __device__ __forceinline__ void cuda_tile_begin(const cuda_attn &a, const cuda_t
 }
 
 /* Adds the tile to what is there; synchronised at the end. */
-template <int B> __device__ __forceinline__ void cuda_tile_merge(const cuda_tile_room &t, int width8) {
+template <int B>
+__device__ __forceinline__ void cuda_tile_merge(const cuda_tile_room &t, int width8) {
   int i;
   for (i = threadIdx.x; i < B * width8; i += blockDim.x) {
     int h = i / width8;
@@ -1640,8 +1673,8 @@ static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
 
 /* ---- sample ----
    As the reference, on probabilities relative to the largest, in [0, 1]; but masses are sums of
-   integers, p * 2^40 rounded, so that they do not depend on the order. A threshold is found digit by
-   digit of its bits, from histograms of 1024 bins. One block for a row. */
+   integers, p * 2^40 rounded, so that they do not depend on the order. A threshold is found digit
+   by digit of its bits, from histograms of 1024 bins. One block for a row. */
 
 enum { CUDA_BINS = 1024 };
 
@@ -2297,8 +2330,8 @@ static void cuda_step_lay_out(cuda_step *s, cuda_room *r, const tfm_net *net, in
 
 /* What the kernel does not know how to compute. */
 static bool cuda_layer_plain(const tfm_layer *l) {
-  return !l->post1 && !l->post2 && !l->q_norm && !l->k_norm && !l->router.rows &&
-         !l->shared_gate.rows && l->up.rows && l->attn.dropout.rate == 0;
+  return l->norm1 && l->norm2 && !l->post1 && !l->post2 && !l->q_norm && !l->k_norm &&
+         !l->router.rows && !l->shared_gate.rows && l->up.rows && l->attn.dropout.rate == 0;
 }
 
 static bool cuda_decode_knows(const tfm_dev *d, const tfm_run_ahead *r) {
@@ -2414,8 +2447,8 @@ static bool cuda_decode(tfm_dev *d, const tfm_run_ahead *r, int32_t steps) {
 
 /* ---- layer: passes of many rows, on the tensor cores ----
    Activations have 16 bits: BF16 where the weights do, else F16; the residual stream stays F32, as
-   cuBLASLt adds to it. Quantised weights are widened a stretch at a time. A block of attention takes
-   128 rows of one sequence and one head; each of its 8 warps keeps 16 rows of q, of the scores and
+   cuBLASLt adds to it. Quantised weights are widened a stretch at a time. A block of attention
+   takes 128 rows of one sequence and one head; each of its 8 warps keeps 16 rows of q, of the scores and
    of the output in registers, while tiles of 64 keys and values pass through shared memory, two
    deep. Tiles that hold several sequences, and heads of other widths, go to cuda_attn_kernel. */
 
@@ -2559,7 +2592,8 @@ template <int D, bool BF>
 __global__ void __launch_bounds__(256, 1) cuda_flash_kernel(cuda_attn a) {
   extern __shared__ __align__(128) uint8_t tiles[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = (int)blockIdx.y;
-  const int tile = (int)(gridDim.x - 1 - blockIdx.x), begin = tile * CUDA_TILE; /* long ones first */
+  const int tile = (int)(gridDim.x - 1 - blockIdx.x); /* long ones first */
+  const int begin = tile * CUDA_TILE;
   const int n = min(CUDA_TILE, a.rows.n - begin), row = begin + warp * 16 + lane / 4;
   const uint32_t base = (uint32_t)__cvta_generic_to_shared(tiles), stage = CUDA_KEYS * D * 2;
   const int low = a.rows.pos[begin], last = a.rows.pos[begin + n - 1], seq = a.rows.seq[begin];
@@ -2583,7 +2617,8 @@ __global__ void __launch_bounds__(256, 1) cuda_flash_kernel(cuda_attn a) {
   __syncthreads();
   cuda_flash_load<D>(a, base, base + stage, seq, head / a.group, first, last);
   for (; first <= last; first += CUDA_KEYS, turn ^= 1) {
-    uint32_t keys = base + (uint32_t)turn * 2 * stage, next = base + (uint32_t)(turn ^ 1) * 2 * stage;
+    uint32_t keys = base + (uint32_t)turn * 2 * stage;
+    uint32_t next = base + (uint32_t)(turn ^ 1) * 2 * stage;
     bool whole = first + CUDA_KEYS - 1 <= low && a.p.window <= 0;
     if (first + CUDA_KEYS <= last)
       cuda_flash_load<D>(a, next, next + stage, seq, head / a.group, first + CUDA_KEYS, last);
@@ -2622,7 +2657,8 @@ __global__ void cuda_append_kernel(tfm_mat qkv, const float *bias, tfm_rope p, t
   v = make_float2(cuda_load(qkv.data, qkv.type, from + pair.x),
                   cuda_load(qkv.data, qkv.type, from + pair.y));
   if (bias) v.x += bias[head * kv.width + pair.x], v.y += bias[head * kv.width + pair.y];
-  if (is_k && i % half < p.rot / 2) v = cuda_rotate(v.x, v.y, cuda_turn(p, rows.pos[row], i % half));
+  if (is_k && i % half < p.rot / 2)
+    v = cuda_rotate(v.x, v.y, cuda_turn(p, rows.pos[row], i % half));
   if (kv_head < 0) {
     cuda_store(qkv.data, qkv.type, from + pair.x, v.x);
     cuda_store(qkv.data, qkv.type, from + pair.y, v.y);
@@ -2706,8 +2742,8 @@ static bool cuda_lt_describe(tfm_dev *d, cuda_lt_job *j, const cuda_product_shap
            cuda_lt_check(d, cublasLtMatmulDescSetAttribute(
                                 j->what, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias),
                          "BIAS_POINTER"))) &&
-         cuda_lt_check(d, cublasLtMatrixLayoutCreate(&j->w, in, (uint64_t)p->k, (uint64_t)p->n, ldw),
-                       "cublasLtMatrixLayoutCreate") &&
+         cuda_lt_check(d, cublasLtMatrixLayoutCreate(&j->w, in, (uint64_t)p->k, (uint64_t)p->n,
+                                                     ldw), "cublasLtMatrixLayoutCreate") &&
          cuda_lt_check(d, cublasLtMatrixLayoutCreate(&j->x, in, (uint64_t)p->k, (uint64_t)p->m,
                                                      p->ldx), "cublasLtMatrixLayoutCreate") &&
          cuda_lt_check(d, cublasLtMatrixLayoutCreate(&j->y, out, (uint64_t)p->n, (uint64_t)p->m,
@@ -2755,8 +2791,8 @@ static bool cuda_lt_choose(tfm_dev *d, const cuda_lt_job *j, const cuda_product_
                   "cublasLtMatmulAlgoGetHeuristic");
   if (preference) cublasLtMatmulPreferenceDestroy(preference);
   if (d->status == TFM_OK && n == 0)
-    tfm_dev_fail(d, TFM_E_DEVICE, "cuBLASLt has no kernel for a product of %d x %d x %d", p->m, p->n,
-                 p->k);
+    tfm_dev_fail(d, TFM_E_DEVICE, "cuBLASLt has no kernel for a product of %d x %d x %d", p->m,
+                 p->n, p->k);
   if (d->status != TFM_OK) return false;
   *out = found.algo;
   if (lt->choices < CUDA_SHAPES) {
@@ -2906,6 +2942,7 @@ static void cuda_layer_run(tfm_dev *d, cuda_pass *p, tfm_mat x, const tfm_net *n
   size_t shared = sizeof(float) * (size_t)(CUDA_WARPS + net->width);
   dim3 each((unsigned)x.rows);
   tfm_mat h = cuda_columns(p->h, 0, net->width);
+  tfm_mat up = cuda_columns(p->up, 0, l->up.rows), act = cuda_columns(p->act, 0, l->down.cols);
   norm1.p.groups = norm2.p.groups = 0;
   cuda_run(d, cuda_norm_kernel, each, CUDA_THREADS, shared, h, x, none, (float *)NULL, norm1);
   cuda_gemm(d, p, p->qkv, h, cuda_packed(&l->qkv), NULL, false);
@@ -2914,10 +2951,10 @@ static void cuda_layer_run(tfm_dev *d, cuda_pass *p, tfm_mat x, const tfm_net *n
   cuda_layer_attend(d, &a);
   cuda_gemm(d, p, x, a.y, cuda_packed(&l->out), l->out_bias, true);
   cuda_run(d, cuda_norm_kernel, each, CUDA_THREADS, shared, h, x, none, (float *)NULL, norm2);
-  cuda_gemm(d, p, p->up, h, cuda_packed(&l->up), NULL, false);
-  cuda_run(d, cuda_glu_kernel, dim3((unsigned)x.rows, cuda_blocks(p->act.cols, 256)), 256, 0,
-           p->act, p->up, l->up_bias, net->act, net->gated);
-  cuda_gemm(d, p, x, p->act, cuda_packed(&l->down), l->down_bias, true);
+  cuda_gemm(d, p, up, h, cuda_packed(&l->up), NULL, false);
+  cuda_run(d, cuda_glu_kernel, dim3((unsigned)x.rows, cuda_blocks(act.cols, 256)), 256, 0,
+           act, up, l->up_bias, net->act, net->gated);
+  cuda_gemm(d, p, x, act, cuda_packed(&l->down), l->down_bias, true);
 }
 
 static bool cuda_layer_entry(tfm_dev *d, tfm_mat x, const tfm_net *net, int32_t index,
@@ -2984,8 +3021,9 @@ static const tfm_backend cuda_table = {
   cuda_layer_entry, cuda_decode,
   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* loss matmul_dx matmul_dw epilogue_bwd
                                                            norm_bwd attn_bwd glu_bwd embed_bwd */
-  NULL, NULL, NULL, NULL, NULL, NULL                    /* route_bwd combine_bwd moe_dx moe_dw sumsq
+  NULL, NULL, NULL, NULL, NULL, NULL,                   /* route_bwd combine_bwd moe_dx moe_dw sumsq
                                                            adamw */
+  cuda_moe_bias, cuda_add_gated, NULL, NULL             /* moe_bias_bwd add_gated_bwd */
 };
 
 extern "C" const tfm_backend *tfm_backend_cuda(void) { return &cuda_table; }

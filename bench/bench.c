@@ -573,7 +573,8 @@ static tfm_status open_sessions(run_state *r, const tfm_model *m, const options 
   int32_t i;
   memset(&config, 0, sizeof config);
   config.batch_rows = o->rows;
-  config.context = most + o->depth + 2; /* the token that a run begins with, the one that a prompt ends with */
+  /* besides, the token that a run begins with, and the one that a prompt ends with */
+  config.context = most + o->depth + 2;
   config.sequences = o->batch;
   config.threads = o->model.threads;
   config.cache = o->cache;
@@ -718,7 +719,9 @@ static int run(const options *o) {
   return s ? measure_shape(o, s) : TOOL_FAILED;
 }
 
-enum { KEY_BATCH = 256 + 32, KEY_REPEAT, KEY_ROWS, KEY_DEPTH, KEY_JSON, KEY_CACHE, KEY_WRITE, KEY_CHECK };
+enum {
+  KEY_BATCH = 256 + 32, KEY_REPEAT, KEY_ROWS, KEY_DEPTH, KEY_JSON, KEY_CACHE, KEY_WRITE, KEY_CHECK
+};
 
 static const struct argp_option option_list[] = {
   {"prompt", 'p', "N", 0, "Read prompts of N tokens, default 512; 0: none", 0},
@@ -763,7 +766,8 @@ static const struct argp parser = {
   option_list, set_option, "MODEL",
   "Measures how fast a model reads prompts (pp) and writes text (tg).\v"
   "MODEL is a model's folder or file; or shape:stories15m, shape:llama-110m, shape:gpt2-124m, "
-  "shape:tinyllama-1.1b, shape:llama-1b, shape:llama-8b: that architecture with random weights; or \"ceilings\", which prints the "
+  "shape:tinyllama-1.1b, shape:llama-1b, shape:llama-8b: that architecture with random "
+  "weights; or \"ceilings\", which prints the "
   "read bandwidth and the multiply-add peak of the machine.",
   tool_model_child, NULL, NULL};
 

@@ -17,7 +17,7 @@ enum { TOOL_FAILED = 1, TOOL_USAGE = 2, TOOL_CANCELLED = 130 }; /* exit statuses
 
 static inline int tool_fail(void) {
   fprintf(stderr, TOOL ": %s\n", tfm_error());
-  return TOOL_FAILED;
+  return tfm_error_status() == TFM_E_CANCELLED ? TOOL_CANCELLED : TOOL_FAILED;
 }
 
 /* ---- Arguments; a bad one ends the program with a hint at --help ---- */
@@ -45,11 +45,13 @@ static inline float tool_number(struct argp_state *state, const char *option, co
 }
 
 static inline tfm_type tool_type(struct argp_state *state, const char *option, const char *text) {
-  static const tfm_type types[] = {TFM_F32, TFM_F16, TFM_BF16, TFM_Q8_0, TFM_Q4_0};
+  static const tfm_type types[] = {TFM_F32, TFM_F16, TFM_BF16, TFM_Q8_0, TFM_Q4_0,
+                                   TFM_Q4_1, TFM_Q5_0, TFM_Q5_1};
   size_t i;
   for (i = 0; i < sizeof types / sizeof *types; i++)
     if (!strcasecmp(text, tfm_type_name(types[i]))) return types[i];
-  argp_error(state, "%s: expected f32, f16, bf16, q8_0 or q4_0, found \"%s\"", option, text);
+  argp_error(state, "%s: expected f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1, found \"%s\"",
+             option, text);
   return TFM_TYPE_DEFAULT;
 }
 

@@ -25,10 +25,11 @@ PUBLIC_FUNCTIONS = 60
 
 # Lines of a section, blank lines and comments counted. Raise one with a reason rather than squeeze.
 BUDGETS = {
-    "api": 530, "backend": 480, "base": 750, "objects": 80, "json": 480, "unicode": 300,
-    "gguf": 520, "tokenizer": 2700, "formats": 800, "families": 1200, "device": 450,
-    "kernels": 1700, "gradients": 1000, "forward": 350, "engine": 620, "session": 620,
-    "generate": 200, "train": 1050, "export": 480,
+    "api": 640, "backend": 480, "base": 900, "objects": 100, "json": 480, "unicode": 300,
+    "gguf": 520, "tokenizer": 2700,
+    "vocabulary": 1000, "formats": 800, "families": 2000, "device": 450,
+    "kernels": 1900, "gradients": 1100, "forward": 450, "engine": 700, "session": 620,
+    "generate": 200, "train": 1200, "export": 480, "data": 620,
 }
 
 FORBIDDEN_CALLS = ["exit", "_exit", "quick_exit", "abort", "assert", "printf", "fprintf", "vprintf",

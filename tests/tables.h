@@ -23,6 +23,7 @@ TABLES bool device_open(device *t, tfm_device which, int32_t threads) {
   t->b = t->d.table;
   memset(&net, 0, sizeof net);
   net.width = net.ffn_width = 2048; /* as much as any test below has */
+  net.embed.roles = TFM_ROLE_GRADIENT;
   t->work_bytes = t->b->work_bytes(&t->d, &net, 256, 4, 256);
   if (t->work_bytes) t->d.work = t->b->alloc(&t->d, t->work_bytes);
   return true;
@@ -171,12 +172,29 @@ typedef struct weight {
   uint8_t *file;
 } weight;
 
+TABLES unsigned weight_roles = (unsigned)TFM_ROLE_MATMUL | (unsigned)TFM_ROLE_GATHER;
+
+/* Values as a file would hold them. Where nothing encodes: any bytes, with scales of about 0.01. */
+TABLES void file_values(tfm_type type, uint8_t *to, const float *x, int n) {
+  const int values = tfmi_types[type].block_values, size = tfmi_types[type].block_bytes;
+  int i, j, scale = type == TFM_Q6_K ? size - 2 : 0;
+  if (tfmi_codecs[type].encode) {
+    tfmi_codecs[type].encode(to, x, n);
+    return;
+  }
+  for (i = 0; i < n / values; i++, to += size) {
+    for (j = 0; j < size; j++) to[j] = (uint8_t)below(values > 1 ? 256 : 120); /* F8: no NaN */
+    for (j = 0; j < 4 && values > 1; j += 2)
+      if (scale + j + 2 <= size) tfmi_put16(to + scale + j, tfmi_to_f16((float)uniform() * 0.01f));
+  }
+}
+
 TABLES weight weight_new(device *t, int rows, int cols, int experts, tfm_type from, tfm_type to,
                          bool transposed, int parts, int offset) {
   int all = rows * (experts ? experts : 1), count = parts * (experts ? experts : 1), i, j;
   tfm_part *part = (tfm_part *)calloc((size_t)count, sizeof *part);
   tfm_weight_source s = {part, count, rows, cols, experts, transposed, true,
-                         false, TFM_ROLE_MATMUL | TFM_ROLE_GATHER, to};
+                         false, weight_roles, to};
   weight x;
   float *plain = (float *)malloc((size_t)all * (size_t)cols * sizeof *plain);
   uint8_t *end;
@@ -195,7 +213,11 @@ TABLES weight weight_new(device *t, int rows, int cols, int experts, tfm_type fr
     part[i].data = end;
     part[i].type = from;
     part[i].rows = n;
-    tfmi_codecs[from].encode(end, block, n * cols);
+    file_values(from, end, block, n * cols);
+    tfmi_codecs[from].decode(block, end, n * cols);
+    for (r = 0; r < n; r++)
+      for (c = 0; c < cols; c++)
+        plain[(j + r) * cols + c] = block[transposed ? c * n + r : r * cols + c];
     end += tfmi_span(from, (int64_t)n * cols);
     free(block);
     j += n;
@@ -208,8 +230,6 @@ TABLES weight weight_new(device *t, int rows, int cols, int experts, tfm_type fr
     uint8_t bytes[8192];
     float *v = x.v + i * cols;
     memcpy(v, plain + i * cols, (size_t)cols * sizeof *v);
-    tfmi_codecs[from].encode(bytes, v, cols);
-    tfmi_codecs[from].decode(v, bytes, cols);
     if (to == TFM_TYPE_DEFAULT || to == from) continue;
     tfmi_codecs[to].encode(bytes, v, cols);
     tfmi_codecs[to].decode(v, bytes, cols);
@@ -227,5 +247,16 @@ TABLES void weight_free(device *t, weight *x) {
 }
 
 TABLES const tfm_type types[] = {TFM_F32, TFM_F16, TFM_BF16, TFM_Q8_0, TFM_Q4_0};
+
+/* Those that a table may decline: see `computes`. */
+TABLES const tfm_type more_types[] = {TFM_Q4_1, TFM_Q5_0, TFM_Q5_1, TFM_Q4_K, TFM_Q5_K, TFM_Q6_K};
+
+/* Whether a table packs matrices of a type, converted to another where `to` says so. */
+TABLES bool computes(device *t, tfm_type from, tfm_type to) {
+  tfm_part part = {NULL, from, 4};
+  tfm_weight_source s = {&part, 1, 4, 256, 0, false, true, false, TFM_ROLE_MATMUL, to};
+  t->b->pack_size(&t->d, &s);
+  return t->b->sync(&t->d) == TFM_OK;
+}
 
 #endif

@@ -429,7 +429,7 @@ static bool run_ahead(tfm_dev *d, const tfm_run_ahead *r, int32_t steps) {
   return true;
 }
 
-/* Tokens and logits of two sessions that are fed, asked in different ways, rewound and filled up. */
+/* Tokens and logits of two sessions: fed, asked in different ways, rewound and filled up. */
 static void ahead_story(const tfm_model *m, int32_t *out) {
   static const int32_t prompt[] = {5, 17, 33, 2, 80, 41, 9, 64, 21};
   tfm_engine_config c;

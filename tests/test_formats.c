@@ -298,6 +298,21 @@ TEST(safetensors_header) {
     expect_header(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
 }
 
+TEST(safetensors_of_8_bits) { /* the rest of the embedding's room is another tensor's */
+  static const char whole[] = "{\"dtype\":\"F32\",\"shape\":[5,4],\"data_offsets\":[0,80]}";
+  static const char eighth[] = "{\"dtype\":\"F8_E%s\",\"shape\":[5,4],\"data_offsets\":[0,20]},"
+                               "\"x\":{\"dtype\":\"I8\",\"shape\":[60],\"data_offsets\":[20,80]}";
+  static const char *const kinds[] = {"4M3", "5M2"};
+  char text[200];
+  int i;
+  for (i = 0; i < 2; i++) {
+    snprintf(text, sizeof text, eighth, kinds[i]);
+    expect_header(whole, text, TFM_OK, "");
+  }
+  snprintf(text, sizeof text, eighth, "8M0");
+  expect_header(whole, text, TFM_E_UNSUPPORTED, "has type F8_E8M0, expected F32, F16, BF16, F8");
+}
+
 TEST(safetensors_empty_tensors) { /* a zero hides no overflow before it, and none follows it */
   const char *zero = "{\"a\":{\"dtype\":\"BOOL\",\"shape\":[0,4611686018427387904,8],"
                      "\"data_offsets\":[0,0]},\"model";
@@ -465,7 +480,7 @@ TEST(config_numbers) {
       {"\"num_key_value_heads\": 1", "\"num_key_value_heads\": 0", TFM_E_FORMAT,
        "is 0, expected 1"},
       {"\"vocab_size\"", "\"head_dim\": 0, \"vocab_size\"", TFM_E_FORMAT, "head_dim is 0"},
-      {"\"vocab_size\"", "\"head_dim\": 3, \"vocab_size\"", TFM_E_FORMAT, "head width 3 is odd"},
+      {"\"vocab_size\"", "\"head_dim\": 3, \"vocab_size\"", TFM_E_FORMAT, "head width 3 are odd"},
       {"\"vocab_size\"", "\"head_dim\": 65536, \"vocab_size\"", TFM_E_FORMAT, "has shape"},
       {"\"num_hidden_layers\": 1", "\"num_hidden_layers\": 0", TFM_E_FORMAT,
        "num_hidden_layers is 0"},
@@ -520,10 +535,14 @@ TEST(config_refusals) {
     {"\"model_type\": \"llama\", ", "", TFM_OK, ""}, /* architectures will do */
     {"\"silu\"", "\"gelu_fast\"", TFM_E_UNSUPPORTED, "hidden_act \"gelu_fast\""},
     {"\"silu\"", "\"gelu\"", TFM_OK, ""},
-    {"\"silu\"", "\"silu\", \"rope_scaling\": {\"type\": \"yarn\", \"factor\": 2.0}",
-     TFM_E_UNSUPPORTED, "rope type \"yarn\""},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": {\"type\": \"3d\", \"factor\": 2.0}",
+     TFM_E_UNSUPPORTED, "rope type \"3d\""},
     {"\"silu\"", "\"silu\", \"rope_parameters\": {\"rope_type\": \"linear\", \"factor\": 2.0}",
-     TFM_E_UNSUPPORTED, "rope type \"linear\""},
+     TFM_OK, ""},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [1, 2]}",
+     TFM_E_FORMAT, "short_factor has 2 at 1, expected 1 numbers"},
+    {"\"silu\"", "\"silu\", \"rope_scaling\": {\"type\": \"longrope\", \"short_factor\": [1]}",
+     TFM_E_FORMAT, "rope_scaling.long_factor is missing"},
     {"\"silu\"", "\"silu\", \"rope_parameters\": {\"rope_type\": \"default\", \"rope_theta\": 5e5}",
      TFM_OK, ""},
     {"\"silu\"", "\"silu\", \"rope_scaling\": null", TFM_OK, ""},
@@ -538,7 +557,20 @@ TEST(config_refusals) {
      TFM_E_FORMAT, "rope_scaling.low_freq_factor is missing"},
     {"\"silu\"", "\"silu\", \"quantization_config\": {\"quant_method\": \"gptq\"}",
      TFM_E_UNSUPPORTED, "quantization_config"},
-    {"\"silu\"", "\"silu\", \"partial_rotary_factor\": 0.5", TFM_E_FORMAT, "partial_rotary_factor"},
+    {"\"silu\"", "\"silu\", \"partial_rotary_factor\": 0.5", TFM_E_UNSUPPORTED,
+     "partial_rotary_factor is 0.5"},
+    {"\"silu\"", "\"silu\", \"sliding_window\": 4", TFM_E_UNSUPPORTED, "sliding_window is 4"},
+    {"\"silu\"", "\"silu\", \"sliding_window\": null", TFM_OK, ""},
+    {"\"silu\"", "\"silu\", \"use_bidirectional_attention\": true", TFM_E_UNSUPPORTED,
+     "use_bidirectional_attention is true"},
+    {"\"silu\"", "\"silu\", \"use_bidirectional_attention\": false", TFM_OK, ""},
+    {"\"silu\"", "\"silu\", \"residual_multiplier\": 0.5", TFM_E_UNSUPPORTED, "is 0.5, which"},
+    {"\"silu\"", "\"silu\", \"residual_multiplier\": 1.0", TFM_OK, ""},
+    {"\"silu\"", "\"silu\", \"final_logit_softcapping\": 30.0", TFM_E_UNSUPPORTED, "is 30.0"},
+    {"\"silu\"", "\"silu\", \"layer_types\": [\"linear_attention\"]", TFM_E_UNSUPPORTED,
+     "layer_types has \"linear_attention\" for layer 0"},
+    {"\"silu\"", "\"silu\", \"layer_types\": [\"full_attention\", \"full_attention\"]",
+     TFM_E_FORMAT, "does not name the 1 layers"},
     {"\"silu\"", "\"silu\", \"attention_bias\": true", TFM_E_FORMAT, "q_proj.bias is missing"},
   };
   int i;
@@ -690,14 +722,16 @@ TEST(gguf_models) {
       {{NULL, NULL, 2, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
       {{NULL, NULL, 8, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
       {{NULL, NULL, 30, 0, 0, NULL, "none", 0, NULL}, TFM_OK, ""},
-      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, "llama.rope.scaling.factor"}, TFM_E_FORMAT,
-       "llama.rope.scaling.factor is 2, expected 1"},
+      {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, "llama.rope.scaling.factor"}, TFM_OK, ""},
       {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, "llama.rope.scale_linear"}, TFM_E_FORMAT, "is 2"},
       {{NULL, NULL, 0, 0, 0, NULL, NULL, 0, "llama.attention.scale"}, TFM_E_FORMAT, "is 2"},
       {{NULL, NULL, 14, 0, 0, NULL, NULL, 0, NULL}, TFM_E_FORMAT,
        "do not fill blocks of Q6_K (256)"},
-      {{NULL, NULL, 3, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED,
-       "token_embd.weight has type Q4_1"},
+      {{NULL, NULL, 3, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 6, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 7, 0, 0, NULL, NULL, 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 9, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED,
+       "token_embd.weight has type Q8_1"},
       {{NULL, NULL, 20, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "has type IQ4_NL"},
       {{NULL, NULL, 4, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED, "type 4, which is not known"},
       {{NULL, NULL, 31, 0, 0, NULL, NULL, 0, NULL}, TFM_E_UNSUPPORTED,
@@ -723,7 +757,8 @@ TEST(gguf_models) {
        "but the data section has"},
       {{NULL, NULL, 0, 0, 0, NULL, NULL, 1, NULL}, TFM_E_FORMAT, "may be cut off"},
       {{NULL, NULL, 0, 0, 0, "bert", NULL, 0, NULL}, TFM_E_UNSUPPORTED, "architecture \"bert\""},
-      {{NULL, NULL, 0, 0, 0, NULL, "yarn", 0, NULL}, TFM_E_UNSUPPORTED, "scaling.type \"yarn\""},
+      {{NULL, NULL, 0, 0, 0, NULL, "yarn", 0, NULL}, TFM_OK, ""},
+      {{NULL, NULL, 0, 0, 0, NULL, "3d", 0, NULL}, TFM_E_UNSUPPORTED, "rope type \"3d\""},
       {{"blk.0.attn_k.weight", NULL, 0, 0, 0, NULL, NULL, 0, NULL},
        TFM_E_FORMAT,
        "attn_k.weight is missing"},

@@ -4,6 +4,7 @@
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 #include "tables.h"
+#include "files.h"
 
 /* The CUDA table multiplies Q4_0 in halves: sums of eight products, each rounded to 11 bits. */
 static double rounding_halves(const float *x, const float *w, int n) {
@@ -33,7 +34,8 @@ static double rounding(const device *t, tfm_type type, const float *x, const flo
 
 static void pack_and_back(device *t, tfm_type from, tfm_type to, bool transposed, int offset) {
   bool blocks = from >= TFM_Q8_0 || to >= TFM_Q8_0;
-  weight w = weight_new(t, 37, blocks ? 96 : 83, 0, from, to, transposed, 3, offset);
+  int cols = from >= TFM_Q4_K && from <= TFM_Q6_K ? 512 : blocks ? 96 : 83;
+  weight w = weight_new(t, 37, cols, 0, from, to, transposed, 3, offset);
   matrix y = matrix_typed(t, 20, w.w.cols, 2, TFM_F32);
   int i, j;
   t->b->unpack(&t->d, y.m, &w.w, 9);
@@ -66,7 +68,8 @@ static void refuse(device *t, tfm_type from, tfm_type to, int cols, bool transpo
 }
 
 static void test_refusals(device *t) {
-  refuse(t, TFM_Q4_K, TFM_TYPE_DEFAULT, 256, false);
+  refuse(t, TFM_Q4_K, TFM_TYPE_DEFAULT, 128, false);
+  refuse(t, TFM_F32, TFM_Q4_K, 256, false);
   refuse(t, TFM_F32, TFM_F8_E4M3, 256, false);
   refuse(t, TFM_F32, TFM_Q8_0, 33, false);
   refuse(t, TFM_Q8_0, TFM_TYPE_DEFAULT, 32, true);
@@ -95,6 +98,39 @@ TEST(quantises_as_ggml) {
   CHECK_EQ_INT(q4[3] & 15, 11);
   CHECK_EQ_INT(q4[2] >> 4, 15);
   CHECK(y[0] == -8 && y[1] == 3 && y[16] == 7);
+}
+
+/* What others decode and encode, bit by bit: make_quants.py. */
+TEST(codecs_equal_the_references) {
+  blob b = blob_read("tests/data/quants.bin");
+  const uint8_t *at = b.data, *end = at ? at + b.bytes : at;
+  int records = 0;
+  while (at < end) {
+    uint32_t n = tfmi_u32(at + 8), bytes = tfmi_u32(at + 12), encoded = tfmi_u32(at + 16), i;
+    float *want = (float *)malloc(n * sizeof *want), *got = (float *)malloc(n * sizeof *got);
+    uint8_t *data = (uint8_t *)malloc(bytes);
+    int type = 1, same = 0;
+    while (type < TFM_TYPE_COUNT && strcmp(tfm_type_name((tfm_type)type), (const char *)at)) type++;
+    CHECK(type < TFM_TYPE_COUNT && tfmi_span((tfm_type)type, n) == bytes);
+    for (i = 0; i < n; i++) want[i] = tfmi_f32(at + 20 + 4 * i);
+    at += 20 + 4 * n;
+    if (encoded) {
+      tfmi_codecs[type].encode(data, want, (int32_t)n);
+      CHECK(memcmp(data, at, bytes) == 0);
+    } else {
+      tfmi_codecs[type].decode(got, at, (int32_t)n);
+      for (i = 0; i < n; i++) /* also in the sign of a zero; any NaN is one */
+        same += memcmp(&got[i], &want[i], 4) == 0 || (isnan(got[i]) && isnan(want[i]));
+      CHECK_EQ_INT(same, n);
+    }
+    free(want);
+    free(got);
+    free(data);
+    at += bytes;
+    records++;
+  }
+  CHECK_EQ_INT(records, 16);
+  free(b.data);
 }
 
 TEST(f16_decodes_all) {
@@ -244,6 +280,42 @@ static void same_bits(device *t, tfm_type type, int k) {
   matrix_free(t, &one);
   weight_free(t, &w);
 }
+
+static void embed_plain(device *t, tfm_type type) {
+  int32_t id[3] = {4, 0, 18}, at[3] = {0, 0, 0};
+  tfm_rows rows = {3, (int32_t *)array(t, id, sizeof id), (int32_t *)array(t, at, sizeof at),
+                   (int32_t *)array(t, at, sizeof at)};
+  weight table = weight_new(t, 19, 512, 0, type, TFM_TYPE_DEFAULT, false, 2, 1);
+  matrix y = matrix_new(t, 3, 512, 3);
+  int i, j;
+  t->b->embed(&t->d, y.m, &table.w, NULL, &rows, 1.5f);
+  matrix_get(t, &y);
+  for (i = 0; i < 3; i++)
+    for (j = 0; j < 512; j++) expect(&y, i, j, 1.5 * (double)table.v[id[i] * 512 + j], 2);
+  matrix_free(t, &y);
+  weight_free(t, &table);
+  t->b->release(&t->d, (void *)(uintptr_t)rows.id, sizeof id);
+  t->b->release(&t->d, (void *)(uintptr_t)rows.pos, sizeof at);
+  t->b->release(&t->d, (void *)(uintptr_t)rows.seq, sizeof at);
+}
+
+static void test_more_types(device *t) {
+  tfm_type to;
+  int i, m;
+  for (i = 0; i < TFMI_COUNT(more_types); i++) {
+    if (!computes(t, more_types[i], TFM_TYPE_DEFAULT)) continue;
+    for (m = 1; m < 40; m = 3 * m + 1) matmul_plain(t, m, 45, 512, more_types[i], 3, m % 4);
+    same_bits(t, more_types[i], 256);
+    embed_plain(t, more_types[i]);
+    for (to = TFM_F32; to <= TFM_Q5_1; to = (tfm_type)(to + 1))
+      if (computes(t, more_types[i], to)) pack_and_back(t, more_types[i], to, false, 1);
+  }
+  for (to = TFM_F32; to <= TFM_BF16; to = (tfm_type)(to + 1)) { /* F8 becomes a longer float */
+    pack_and_back(t, TFM_F8_E4M3, to, false, 1);
+    pack_and_back(t, TFM_F8_E5M2, to, true, 0);
+  }
+}
+TEST(other_block_types) { on_tables(test_more_types); }
 
 static void test_bits(device *t) {
   int i;
@@ -671,7 +743,8 @@ static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
   weight up = weight_new(t, N, C, E, type, TFM_TYPE_DEFAULT, false, 2, 0);
   weight down = weight_new(t, C, 32, E, type, TFM_TYPE_DEFAULT, false, 1, 0);
   int32_t expert[T * K], order[T * K], begin[E + 1];
-  tfm_routing g = {T, K, E, NULL, (float *)weights.m.data, NULL, NULL, (float *)probs.m.data};
+  tfm_routing g = {T, K, E, NULL, (float *)weights.m.data, NULL, NULL, (float *)probs.m.data, NULL,
+                   NULL};
   tfm_mat mid32 = mid.m;
   int i, j, s, e;
   g.expert = (int32_t *)array(t, expert, sizeof expert);
@@ -745,6 +818,64 @@ static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
   matrix_free(t, &probs);
   matrix_free(t, &weights);
 }
+
+static void moe_bias_case(device *t, tfm_act act, bool biased) {
+  enum { T = 13, E = 5, K = 2, N = 37 };
+  matrix x = matrix_new(t, T * K, N, 3), y = matrix_new(t, T * K, N, 1);
+  matrix bias = matrix_typed(t, E, N, 0, TFM_F32);
+  int32_t expert[T * K], s, j;
+  tfm_routing g;
+  memset(&g, 0, sizeof g);
+  for (s = 0; s < T * K; s++) expert[s] = below(E);
+  g.tokens = T, g.top_k = K, g.experts = E;
+  g.expert = (int32_t *)array(t, expert, sizeof expert);
+  t->b->moe_bias(&t->d, y.m, x.m, biased ? (const float *)bias.m.data : NULL, &g, act);
+  t->b->moe_bias(&t->d, x.m, x.m, biased ? (const float *)bias.m.data : NULL, &g, act);
+  for (s = 0; s < T * K; s++)
+    for (j = 0; j < N; j++) {
+      double v = (double)x.v[s * N + j] + (biased ? (double)bias.v[expert[s] * N + j] : 0);
+      x.v[s * N + j] = (float)activate(v, act);
+    }
+  matrix_get(t, &y);
+  for (s = 0; s < T * K; s++)
+    for (j = 0; j < N; j++) expect(&y, s, j, (double)x.v[s * N + j], 1);
+  memcpy(y.v, x.v, sizeof *y.v * T * K * N);
+  matrix_get(t, &x); /* in place */
+  for (s = 0; s < T * K; s++)
+    for (j = 0; j < N; j++) expect(&x, s, j, (double)y.v[s * N + j], 1);
+  t->b->release(&t->d, g.expert, sizeof expert);
+  matrix_free(t, &x), matrix_free(t, &y), matrix_free(t, &bias);
+}
+
+static void add_gated_case(device *t, int rows, int cols) {
+  matrix x = matrix_new(t, rows, cols, 3), y = matrix_new(t, rows, cols, 1);
+  matrix gate = matrix_typed(t, rows, 1, 2, TFM_F32);
+  float *before = (float *)malloc((size_t)(rows * cols) * sizeof *before);
+  int i, j;
+  for (i = 0; i < rows; i++) gate.v[i] *= 8;
+  matrix_put(t, &gate);
+  memcpy(before, y.v, (size_t)(rows * cols) * sizeof *before);
+  t->b->add_gated(&t->d, y.m, x.m, gate.m);
+  matrix_get(t, &y);
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < cols; j++)
+      expect(&y, i, j, (double)before[i * cols + j] +
+                           (double)x.v[i * cols + j] / (1 + exp(-(double)gate.v[i])), 2);
+  free(before);
+  matrix_free(t, &x), matrix_free(t, &y), matrix_free(t, &gate);
+}
+
+static void test_moe_parts(device *t) {
+  int act;
+  if (!t->b->moe_bias || !t->b->add_gated) return;
+  for (act = TFM_ACT_NONE; act <= TFM_ACT_RELU; act++) {
+    moe_bias_case(t, (tfm_act)act, true);
+    moe_bias_case(t, (tfm_act)act, false);
+  }
+  add_gated_case(t, 1, 1);
+  add_gated_case(t, 23, 133);
+}
+TEST(experts_biases_and_the_gate) { on_tables(test_moe_parts); }
 
 static void test_moe(device *t) {
   int i;

@@ -137,7 +137,7 @@ TEST(gradients_equal_pytorch) {
     t = tfm_trainer_create(g.model, &c);
     if (!t) fprintf(stderr, "%s\n", tfm_error());
     CHECK(t != NULL);
-    CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &s), TFM_OK);
+    CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, &s), TFM_OK);
     got = gradients_of(t);
     worst = worst_gradient(&g, &got, &count);
     printf("  %-8s %d parameters, largest relative error %.1e\n", cases[i], count, worst);
@@ -163,7 +163,7 @@ TEST(loss_curves_equal_pytorch) {
     CHECK(t != NULL);
     for (step = 0; t && step < 20; step++) {
       tfm_step s;
-      CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &s), TFM_OK);
+      CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, &s), TFM_OK);
       worst = fmax(worst, fabs(s.loss - (double)g.losses[step]));
     }
     printf("  %-8s loss %.4f to %.4f, largest difference %.1e\n", cases[i], (double)g.losses[0],
@@ -186,7 +186,7 @@ static tfm_trainer *stepped(const golden *g, int32_t batch, int32_t accumulate, 
   c.threads = threads;
   t = tfm_trainer_create(g->model, &c);
   CHECK(t != NULL);
-  CHECK_EQ_INT(tfm_trainer_step(t, g->ids, g->targets, s), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_step(t, g->ids, g->targets, NULL, s), TFM_OK);
   *w = t ? t->w : NULL;
   return t;
 }
@@ -220,6 +220,242 @@ TEST(accumulation_is_a_larger_batch) {
   golden_close(&g);
 }
 
+/* Weights are relative; 0 is as -100; and a token that counts twice is one that is there twice. */
+TEST(targets_have_weights) {
+  golden g;
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  tfm_step plain, twice, some, masked;
+  float weights[512];
+  int32_t targets[512], n, i;
+  if (!golden_open(&g, "gpt2-a", TFM_AUTO)) return;
+  c = golden_config(&g);
+  t = tfm_trainer_create(g.model, &c);
+  n = 2 * g.context;
+  for (i = 0; i < n; i++) weights[i] = 2;
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, NULL, &plain), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, weights, &twice), TFM_OK);
+  CHECK(fabs(plain.loss - twice.loss) < 1e-6 && plain.targets == twice.targets);
+  CHECK(fabs(plain.accuracy - twice.accuracy) < 1e-9);
+  for (i = 0; i < n; i++) {
+    weights[i] = i % 3 ? 0.0f : 0.5f;
+    targets[i] = i % 3 ? -100 : g.targets[i];
+  }
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, weights, &some), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, targets, NULL, &masked), TFM_OK);
+  CHECK(fabs(some.loss - masked.loss) < 1e-6 && some.targets == masked.targets);
+  weights[5] = -1;
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, weights, &some), TFM_E_ARG);
+  CHECK_STR_HAS(tfm_error(), "weight 5 is -1");
+  tfm_trainer_free(t);
+  golden_close(&g);
+}
+
+/* ---- Dropout ---- */
+
+static tfm_trainer_config dropping(const golden *g) {
+  tfm_trainer_config c = golden_config(g);
+  c.drop_embed = 0.1f;
+  c.drop_attn = 0.2f;
+  c.drop_residual = 0.3f;
+  c.seed = 9;
+  return c;
+}
+
+/* Loss and, in t->g, gradients of a golden's batch, with the masks of the first step. */
+static double dropped_loss(tfm_trainer *t, const golden *g) {
+  tfmi_lesson batch = {g->ids, g->targets, NULL};
+  tfm_step s = {0};
+  CHECK_EQ_INT(tfmi_train_passes(t, &batch, t->config.accumulate, true, &s), TFM_OK);
+  return s.loss;
+}
+
+/* The loss along a random direction of one parameter, and what the gradient says of it. */
+static void along(tfm_trainer *t, const golden *g, const tfmi_parameter *p, double *got,
+                  double *want) {
+  int64_t n = tfmi_parameter_values(p), i;
+  float *g0 = (float *)malloc((size_t)n * sizeof *g0), *w0 = (float *)malloc((size_t)n * 4);
+  double length = 0, step, loss[2];
+  size_t host, device;
+  int k;
+  memcpy(g0, t->g + p->at, (size_t)n * sizeof *g0);
+  memcpy(w0, t->w + p->at, (size_t)n * sizeof *w0);
+  for (i = 0; i < n; i++) length += (double)g0[i] * (double)g0[i];
+  length = sqrt(length);
+  step = 4e-3 / length;
+  for (k = 0; k < 2; k++) {
+    for (i = 0; i < n; i++) t->w[p->at + i] = w0[i] + (float)((k ? -step : step) * (double)g0[i]);
+    tfmi_pack_parameters(t, &host, &device);
+    loss[k] = dropped_loss(t, g);
+  }
+  memcpy(t->w + p->at, w0, (size_t)n * sizeof *w0);
+  tfmi_pack_parameters(t, &host, &device);
+  *got = (loss[0] - loss[1]) / (2 * step * length);
+  *want = length;
+  free(g0), free(w0);
+}
+
+/* Gradients under dropout are the slopes of the loss under the same masks. */
+TEST(dropout_has_gradients) {
+  static const char *const which[] = {"gpt2-a", "llama-b"};
+  int i, k;
+  for (k = 0; k < 2; k++) {
+    golden g;
+    tfm_trainer_config c;
+    tfm_trainer *t;
+    double worst = 0;
+    if (!golden_open(&g, which[k], k ? TFM_AUTO : TFM_REF)) return;
+    c = dropping(&g);
+    t = tfm_trainer_create(g.model, &c);
+    CHECK(t != NULL);
+    for (i = 0; t && i < t->parameters; i++) {
+      double got, want;
+      dropped_loss(t, &g);
+      along(t, &g, &t->parameter[i], &got, &want);
+      if (want > 0.05) worst = fmax(worst, fabs(got / want - 1)); /* else: rounding of the loss */
+    }
+    printf("  %-8s slopes under dropout differ by at most %.1e\n", which[k], worst);
+    CHECK(worst < 3e-3);
+    tfm_trainer_free(t);
+    golden_close(&g);
+  }
+}
+
+/* Masks belong to sequences and places: threads, batches and devices change nothing. */
+TEST(dropout_is_the_same_however_it_is_computed) {
+  golden g, r;
+  tfm_trainer_config c;
+  tfm_trainer *t, *u, *v, *w;
+  double plain;
+  tfm_step s;
+  if (!golden_open(&g, "gpt2-a", TFM_AUTO) || !golden_open(&r, "gpt2-a", TFM_REF)) return;
+  c = dropping(&g);
+  t = tfm_trainer_create(g.model, &c);
+  c.threads = 3;
+  u = tfm_trainer_create(g.model, &c);
+  v = tfm_trainer_create(r.model, &c);
+  c.batch = 1;
+  c.accumulate = 2;
+  w = tfm_trainer_create(g.model, &c);
+  plain = dropped_loss(t, &g);
+  CHECK(plain == dropped_loss(u, &g) && !memcmp(t->g, u->g, (size_t)t->total * sizeof(float)));
+  CHECK(fabs(plain - dropped_loss(v, &g)) < 1e-5);
+  CHECK(gradient_error(v->g, t->g, (size_t)t->total) < 1e-4);
+  CHECK(fabs(plain - dropped_loss(w, &g)) < 1e-5);
+  CHECK(gradient_error(w->g, t->g, (size_t)t->total) < 1e-4);
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, NULL, &s), TFM_OK);
+  CHECK(fabs(s.loss - (double)g.losses[0]) < 1e-4); /* without dropout */
+  CHECK(fabs(plain - s.loss) > 1e-3);
+  t->sequences += 2;
+  CHECK(plain != dropped_loss(t, &g)); /* new masks */
+  tfm_trainer_free(t), tfm_trainer_free(u), tfm_trainer_free(v), tfm_trainer_free(w);
+  golden_close(&g), golden_close(&r);
+}
+
+/* ---- Computing activations again ---- */
+
+TEST(recomputation_changes_no_bit) {
+  size_t i;
+  int k;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    golden g;
+    tfm_trainer_config c;
+    tfm_trainer *t, *u;
+    if (!golden_open(&g, cases[i], TFM_AUTO)) continue;
+    c = dropping(&g);
+    t = tfm_trainer_create(g.model, &c);
+    c.recompute = true;
+    u = tfm_trainer_create(g.model, &c);
+    for (k = 0; k < 3; k++) {
+      CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, NULL), TFM_OK);
+      CHECK_EQ_INT(tfm_trainer_step(u, g.ids, g.targets, NULL, NULL), TFM_OK);
+    }
+    CHECK(t && u && !memcmp(t->w, u->w, (size_t)t->total * sizeof(float)));
+    tfm_trainer_free(t), tfm_trainer_free(u);
+    golden_close(&g);
+  }
+}
+
+TEST(recomputation_needs_less_memory) {
+  tfm_shape s = {0};
+  tfm_trainer_config c;
+  tfm_trainer_info all = {0}, less = {0}, held = {0};
+  tfm_trainer *t;
+  s.layers = 8;
+  s.width = 64;
+  s.heads = 4;
+  s.vocabulary = 100;
+  s.context = 64;
+  memset(&c, 0, sizeof c);
+  c.batch = 8;
+  CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &all), TFM_OK);
+  c.recompute = true;
+  CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &less), TFM_OK);
+  t = tfm_trainer_init(&s, &c);
+  CHECK_EQ_INT(tfm_trainer_describe(t, &held), TFM_OK);
+  printf("  8 layers: %.1f MB of activations, %.1f MB with recomputation\n",
+         (double)(all.memory_bytes - all.state_bytes) / 1e6,
+         (double)(less.memory_bytes - less.state_bytes) / 1e6);
+  CHECK_EQ_INT(held.memory_bytes, less.memory_bytes);
+  CHECK((less.memory_bytes - less.state_bytes) * 3 < all.memory_bytes - all.state_bytes);
+  tfm_trainer_free(t);
+}
+
+/* ---- Frozen parameters ---- */
+
+/* After a step with some frozen: they are as before, and the others as if nothing were. */
+static void freezes(const golden *g, unsigned freeze, int32_t first_layer, bool some) {
+  tfm_trainer_config c = golden_config(g);
+  tfm_trainer *before, *all, *part;
+  double square = 0;
+  tfm_step s = {0};
+  int64_t k;
+  int i, frozen = 0, trained = 0;
+  c.clip = -1;
+  before = tfm_trainer_create(g->model, &c);
+  all = tfm_trainer_create(g->model, &c);
+  c.freeze = freeze;
+  c.first_layer = first_layer;
+  part = tfm_trainer_create(g->model, &c);
+  CHECK(before && all && part);
+  CHECK_EQ_INT(tfm_trainer_step(all, g->ids, g->targets, NULL, NULL), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_step(part, g->ids, g->targets, NULL, &s), TFM_OK);
+  for (i = 0; i < part->parameters; i++) {
+    const tfmi_parameter *p = &part->parameter[i];
+    const float *want = (p->frozen ? before : all)->w + p->at;
+    int64_t n = tfmi_parameter_values(p);
+    CHECK(!memcmp(part->w + p->at, want, (size_t)n * sizeof *want));
+    for (k = 0; !p->frozen && k < n; k++)
+      square += (double)all->g[p->at + k] * (double)all->g[p->at + k];
+    frozen += p->frozen, trained += !p->frozen;
+  }
+  CHECK(trained > 0 && (frozen > 0) == some);
+  CHECK(fabs(sqrt(square) / (double)s.gradient_norm - 1) < 1e-5);
+  tfm_trainer_free(before), tfm_trainer_free(all), tfm_trainer_free(part);
+}
+
+TEST(frozen_parameters_stay) {
+  static const char *const which[] = {"gpt2-a", "llama-c"};
+  tfm_trainer_config c;
+  golden g;
+  int k;
+  for (k = 0; k < 2; k++) {
+    if (!golden_open(&g, which[k], TFM_AUTO)) return;
+    freezes(&g, 0, 0, false);
+    freezes(&g, TFM_EMBEDDINGS, 0, true);
+    freezes(&g, TFM_NORMS | TFM_HEAD, 0, true);
+    freezes(&g, TFM_ATTENTION, 0, true);
+    freezes(&g, TFM_FEED_FORWARD | TFM_EMBEDDINGS, 0, true);
+    freezes(&g, 0, 1, true);
+    freezes(&g, 0, g.model->net.layers, true); /* the final norm, and an untied head */
+    c = golden_config(&g);
+    c.freeze = ~0u;
+    CHECK(!tfm_trainer_create(g.model, &c));
+    CHECK_STR_HAS(tfm_error(), "frozen");
+    golden_close(&g);
+  }
+}
+
 TEST(evaluation_learns_nothing) {
   golden g;
   tfm_trainer_config c;
@@ -228,11 +464,11 @@ TEST(evaluation_learns_nothing) {
   if (!golden_open(&g, "llama-a", TFM_AUTO)) return;
   c = golden_config(&g);
   t = tfm_trainer_create(g.model, &c);
-  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, &a), TFM_OK);
-  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, &b), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, NULL, &a), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, NULL, &b), TFM_OK);
   CHECK(a.loss == b.loss && a.step == 0 && a.gradient_norm == 0);
   CHECK(fabs(a.loss - (double)g.losses[0]) < 1e-4);
-  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &b), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, &b), TFM_OK);
   CHECK(a.loss == b.loss && a.accuracy == b.accuracy);
   tfm_trainer_free(t);
   golden_close(&g);
@@ -250,13 +486,13 @@ TEST(a_step_that_is_not_finite_is_skipped) {
   t = tfm_trainer_create(g.model, &c);
   bytes = (size_t)t->total * sizeof(float);
   before = (float *)malloc(bytes);
-  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &s), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, &s), TFM_OK);
   t->w[t->total - 1] = NAN; /* the last bias of all */
   memcpy(before, t->w, bytes);
-  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &s), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, &s), TFM_OK);
   CHECK(s.skipped && s.step == 1 && !memcmp(before, t->w, bytes));
   t->w[t->total - 1] = 0;
-  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, &s), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, &s), TFM_OK);
   CHECK(!s.skipped && s.step == 2 && isfinite(s.loss));
   free(before);
   tfm_trainer_free(t);
@@ -345,7 +581,7 @@ static void learns(const char *family, bool untied) {
   tfm_shape s = shape_of(family);
   tfm_trainer_config c;
   tfm_trainer *t;
-  tfm_step first, step;
+  tfm_step first = {0}, step = {0};
   int32_t tokens[4 * 24], targets[4 * 24], i;
   memset(&c, 0, sizeof c);
   s.untied = untied;
@@ -359,8 +595,8 @@ static void learns(const char *family, bool untied) {
     targets[i] = i % 24 == 23 ? -100 : (tokens[i] + 1) % 50;
   }
   t = tfm_trainer_init(&s, &c);
-  CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, &first), TFM_OK);
-  for (i = 1; i < 100; i++) CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, &step), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL, &first), TFM_OK);
+  for (i = 1; i < 100; i++) CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL, &step), TFM_OK);
   CHECK(fabs(first.loss - log(50)) < 0.1);
   CHECK(step.loss < 0.2 && step.accuracy == 1 && step.targets == 4 * 23 && step.step == 100);
   tfm_trainer_free(t);
@@ -396,7 +632,7 @@ TEST(memory_is_as_planned) {
   CHECK_EQ_INT(info.parameters, plan.parameters);
   CHECK_EQ_INT(f.peak, info.memory_bytes);
   calls = f.calls;
-  for (i = 0; i < 3; i++) CHECK_EQ_INT(tfm_trainer_step(t, tokens, tokens, NULL), TFM_OK);
+  for (i = 0; i < 3; i++) CHECK_EQ_INT(tfm_trainer_step(t, tokens, tokens, NULL, NULL), TFM_OK);
   CHECK_EQ_INT(f.calls, calls);
   tfm_trainer_free(t);
   CHECK_EQ_INT(f.live, 0);
@@ -457,16 +693,16 @@ TEST(bad_arguments_are_told) {
   s = shape_of("gpt2");
   t = tfm_trainer_init(&s, NULL);
   tokens[7] = 50;
-  CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL, NULL), TFM_E_ARG);
   CHECK_STR_HAS(tfm_error(), "token 7 is 50");
   tokens[7] = 0;
   targets[3] = -1;
-  CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL, NULL), TFM_E_ARG);
   CHECK_STR_HAS(tfm_error(), "target 3 is -1");
   memset(targets, 0, sizeof targets);
-  CHECK_EQ_INT(tfm_trainer_step(t, tokens, NULL, NULL), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_trainer_step(t, tokens, NULL, NULL, NULL), TFM_E_ARG);
   CHECK_EQ_INT(tfm_trainer_export(t, "build/no/such/folder"), TFM_E_IO);
-  CHECK_EQ_INT(tfm_trainer_step(NULL, tokens, targets, NULL), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_trainer_step(NULL, tokens, targets, NULL, NULL), TFM_E_ARG);
   tfm_trainer_free(t);
 }
 
@@ -517,11 +753,11 @@ static void exports(const tfm_model *m, const tfm_trainer_config *c, const int32
   if (!(worst <= bound)) fprintf(stderr, "  logits differ by %g\n", (double)worst);
   CHECK(worst <= bound);
   tfm_model_free(again);
-  for (i = 0; i < 3; i++) CHECK_EQ_INT(tfm_trainer_step(t, ids, targets, NULL), TFM_OK);
-  CHECK_EQ_INT(tfm_trainer_eval(t, ids, targets, &a), TFM_OK);
+  for (i = 0; i < 3; i++) CHECK_EQ_INT(tfm_trainer_step(t, ids, targets, NULL, NULL), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_eval(t, ids, targets, NULL, &a), TFM_OK);
   again = exported(t);
   u = tfm_trainer_create(again, c);
-  CHECK_EQ_INT(tfm_trainer_eval(u, ids, targets, &b), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_eval(u, ids, targets, NULL, &b), TFM_OK);
   CHECK(fabs(a.loss - b.loss) <= (double)bound);
   tfm_trainer_free(t), tfm_trainer_free(u);
   tfm_model_free(again);
@@ -587,7 +823,7 @@ static tfm_trainer *trained(const char *family, int64_t until, const char *from)
   if (from) CHECK_EQ_INT(tfm_trainer_resume(t, from), TFM_OK);
   while (t->step < until) {
     batch_of(t->step, tokens, targets);
-    CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL), TFM_OK);
+    CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL, NULL), TFM_OK);
   }
   return t;
 }
@@ -631,6 +867,44 @@ TEST(other_and_damaged_checkpoints_are_refused) {
   CHECK_EQ_INT(tfm_trainer_resume(c, "build/no such file"), TFM_E_IO);
   tfm_trainer_free(a), tfm_trainer_free(b), tfm_trainer_free(c);
   free(saved.data);
+  remove(SAVED);
+}
+
+static int64_t step_of(const char *path) {
+  tfm_trainer *t = trained("llama", 0, NULL);
+  int64_t step = tfm_trainer_resume(t, path) == TFM_OK ? t->step : -1;
+  tfm_trainer_free(t);
+  return step;
+}
+
+TEST(the_newest_checkpoints_are_kept) {
+  tfm_trainer *t = trained("llama", 1, NULL);
+  int32_t tokens[24] = {0}, targets[24] = {0}, i;
+  t->config.keep = 3;
+  for (i = 0; i < 5; i++) {
+    CHECK_EQ_INT(tfm_trainer_save(t, SAVED), TFM_OK);
+    CHECK_EQ_INT(tfm_trainer_step(t, tokens, targets, NULL, NULL), TFM_OK);
+  }
+  CHECK_EQ_INT(step_of(SAVED), 5);
+  CHECK_EQ_INT(step_of(SAVED ".1"), 4);
+  CHECK_EQ_INT(step_of(SAVED ".2"), 3);
+  CHECK_EQ_INT(step_of(SAVED ".3"), -1);
+  tfm_trainer_free(t);
+  remove(SAVED), remove(SAVED ".1"), remove(SAVED ".2");
+}
+
+TEST(a_checkpoint_knows_its_data_and_place) {
+  tfm_trainer *t = trained("llama", 4, NULL), *u = trained("llama", 0, NULL);
+  tfm_trainer_info info = {0};
+  t->config.data = 17;
+  CHECK_EQ_INT(tfm_trainer_save(t, SAVED), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_resume(u, SAVED), TFM_E_FORMAT);
+  CHECK_STR_HAS(tfm_error(), "other data");
+  u->config.data = 17;
+  CHECK_EQ_INT(tfm_trainer_resume(u, SAVED), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_describe(u, &info), TFM_OK);
+  CHECK(info.step == 4 && info.sequences == 4);
+  tfm_trainer_free(t), tfm_trainer_free(u);
   remove(SAVED);
 }
 

@@ -2448,7 +2448,7 @@ static bool cuda_decode(tfm_dev *d, const tfm_run_ahead *r, int32_t steps) {
 /* ---- layer: passes of many rows, on the tensor cores ----
    Activations have 16 bits: BF16 where the weights do, else F16; the residual stream stays F32, as
    cuBLASLt adds to it. Quantised weights are widened a stretch at a time. A block of attention
-   takes 128 rows of one sequence and one head; each of its 8 warps keeps 16 rows of q, of the scores and
+   takes 128 rows of one sequence and one head; each of its 8 warps keeps 16 rows of q, of scores and
    of the output in registers, while tiles of 64 keys and values pass through shared memory, two
    deep. Tiles that hold several sequences, and heads of other widths, go to cuda_attn_kernel. */
 

@@ -139,7 +139,7 @@ clean: ## remove build/
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
 
-.PHONY: all examples tests bench lib deps run test lint compat tsan fuzz cuda-check test-cuda cuda-tests bench-cuda format install \
-  uninstall clean help
+.PHONY: all examples tests bench lib deps run test lint compat tsan fuzz cuda-check test-cuda \
+  cuda-tests bench-cuda format install uninstall clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:

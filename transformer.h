@@ -13761,7 +13761,7 @@ static bool tfmi_ahead_queue(tfm_engine *e, tfm_session *s, tfm_sampler sampler)
   if (steps <= 0 || !tfmi_pages_grow(s, begin + steps)) return false;
   slot = a->queued % (2 * TFMI_STEPS_AHEAD);
   for (i = 0; i < steps; i++) __atomic_store_n(&a->ids[slot + i], -1, __ATOMIC_RELAXED);
-  run.net = &e->model->net;
+  run.net = &e->net;
   run.kv = e->kv;
   run.rows = tfmi_engine_pass(e, 1).rows;
   run.sampler = sampler;

@@ -2448,8 +2448,8 @@ static bool cuda_decode(tfm_dev *d, const tfm_run_ahead *r, int32_t steps) {
 /* ---- layer: passes of many rows, on the tensor cores ----
    Activations have 16 bits: BF16 where the weights do, else F16; the residual stream stays F32, as
    cuBLASLt adds to it. Quantised weights are widened a stretch at a time. A block of attention
-   takes 128 rows of one sequence and one head; each of its 8 warps keeps 16 rows of q, of scores and
-   of the output in registers, while tiles of 64 keys and values pass through shared memory, two
+   takes 128 rows of one sequence and one head; each of its 8 warps keeps 16 rows of q, of scores
+   and of the output in registers, while tiles of 64 keys and values pass through shared memory, two
    deep. Tiles that hold several sequences, and heads of other widths, go to cuda_attn_kernel. */
 
 __device__ __forceinline__ void cuda_copy16(uint32_t to, const void *from) {
@@ -2900,8 +2900,7 @@ static tfm_type cuda_layer_type(const tfm_layer *l) {
 
 static bool cuda_layer_knows(tfm_dev *d, tfm_mat x, const tfm_net *net, const tfm_layer *l,
                              const tfm_kv *kv) {
-  const cuda_weight *w[4] = {cuda_packed(&l->qkv), cuda_packed(&l->out), cuda_packed(&l->up),
-                             cuda_packed(&l->down)};
+  const tfm_weight *w[4] = {&l->qkv, &l->out, &l->up, &l->down};
   int i;
   for (i = 0; i < 4; i++)
     if (w[i]->cols % 8 || w[i]->rows % 8) return false;

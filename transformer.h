@@ -43,7 +43,8 @@
      >>json       a strict pull parser              >>engine     memory, pages, many sequences
      >>gguf       the GGUF container                >>session    feeding, choosing, text
      >>tokenizer  text to ids and back              >>generate   prompt in, text out
-     >>vocabulary built from text, saved            >>train      backward pass, optimiser, trainer
+     >>vocabulary built from text, saved            >>convert    models written in other formats
+     >>chat       templates of conversations        >>train      backward pass, optimiser, trainer
      >>formats    safetensors, shards, llama2.c     >>export     folders, checkpoints
                                                     >>data       text files to sequences
 
@@ -259,6 +260,40 @@ typedef struct tfm_model_info {
 
 TFM_API tfm_status tfm_model_describe(const tfm_model *model, tfm_model_info *out);
 
+/* ---- Files of models, without loading them --------------------------------------------------- */
+
+typedef struct tfm_tensor_info { /* texts are valid during the call */
+  const char *name, *type;       /* as the file has it: "F32", "Q4_K", "I64" */
+  int32_t rank;
+  uint64_t dims[4], bytes;       /* slowest first; what is beyond the fourth is not told */
+  /* By tfm_convert only. error: root mean square of what the new type changed, in units of the
+     values' own. */
+  const char *new_name, *new_type;
+  uint64_t new_bytes;
+  double error;
+} tfm_tensor_info;
+
+typedef void (*tfm_tensor_visitor)(void *user, const tfm_tensor_info *tensor);
+
+/* Tells all tensors of a model's files, of any family, in the order of their names. */
+TFM_API tfm_status tfm_model_tensors(const char *path, const tfm_host *host,
+                                     tfm_tensor_visitor visitor, void *user);
+
+typedef struct tfm_convert_config {
+  tfm_host host;
+  tfm_type type;     /* of matrices; 0: as they are, where the new format has it */
+  int32_t threads;   /* 0: one per core */
+  bool overwrite;    /* files that are there already */
+  tfm_tensor_visitor visitor; /* called for each tensor when it is written; NULL: none */
+  void *user;
+} tfm_convert_config;
+
+/* Writes a model that tfm_model_load reads, in another format or type, with its tokenizer: a GGUF
+   file when `to` ends with .gguf (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1; vectors stay F32),
+   else a Hugging Face folder (F32, F16, BF16). Each file appears under its name when it is whole.
+   The numbers do not depend on threads, and are gguf's own. */
+TFM_API tfm_status tfm_convert(const char *from, const char *to, const tfm_convert_config *config);
+
 /* ---- Tokenizers ------------------------------------------------------------------------------ */
 
 typedef struct tfm_tokenizer tfm_tokenizer; /* immutable, shared by any number of threads */
@@ -370,6 +405,37 @@ TFM_API int64_t tfm_decode_next(const tfm_tokenizer *tokenizer, tfm_decoder *sta
 TFM_API const char *tfm_token_text(const tfm_tokenizer *tokenizer, int32_t id, size_t *bytes);
 /* The id of that spelling, special tokens included, or -1. */
 TFM_API int32_t tfm_token_id(const tfm_tokenizer *tokenizer, const char *text, size_t bytes);
+
+/* ---- Conversations --------------------------------------------------------------------------- */
+
+typedef enum tfm_role { TFM_SYSTEM = 0, TFM_USER = 1, TFM_ASSISTANT = 2 } tfm_role;
+
+typedef struct tfm_message {
+  tfm_role role;
+  const char *text;
+} tfm_message;
+
+typedef struct tfm_chat { /* how a model was trained to read conversations */
+  const char *name;    /* "chatml", "llama3", ...; NULL: not known yet */
+  bool system;         /* has a place for a system message */
+  int32_t end[4];      /* [end_count] ids that end an answer */
+  int32_t end_count;
+} tfm_chat;
+
+/* Fills *out with the template of this name: none, chatml, qwen2, qwen2.5, llama2, llama3,
+   llama3.1, mistral-v1, mistral-v3, mistral-v3-tekken, mistral-v7, gemma, gemma3, phi3, phi3.5,
+   phi3-first. With name NULL, of the model at `path`: of a GGUF file, or of chat_template.jinja,
+   else of tokenizer_config.json, in the folder or beside the file, all of the file system. That is
+   recognised, not run: one that is none of the published ones known here is refused with
+   TFM_E_UNSUPPORTED. */
+TFM_API tfm_status tfm_chat_find(const tfm_tokenizer *tokenizer, const char *path,
+                                 const char *name, tfm_chat *out);
+/* The ids of a conversation, as transformers' apply_chat_template gives them, and with `answer` of
+   what begins an answer; ids, cap and result as with tfm_encode. A system message, if any, comes
+   first. What looks like a special token in a message stays text. */
+TFM_API int64_t tfm_chat_encode(const tfm_tokenizer *tokenizer, const tfm_chat *chat,
+                                const tfm_message *messages, size_t n, bool answer, int32_t *ids,
+                                size_t cap);
 
 /* ---- Engines and sessions -------------------------------------------------------------------- */
 
@@ -1641,6 +1707,14 @@ static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...
   tfmi_out_bytes(o, text, strlen(text));
 }
 
+/* Little-endian. */
+static void tfmi_out_number_le(tfmi_out *o, uint64_t value, int bytes) {
+  uint8_t le[8];
+  int i;
+  for (i = 0; i < bytes; i++) le[i] = (uint8_t)(value >> 8 * i);
+  tfmi_out_bytes(o, le, (size_t)bytes);
+}
+
 /* A file is written under a temporary name and takes its own when it is whole: it is there whole,
    or as it was. Begin, write, commit. */
 static tfm_status tfmi_out_begin(tfmi_out *o, const char *path) {
@@ -2654,7 +2728,9 @@ typedef struct tfmi_tensor { /* of any format; lies in a file */
   const char *type_name;
   uint64_t rank, dims[4]; /* slowest first; beyond the fourth they are not kept */
   int32_t file;           /* which of the model's files it lies in */
-  bool used;              /* something asked for it */
+  bool used;              /* something asked for it: */
+  bool bias;
+  int32_t slot, layer;    /* as this (a tfmi_slot) of this layer */
   const uint8_t *data;
   size_t bytes;
 } tfmi_tensor;
@@ -3399,8 +3475,16 @@ typedef struct tfmi_bucket { /* such a list */
 #define TFMI_NOBODY UINT32_MAX
 enum { TFMI_LONG_PIECE = 4096 };
 
+typedef struct tfmi_passage { /* a stretch of a text, from where the one before ends */
+  size_t end;
+  bool trusted; /* it may name special tokens */
+} tfmi_passage;
+
 typedef struct tfmi_encoder {
   const tfm_tokenizer *t;
+  const char *whole;  /* the text, in [spans] stretches; span NULL: one, trusted as flags say */
+  const tfmi_passage *span;
+  size_t spans;
   tfmi_heap heap;     /* work memory, under the tokenizer's limit */
   tfm_status status;
   unsigned flags;
@@ -3788,6 +3872,22 @@ static size_t tfmi_before_blanks(const char *p, size_t n) {
   return n;
 }
 
+/* Bytes at p[0 .. n) that one token may take, and whether it may be a special one. In a copy that
+   was normalised nothing tells whose text it is: none. */
+static size_t tfmi_token_room(const tfmi_encoder *e, const char *p, size_t n, bool *special) {
+  uintptr_t at = (uintptr_t)p - (uintptr_t)e->whole;
+  size_t low = 0, high = e->spans;
+  *special = (e->flags & TFM_ENCODE_PARSE_SPECIAL) != 0;
+  if (!e->span) return n;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if (e->span[middle].end <= at) low = middle + 1;
+    else high = middle;
+  }
+  *special = low < e->spans && e->span[low].trusted;
+  return low < e->spans && e->span[low].end - at < n ? e->span[low].end - (size_t)at : n;
+}
+
 typedef void (*tfmi_between)(tfmi_encoder *e, const char *p, size_t n);
 
 /* Cuts the tokens of a set out of the text and hands on what lies between. A special token that
@@ -3796,15 +3896,17 @@ static void tfmi_encode_added(tfmi_encoder *e, const tfmi_added_set *set, const 
                               tfmi_between between) {
   size_t at = 0, done = 0;
   while (set->count && at < n && e->status == TFM_OK) {
-    const tfmi_added *a = set->first[(uint8_t)p[at]] ? tfmi_added_match(e->t, set, p + at, n - at)
-                                                     : NULL;
+    const tfmi_added *a = NULL;
     size_t start = at, stop;
+    bool special = false;
+    if (set->first[(uint8_t)p[at]])
+      a = tfmi_added_match(e->t, set, p + at, tfmi_token_room(e, p + at, n - at, &special));
     if (!a) {
       at++;
       continue;
     }
     stop = at += a->n;
-    if (a->special && !(e->flags & TFM_ENCODE_PARSE_SPECIAL)) continue;
+    if (a->special && !special) continue;
     if (a->left_blanks && stop <= done) continue; /* swallowed whole by the one before */
     if (a->left_blanks)
       start = done + tfmi_before_blanks(p + done, start > done ? start - done : 0);
@@ -3858,21 +3960,18 @@ static void tfmi_encode_normal(tfmi_encoder *e, const char *p, size_t n) {
   tfmi_encode_added(e, &t->added[1], p, n, tfmi_encode_pieces);
 }
 
-TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
-                           unsigned flags, int32_t *ids, size_t cap) {
+/* As tfm_encode, of a text in stretches when span is not NULL. */
+static int64_t tfmi_encode_text(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
+                                unsigned flags, const tfmi_passage *span, size_t spans,
+                                int32_t *ids, size_t cap) {
   tfmi_encoder e;
   bool special = (flags & TFM_ENCODE_SPECIAL) != 0;
   int32_t i;
-  if (!tokenizer) return tfmi_null_object("tfm_encode");
-  if ((bytes && !text) || (cap && !ids))
-    return tfmi_report(TFM_E_ARG, "tfm_encode: text or ids is NULL, but its size is not 0");
-  if (bytes > SIZE_MAX / 8)
-    return tfmi_report(TFM_E_ARG, "tfm_encode: %llu bytes of text, expected at most %llu; cut it",
-                       (unsigned long long)bytes, (unsigned long long)(SIZE_MAX / 8));
-  if (flags & ~(unsigned)(TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL))
-    return tfmi_report(TFM_E_ARG, "tfm_encode: flags are 0x%x, expected 0 to 3", flags);
   memset(&e, 0, offsetof(tfmi_encoder, few_symbols));
   e.t = tokenizer;
+  e.whole = text;
+  e.span = span;
+  e.spans = spans;
   e.heap = tokenizer->heap;
   e.flags = flags;
   e.ids = ids;
@@ -3887,6 +3986,19 @@ TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, siz
   for (i = 0; special && i < tokenizer->after_count; i++) tfmi_emit(&e, tokenizer->after[i]);
   tfmi_encoder_free(&e);
   return e.status == TFM_OK ? e.count : (int64_t)e.status;
+}
+
+TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
+                           unsigned flags, int32_t *ids, size_t cap) {
+  if (!tokenizer) return tfmi_null_object("tfm_encode");
+  if ((bytes && !text) || (cap && !ids))
+    return tfmi_report(TFM_E_ARG, "tfm_encode: text or ids is NULL, but its size is not 0");
+  if (bytes > SIZE_MAX / 8)
+    return tfmi_report(TFM_E_ARG, "tfm_encode: %llu bytes of text, expected at most %llu; cut it",
+                       (unsigned long long)bytes, (unsigned long long)(SIZE_MAX / 8));
+  if (flags & ~(unsigned)(TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL))
+    return tfmi_report(TFM_E_ARG, "tfm_encode: flags are 0x%x, expected 0 to 3", flags);
+  return tfmi_encode_text(tokenizer, text, bytes, flags, NULL, 0, ids, cap);
 }
 
 /* ---- Decoding ----
@@ -5300,6 +5412,7 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   bool prefix = true, spm, bos = true;
   tfmi_gguf_open(&g, &m->load, file.at, file.n);
   if (!tfmi_gguf_get_text(&g, "tokenizer.ggml.model", &model)) return false;
+  if (tfmi_text_is(model, "no_vocab")) return false;
   spm = tfmi_text_is(model, "llama");
   if (!spm && !tfmi_text_is(model, "gpt2"))
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.model is \"%s\", expected gpt2 or llama",
@@ -6671,6 +6784,435 @@ TFM_API tfm_status tfm_encode_batch(const tfm_tokenizer *tokenizer, tfm_encoding
 }
 
 /* =================================================================================================
+   >>chat   conversations as the families' models were trained to read them
+   =================================================================================================
+
+   A template is a row: what stands before and behind each kind of message, where a system message
+   goes, what ends an answer. A conversation is written as one text, as its model's own template (a
+   program in a language of its own, Jinja) would write it; but each stretch of it is remembered as
+   ours or as a message's. Then it is encoded in one go, so that the ids are those of the reference,
+   except that special tokens are recognised in our stretches only, and never across the edge of
+   one. Whatever a message says, it cannot end its turn or open another.
+
+   A model's template is known by its length and hash, from a list of published ones that have been
+   compared with these rows. Any other is refused: a guess would work badly without anybody seeing
+   it. Naming a row is the way past that. */
+
+typedef enum tfmi_system_place { /* of a system message */
+  TFMI_SYSTEM_TURN,  /* a turn of its own */
+  TFMI_SYSTEM_FIRST, /* in the first message of the user */
+  TFMI_SYSTEM_LAST,  /* in the last one */
+  TFMI_SYSTEM_NONE   /* there is no place for it */
+} tfmi_system_place;
+
+typedef struct tfmi_chat_row {
+  const char *name;
+  const char *start;        /* before everything */
+  const char *around[3][2]; /* before and behind a message, by tfm_role */
+  const char *prompt;       /* what an answer begins with */
+  const char *finish;       /* instead of that, where none is wanted */
+  const char *system;       /* where the conversation has none; NULL: nothing */
+  tfmi_system_place place;
+  int trims;                /* white space around messages of these roles goes: bits */
+  bool alternates;          /* user and assistant must take turns, the user first */
+  bool drops;               /* an empty system message goes */
+  const char *needs[4];     /* special tokens that must be known */
+  const char *ends[3];      /* of which any ends an answer */
+} tfmi_chat_row;
+
+enum { /* sets of roles */
+  TFMI_TRIMS_ASSISTANT = 1 << TFM_ASSISTANT,
+  TFMI_TRIMS_TALK = TFMI_TRIMS_ASSISTANT | 1 << TFM_USER,
+  TFMI_TRIMS_ALL = TFMI_TRIMS_TALK | 1 << TFM_SYSTEM
+};
+
+#define TFMI_CHATML(system)                                                                     \
+  "", {{"<|im_start|>system\n", "<|im_end|>\n"}, {"<|im_start|>user\n", "<|im_end|>\n"},        \
+       {"<|im_start|>assistant\n", "<|im_end|>\n"}},                                            \
+  "<|im_start|>assistant\n", "", system, TFMI_SYSTEM_TURN, 0, false, false,                     \
+  {"<|im_start|>", "<|im_end|>"}, {"<|im_end|>", "<|endoftext|>"}
+#define TFMI_LLAMA3_HEAD(role) "<|start_header_id|>" role "<|end_header_id|>\n\n"
+#define TFMI_LLAMA3(note, system)                                                               \
+  "<|begin_of_text|>", {{TFMI_LLAMA3_HEAD("system") note, "<|eot_id|>"},                        \
+                        {TFMI_LLAMA3_HEAD("user"), "<|eot_id|>"},                               \
+                        {TFMI_LLAMA3_HEAD("assistant"), "<|eot_id|>"}},                         \
+  TFMI_LLAMA3_HEAD("assistant"), "", system, TFMI_SYSTEM_TURN, TFMI_TRIMS_ALL, false, false,    \
+  {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},              \
+  {"<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"}
+#define TFMI_GEMMA(place, trims)                                                                \
+  "<bos>", {{"", "\n\n"}, {"<start_of_turn>user\n", "<end_of_turn>\n"},                         \
+            {"<start_of_turn>model\n", "<end_of_turn>\n"}},                                     \
+  "<start_of_turn>model\n", "", NULL, place, trims, true, false,                                \
+  {"<bos>", "<start_of_turn>", "<end_of_turn>"}, {"<end_of_turn>", "<eos>"}
+#define TFMI_PHI3(drops)                                                                        \
+  "", {{"<|system|>\n", "<|end|>\n"}, {"<|user|>\n", "<|end|>\n"},                              \
+       {"<|assistant|>\n", "<|end|>\n"}},                                                       \
+  "<|assistant|>\n", "<|endoftext|>", NULL, TFMI_SYSTEM_TURN, 0, false, drops,                  \
+  {"<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"}, {"<|end|>", "<|endoftext|>"}
+
+static const tfmi_chat_row tfmi_chats[] = {
+  {"none", "", {{"", ""}, {"", ""}, {"", ""}},
+   "", "", NULL, TFMI_SYSTEM_TURN, 0, false, false, {NULL}, {NULL}},
+  {"chatml", TFMI_CHATML(NULL)},
+  {"qwen2", TFMI_CHATML("You are a helpful assistant.")},
+  {"qwen2.5", TFMI_CHATML("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.")},
+  {"llama2", "",
+   {{"<<SYS>>\n", "\n<</SYS>>\n\n"}, {"<s>[INST] ", " [/INST]"}, {" ", " </s>"}},
+   "", "", NULL, TFMI_SYSTEM_FIRST, TFMI_TRIMS_TALK, true, false, {"<s>", "</s>"}, {"</s>"}},
+  {"llama3", TFMI_LLAMA3("", NULL)},
+  {"llama3.1", TFMI_LLAMA3("Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n",
+                           "")},
+  {"mistral-v1", "<s>", {{"", ""}, {"[INST] ", " [/INST]"}, {"", "</s>"}},
+   "", "", NULL, TFMI_SYSTEM_NONE, 0, true, false, {"<s>", "</s>"}, {"</s>"}},
+  {"mistral-v3", "<s>", {{"", "\n\n"}, {"[INST] ", "[/INST]"}, {" ", "</s>"}},
+   "", "", NULL, TFMI_SYSTEM_LAST, TFMI_TRIMS_ASSISTANT, true, false,
+   {"<s>", "</s>", "[INST]", "[/INST]"}, {"</s>"}},
+  {"mistral-v3-tekken", "<s>", {{"", "\n\n"}, {"[INST]", "[/INST]"}, {"", "</s>"}},
+   "", "", NULL, TFMI_SYSTEM_LAST, 0, true, false, {"<s>", "</s>", "[INST]", "[/INST]"}, {"</s>"}},
+  {"mistral-v7", "<s>",
+   {{"[SYSTEM_PROMPT] ", "[/SYSTEM_PROMPT]"}, {"[INST] ", "[/INST]"}, {" ", "</s>"}},
+   "", "", NULL, TFMI_SYSTEM_TURN, 0, true, false,
+   {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"}, {"</s>"}},
+  {"gemma", TFMI_GEMMA(TFMI_SYSTEM_NONE, TFMI_TRIMS_ALL)},
+  {"gemma3", TFMI_GEMMA(TFMI_SYSTEM_FIRST, TFMI_TRIMS_TALK)},
+  {"phi3", TFMI_PHI3(false)},
+  {"phi3.5", TFMI_PHI3(true)},
+  {"phi3-first", "<s>", {{"", ""}, {"<|user|>\n", "<|end|>\n<|assistant|>\n"}, {"", "<|end|>\n"}},
+   "", "", NULL, TFMI_SYSTEM_NONE, 0, false, false,
+   {"<s>", "<|user|>", "<|assistant|>", "<|end|>"}, {"<|end|>", "<|endoftext|>"}},
+};
+
+#undef TFMI_CHATML
+#undef TFMI_LLAMA3
+#undef TFMI_LLAMA3_HEAD
+#undef TFMI_GEMMA
+#undef TFMI_PHI3
+
+/* ---- Which template ---- */
+
+static const struct tfmi_chat_known { /* published templates, told apart by bytes and hash */
+  uint32_t bytes;
+  uint64_t hash;
+  const char *name;
+} tfmi_chat_known[] = { /* from tests/make_chat_goldens.py */
+  {196, UINT64_C(0x88bf4138d5c826f0), "chatml"},
+  {199, UINT64_C(0xa41d6bae9b9141bc), "chatml"},
+  {328, UINT64_C(0x8a87094e0e1e24c5), "qwen2"},
+  {333, UINT64_C(0x75e88977b2787cd7), "qwen2"},
+  {815, UINT64_C(0xf344eecf1bd3a427), "llama2"},
+  {811, UINT64_C(0x4d1512049817743d), "llama2"},
+  {389, UINT64_C(0x0e60067a5537498e), "llama3"},
+  {393, UINT64_C(0x32844fd43eab01d2), "llama3"},
+  {470, UINT64_C(0x8c734b90b4f8d84d), "mistral-v1"},
+  {591, UINT64_C(0x5c10ee65212d93b3), "gemma"},
+  {594, UINT64_C(0x70f3cded3fb90051), "gemma"},
+  {407, UINT64_C(0xecebdb26677c663d), "phi3"},
+  {414, UINT64_C(0xb57fd8a13386ab5f), "phi3"},
+  {430, UINT64_C(0xcf278cde387a54c8), "phi3.5"},
+  {437, UINT64_C(0x95fa28927d49ef90), "phi3.5"},
+  {269, UINT64_C(0x4ebae769b67b72f1), "phi3-first"},
+  {273, UINT64_C(0xebc826f08cf92eab), "phi3-first"},
+  {4613, UINT64_C(0xcc0368e1ffb6b958), "llama3.1"},
+  {2506, UINT64_C(0xe642ce246d7f2e3d), "qwen2.5"},
+  {3944, UINT64_C(0x20783e9d94168233), "mistral-v3-tekken"},
+};
+
+static uint64_t tfmi_chat_hash(tfmi_text text) {
+  uint64_t h = UINT64_C(0xcbf29ce484222325);
+  size_t i;
+  for (i = 0; i < text.n; i++) h = (h ^ (uint8_t)text.at[i]) * UINT64_C(0x100000001b3);
+  return h;
+}
+
+static const tfmi_chat_row *tfmi_chat_named(const char *name) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_chats); i++)
+    if (!strcmp(name, tfmi_chats[i].name)) return &tfmi_chats[i];
+  return NULL;
+}
+
+/* The row that writes what this template writes, or NULL. */
+static const tfmi_chat_row *tfmi_chat_recognise(tfmi_text text) {
+  uint64_t hash;
+  int i;
+  if (text.n && text.at[text.n - 1] == '\n') text.n--; /* which Jinja leaves out */
+  hash = tfmi_chat_hash(text);
+  for (i = 0; i < TFMI_COUNT(tfmi_chat_known); i++)
+    if (tfmi_chat_known[i].bytes == text.n && tfmi_chat_known[i].hash == hash)
+      return tfmi_chat_named(tfmi_chat_known[i].name);
+  return NULL;
+}
+
+typedef struct tfmi_chat_search {
+  tfmi_load load, *outer;
+  tfmi_heap heap;
+  tfmi_file file[3];
+  int32_t files;
+  const tfmi_chat_row *row;
+} tfmi_chat_search;
+
+static tfmi_text tfmi_chat_file(tfmi_chat_search *s, const char *path) {
+  tfmi_text text;
+  tfmi_file *f = &s->file[s->files];
+  tfmi_file_open(&s->load, path, f);
+  s->files++;
+  text.at = (const char *)f->data;
+  text.n = f->bytes;
+  return text;
+}
+
+/* "chat_template": a text, or [{"name": "default", "template": a text}, ...]. n 0: none. */
+static tfmi_text tfmi_chat_member(tfmi_json *j) {
+  tfmi_text key, found = {NULL, 0};
+  if (tfmi_json_null(j)) return found;
+  if (tfmi_json_peek(j) == TFMI_JSON_STRING) return tfmi_json_string(j);
+  tfmi_json_array(j);
+  while (tfmi_json_element(j)) {
+    tfmi_text name = {"", 0}, text = {NULL, 0};
+    tfmi_json_object(j);
+    while (tfmi_json_member(j, &key))
+      if (tfmi_text_is(key, "name")) name = tfmi_json_string(j);
+      else if (tfmi_text_is(key, "template")) text = tfmi_json_string(j);
+      else tfmi_json_skip(j);
+    if (tfmi_text_is(name, "default")) found = text;
+  }
+  return found;
+}
+
+static tfmi_text tfmi_chat_of_config(tfmi_chat_search *s, const char *path) {
+  tfmi_text file = tfmi_chat_file(s, path), key, found = {NULL, 0};
+  tfmi_json j;
+  tfmi_json_init(&j, &s->load, "tokenizer_config.json", file.at, file.n);
+  tfmi_json_object(&j);
+  while (tfmi_json_member(&j, &key))
+    if (tfmi_text_is(key, "chat_template")) found = tfmi_chat_member(&j);
+    else tfmi_json_skip(&j);
+  tfmi_json_finish(&j);
+  return found;
+}
+
+/* The template of a GGUF file, of a folder, or of the folder that a file lies in. */
+static tfmi_text tfmi_chat_of(tfmi_chat_search *s, const char *path) {
+  tfmi_text text = {NULL, 0};
+  char *beside;
+  if (!tfmi_is_folder(&s->load, path)) {
+    tfmi_text file = tfmi_chat_file(s, path);
+    if (tfmi_begins_with(file, "GGUF")) {
+      tfmi_gguf g;
+      tfmi_gguf_open(&g, &s->load, file.at, file.n);
+      tfmi_gguf_get_text(&g, "tokenizer.chat_template", &text);
+      return text;
+    }
+    path = tfmi_folder_of(&s->load, path);
+  }
+  beside = tfmi_join(&s->load, path, "chat_template.jinja");
+  if (tfmi_file_exists(&s->load, beside)) return tfmi_chat_file(s, beside);
+  beside = tfmi_join(&s->load, path, "tokenizer_config.json");
+  return tfmi_file_exists(&s->load, beside) ? tfmi_chat_of_config(s, beside) : text;
+}
+
+static void tfmi_chat_find(tfmi_chat_search *s, const char *path) {
+  tfmi_text text = tfmi_chat_of(s, path);
+  if (!text.n)
+    tfmi_fail(&s->load, TFM_E_UNSUPPORTED, "the model has no chat template; name one, if it was "
+              "trained on conversations at all");
+  s->row = tfmi_chat_recognise(text);
+  if (!s->row)
+    tfmi_fail(&s->load, TFM_E_UNSUPPORTED, "its chat template, of %llu bytes with hash %016llx, is "
+              "none of those known here; name the one that it amounts to",
+              (unsigned long long)text.n, (unsigned long long)tfmi_chat_hash(text));
+}
+
+static const tfmi_chat_row *tfmi_chat_search_run(const tfm_tokenizer *t, const char *path) {
+  tfmi_chat_search s;
+  memset(&s, 0, sizeof s);
+  s.outer = tfmi_stb_load;
+  s.heap = t->heap;
+  s.heap.host.io = NULL; /* which is promised to be there while loading only */
+  tfmi_load_init(&s.load, &s.heap, path);
+  tfmi_stb_load = &s.load;
+  if (setjmp(s.load.fail) == 0) tfmi_chat_find(&s, path);
+  else s.row = NULL;
+  tfmi_stb_load = s.outer;
+  while (s.files) tfmi_file_close(&s.heap, &s.file[--s.files]);
+  tfmi_ring_free(&s.heap, &s.load.scratch);
+  tfmi_ring_free(&s.heap, &s.load.kept);
+  return s.row;
+}
+
+/* The id of a text that stands for one special token, or -1. */
+static int32_t tfmi_chat_token(const tfm_tokenizer *t, const char *text) {
+  int32_t id = -1;
+  int64_t n = tfm_encode(t, text, strlen(text), TFM_ENCODE_PARSE_SPECIAL, &id, 1);
+  return n == 1 && tfm_token_id(t, text, strlen(text)) == id ? id : -1;
+}
+
+static tfm_status tfmi_chat_fill(const tfm_tokenizer *t, const tfmi_chat_row *row, tfm_chat *out) {
+  int i;
+  memset(out, 0, sizeof *out);
+  out->name = row->name;
+  out->system = row->place != TFMI_SYSTEM_NONE;
+  for (i = 0; i < TFMI_COUNT(row->needs) && row->needs[i]; i++)
+    if (tfmi_chat_token(t, row->needs[i]) < 0)
+      return tfmi_report(TFM_E_UNSUPPORTED, "chat template %s: its token %s is not in this "
+                         "vocabulary; choose the model's own template", row->name, row->needs[i]);
+  for (i = 0; i < TFMI_COUNT(row->ends) && row->ends[i]; i++) {
+    int32_t id = tfmi_chat_token(t, row->ends[i]);
+    if (id >= 0) out->end[out->end_count++] = id;
+  }
+  return TFM_OK;
+}
+
+TFM_API tfm_status tfm_chat_find(const tfm_tokenizer *tokenizer, const char *path,
+                                 const char *name, tfm_chat *out) {
+  const tfmi_chat_row *row;
+  if (!tokenizer) return tfmi_null_object("tfm_chat_find");
+  if (!out || (!path && !name))
+    return tfmi_report(TFM_E_ARG, "tfm_chat_find: out, or both path and name, are NULL");
+  row = name ? tfmi_chat_named(name) : tfmi_chat_search_run(tokenizer, path);
+  if (!row && name)
+    return tfmi_report(TFM_E_ARG, "tfm_chat_find: there is no template \"%s\"; expected none, "
+                       "chatml, qwen2, qwen2.5, llama2, llama3, llama3.1, mistral-v1, mistral-v3, "
+                       "mistral-v3-tekken, mistral-v7, gemma, gemma3, phi3, phi3.5 or phi3-first",
+                       name);
+  return row ? tfmi_chat_fill(tokenizer, row, out) : tfm_error_status();
+}
+
+/* ---- Writing a conversation ---- */
+
+typedef struct tfmi_chat_text { /* text NULL: only counts */
+  char *text;
+  size_t bytes;
+  tfmi_passage *span;
+  size_t spans;
+} tfmi_chat_text;
+
+static void tfmi_chat_put(tfmi_chat_text *c, const char *p, size_t n, bool trusted) {
+  if (!n) return;
+  if (c->text) {
+    memcpy(c->text + c->bytes, p, n);
+    c->span[c->spans].end = c->bytes + n;
+    c->span[c->spans].trusted = trusted;
+  }
+  c->bytes += n;
+  c->spans++;
+}
+
+static void tfmi_chat_put_ours(tfmi_chat_text *c, const char *text) {
+  tfmi_chat_put(c, text, strlen(text), true);
+}
+
+/* What Python's strip() takes: White_Space, and four separators of old. */
+static bool tfmi_chat_is_blank(uint32_t c) {
+  return tfmi_class_of(c) == TFMI_SPACE || (c >= 0x1c && c <= 0x1f);
+}
+
+static tfmi_text tfmi_chat_trim(tfmi_text text, bool left) {
+  size_t at;
+  while (left && text.n) {
+    tfmi_rune r = tfmi_rune_at(text.at, text.n);
+    if (!tfmi_chat_is_blank(r.code)) break;
+    text.at += r.bytes;
+    text.n -= r.bytes;
+  }
+  while (text.n) {
+    for (at = text.n - 1; at && text.n - at < 4 && ((uint8_t)text.at[at] & 0xc0) == 0x80;) at--;
+    if (!tfmi_chat_is_blank(tfmi_rune_at(text.at + at, text.n - at).code)) break;
+    text.n = at;
+  }
+  return text;
+}
+
+/* One turn; `system` is what goes into it, or NULL. */
+static void tfmi_chat_turn(tfmi_chat_text *c, const tfmi_chat_row *row, const tfm_message *m,
+                           const char *system) {
+  const char *const *around = row->around[m->role], *const *inner = row->around[TFM_SYSTEM];
+  tfmi_text text = tfmi_text_of(m->text);
+  bool left = !system || row->around[TFM_SYSTEM][0][0] == 0; /* Llama 2 strips the two together */
+  tfmi_chat_put_ours(c, around[0]);
+  if (system) {
+    tfmi_chat_put_ours(c, inner[0]);
+    tfmi_chat_put(c, system, strlen(system), false);
+    tfmi_chat_put_ours(c, inner[1]);
+  }
+  if (row->trims >> m->role & 1) text = tfmi_chat_trim(text, left);
+  tfmi_chat_put(c, text.at, text.n, false);
+  tfmi_chat_put_ours(c, around[1]);
+}
+
+static void tfmi_chat_write(tfmi_chat_text *c, const tfmi_chat_row *row, const tfm_message *m,
+                            size_t n, bool answer) {
+  bool given = n && m[0].role == TFM_SYSTEM, turn = row->place == TFMI_SYSTEM_TURN;
+  size_t first = given && !turn, inside = row->place == TFMI_SYSTEM_LAST ? n - 1 : first, i;
+  tfm_message own;
+  tfmi_chat_put_ours(c, row->start);
+  own.role = TFM_SYSTEM;
+  own.text = row->system;
+  if (!given && row->system) tfmi_chat_turn(c, row, &own, NULL);
+  if (given && row->drops && !m[0].text[0]) first = 1;
+  for (i = first; i < n; i++)
+    tfmi_chat_turn(c, row, &m[i], given && !turn && i == inside ? m[0].text : NULL);
+  tfmi_chat_put_ours(c, answer ? row->prompt : row->finish);
+}
+
+/* Refuses what the template has no form for. */
+static tfm_status tfmi_chat_check(const tfmi_chat_row *row, const tfm_message *m, size_t n) {
+  size_t first = n && m[0].role == TFM_SYSTEM, i;
+  for (i = 0; i < n; i++) {
+    bool user = (i - first) % 2 == 0;
+    if ((int)m[i].role < 0 || m[i].role > TFM_ASSISTANT || !m[i].text)
+      return tfmi_report(TFM_E_ARG, "tfm_chat_encode: message %llu has no text, or role %d",
+                         (unsigned long long)i, (int)m[i].role);
+    if (m[i].role == TFM_SYSTEM && i)
+      return tfmi_report(TFM_E_ARG, "tfm_chat_encode: message %llu is the system's, expected that "
+                         "first or not at all", (unsigned long long)i);
+    if (row->alternates && i >= first && user != (m[i].role == TFM_USER))
+      return tfmi_report(TFM_E_ARG, "chat template %s: message %llu is the %s's; expected user and "
+                         "assistant to take turns, the user first", row->name,
+                         (unsigned long long)i, user ? "assistant" : "user");
+  }
+  if (first && row->place == TFMI_SYSTEM_NONE)
+    return tfmi_report(TFM_E_UNSUPPORTED, "chat template %s has no place for a system message; put "
+                       "it into the user's first", row->name);
+  if (first && row->place != TFMI_SYSTEM_TURN && (n < 2 || m[n - 1].role != TFM_USER) &&
+      (n < 2 || row->place == TFMI_SYSTEM_LAST))
+    return tfmi_report(TFM_E_UNSUPPORTED, "chat template %s has no place for a system message "
+                       "without a user's behind it", row->name);
+  return TFM_OK;
+}
+
+TFM_API int64_t tfm_chat_encode(const tfm_tokenizer *tokenizer, const tfm_chat *chat,
+                                const tfm_message *messages, size_t n, bool answer, int32_t *ids,
+                                size_t cap) {
+  const tfmi_chat_row *row;
+  tfmi_chat_text c;
+  tfmi_heap heap;
+  size_t bytes, spans;
+  int64_t count;
+  if (!tokenizer) return tfmi_null_object("tfm_chat_encode");
+  if (!chat || !chat->name || (n && !messages) || (cap && !ids))
+    return tfmi_report(TFM_E_ARG, "tfm_chat_encode: chat, messages or ids is NULL");
+  row = tfmi_chat_named(chat->name);
+  if (!row) return tfmi_report(TFM_E_ARG, "tfm_chat_encode: chat is not from tfm_chat_find");
+  if (tfmi_chat_check(row, messages, n) != TFM_OK) return tfm_error_status();
+  memset(&c, 0, sizeof c);
+  tfmi_chat_write(&c, row, messages, n, answer);
+  heap = tokenizer->heap;
+  bytes = c.bytes;
+  spans = (c.spans + 1) * sizeof *c.span; /* one more: NULL would mean that all may be special */
+  memset(&c, 0, sizeof c);
+  c.text = (char *)tfmi_heap_get(&heap, bytes);
+  c.span = TFMI_NEW(tfmi_passage, c.text ? tfmi_heap_get(&heap, spans) : NULL);
+  if (c.span) tfmi_chat_write(&c, row, messages, n, answer);
+  count = c.span ? tfmi_encode_text(tokenizer, c.text, bytes, TFM_ENCODE_PARSE_SPECIAL, c.span,
+                                    c.spans, ids, cap)
+                 : (int64_t)TFM_E_MEMORY;
+  tfmi_heap_put(&heap, c.span, spans);
+  tfmi_heap_put(&heap, c.text, bytes);
+  return count;
+}
+
+/* =================================================================================================
    >>formats   safetensors, shards, GGUF and llama2.c files become one directory of tensors
    =================================================================================================
 
@@ -6703,6 +7245,7 @@ typedef struct tfmi_source {
   tfmi_tensor *tensor; /* sorted by name */
   uint64_t tensors;
   tfmi_settings config, generation;
+  tfmi_text config_text; /* as it is written, when it is a file's */
   tfmi_gguf *gguf;    /* where settings come from instead, or NULL */
   bool interleaved;   /* q and k rows are in Meta's order, for rotation of neighbours */
 } tfmi_source;
@@ -7296,6 +7839,16 @@ static bool tfmi_is_llama2(const uint8_t *data, size_t bytes) {
   return tfmi_is_ak42(data, bytes) || (bytes >= 28 && tfmi_llama2_header(&h, data));
 }
 
+/* A zip archive, as torch.save makes, or its older form: a pickle of a long magic number. */
+static bool tfmi_is_pickle(const uint8_t *data, size_t bytes) {
+  return bytes >= 4 && (memcmp(data, "PK\3\4", 4) == 0 || memcmp(data, "\x80\2\x8a\n", 4) == 0);
+}
+
+static TFMI_NORETURN void tfmi_refuse_pickle(tfmi_load *l) {
+  tfmi_fail(l, TFM_E_UNSUPPORTED, "a PyTorch pickle, which is a program, not data; convert it with "
+            "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)");
+}
+
 static void tfmi_source_file(tfmi_source *s, const tfmi_file *file) {
   static const char *const old[] = {"lmgg", "tjgg", "fmgg", "algg", "GGML", "GGJT", "ggml", "ggjt"};
   tfmi_tensor *all = NULL;
@@ -7305,6 +7858,7 @@ static void tfmi_source_file(tfmi_source *s, const tfmi_file *file) {
     if (file->bytes >= 4 && memcmp(file->data, old[i], 4) == 0)
       tfmi_fail(s->load, TFM_E_UNSUPPORTED, "an old GGML file, expected GGUF version 3; convert "
                 "the model again");
+  if (tfmi_is_pickle(file->data, file->bytes)) tfmi_refuse_pickle(s->load);
   if (file->bytes >= 4 && memcmp(file->data, "GGUF", 4) == 0) {
     tfmi_source_gguf(s, file);
   } else if (tfmi_is_ak42(file->data, file->bytes)) {
@@ -7331,7 +7885,7 @@ static void tfmi_source_settings(tfmi_source *s, const char *config_json) {
   if (!s->path)
     tfmi_fail(l, TFM_E_ARG, "safetensors from memory need config_json, the text of a config.json");
   folder = tfmi_folder_of(l, s->path);
-  text = tfmi_text_of_file(s, tfmi_join(l, folder, "config.json"));
+  text = s->config_text = tfmi_text_of_file(s, tfmi_join(l, folder, "config.json"));
   s->config = tfmi_settings_read(l, "config.json", text.at, text.n);
   path = tfmi_join(l, folder, "generation_config.json");
   if (!tfmi_file_exists(l, path)) return;
@@ -7342,18 +7896,20 @@ static void tfmi_source_settings(tfmi_source *s, const char *config_json) {
 /* The file of weights that stands for a folder. */
 static const char *tfmi_folder_weights(tfmi_load *l, const char *folder) {
   static const char *const names[] = {"model.safetensors", "model.safetensors.index.json"};
+  static const char *const pickles[] = {"pytorch_model.bin", "pytorch_model.bin.index.json"};
   int i;
   for (i = 0; i < TFMI_COUNT(names); i++) {
     const char *path = tfmi_join(l, folder, names[i]);
     if (tfmi_file_exists(l, path)) return path;
   }
+  for (i = 0; i < TFMI_COUNT(pickles); i++)
+    if (tfmi_file_exists(l, tfmi_join(l, folder, pickles[i]))) tfmi_refuse_pickle(l);
   tfmi_fail(l, TFM_E_IO, "the folder has neither model.safetensors nor its .index.json; name a "
             "GGUF or llama2.c file itself");
 }
 
-/* Fills the directory and the settings. path NULL: data, borrowed. */
-static void tfmi_source_read(tfmi_source *s, const char *path, const void *data, size_t bytes,
-                             const char *config_json) {
+/* Fills the directory. path NULL: data, borrowed. */
+static void tfmi_source_read(tfmi_source *s, const char *path, const void *data, size_t bytes) {
   tfmi_load *l = s->load;
   s->path = path;
   if (path) {
@@ -7372,7 +7928,6 @@ static void tfmi_source_read(tfmi_source *s, const char *path, const void *data,
     s->model->files[0].bytes = bytes;
     tfmi_source_file(s, &s->model->files[0]);
   }
-  if (strcmp(s->format, "safetensors") == 0) tfmi_source_settings(s, config_json);
 }
 
 /* =================================================================================================
@@ -8500,7 +9055,11 @@ static tfmi_tensor *tfmi_ask_expert(tfmi_builder *b, tfmi_slot slot, int32_t lay
   if (!pattern) return NULL;
   t = tfmi_tensor_find(b->s, tfmi_slot_name(name, sizeof name, prefix, pattern, layer, expert,
                                             suffix));
-  if (t) t->used = true;
+  if (!t) return NULL;
+  t->used = true;
+  t->slot = slot;
+  t->layer = layer;
+  t->bias = strcmp(suffix, ".bias") == 0;
   return t;
 }
 
@@ -8863,6 +9422,7 @@ static const float *tfmi_factors(tfmi_builder *b, const char *name) {
   float *out;
   if (!t) return NULL;
   t->used = true;
+  t->slot = TFMI_SLOTS; /* none */
   tfmi_expect(b, t, 0, half, 0);
   tfmi_expect_type(b, t, true);
   out = TFMI_NEW(float, tfmi_keep(b->s->load, (uint64_t)half, sizeof *out));
@@ -9002,13 +9562,17 @@ static void tfmi_builder_allocate(tfmi_builder *b) {
               d->table->name, (unsigned long long)b->device_used);
 }
 
-static void tfmi_builder_run(tfmi_builder *b) {
+static void tfmi_builder_measure(tfmi_builder *b) {
   int type;
   tfmi_network(b, true);
   tfmi_dev_check(b->s->load, &b->m->dev);
   tfmi_builder_report(b);
   for (type = 1, b->m->weights = TFM_F32; type < TFM_TYPE_COUNT; type++)
     if (b->type_bytes[type] > b->type_bytes[b->m->weights]) b->m->weights = (tfm_type)type;
+}
+
+static void tfmi_builder_run(tfmi_builder *b) {
+  tfmi_builder_measure(b);
   tfmi_builder_allocate(b);
   if (b->s->load->heap->dry) return;
   tfmi_network(b, false);
@@ -9028,23 +9592,32 @@ typedef struct tfmi_model_request {
   const void *data;
   size_t bytes;
   const tfm_model_config *config;
+  struct tfmi_conversion *conversion; /* not NULL: written again instead of loaded */
   tfm_model *model;
   tfmi_load load;
   tfmi_source source;
   tfmi_builder builder;
 } tfmi_model_request;
 
+/* >>convert: written instead of loaded; true: only told what there is. */
+static void tfmi_conversion_run(tfmi_model_request *r);
+static bool tfmi_conversion_tells(const struct tfmi_conversion *c, const tfmi_source *s);
+
 static void tfmi_model_read(tfmi_model_request *r) {
   const tfm_model_config *c = r->config;
   r->source.load = &r->load;
   r->source.model = r->model;
-  tfmi_source_read(&r->source, r->path, r->data, r->bytes, c->config_json);
+  tfmi_source_read(&r->source, r->path, r->data, r->bytes);
+  if (r->conversion && tfmi_conversion_tells(r->conversion, &r->source)) return;
+  if (strcmp(r->source.format, "safetensors") == 0)
+    tfmi_source_settings(&r->source, c->config_json);
   tfmi_builder_begin(&r->builder, &r->source, c);
   if (tfmi_dev_open(&r->model->dev, &r->model->heap, c->device, c->device_index, c->threads,
                     c->override, c->no_fallback) != TFM_OK)
     tfmi_fail_again(&r->load);
   tfmi_builder_entries(&r->builder);
-  tfmi_builder_run(&r->builder);
+  if (r->conversion) tfmi_conversion_run(r);
+  else tfmi_builder_run(&r->builder);
   tfmi_pool_close(&r->model->dev, &r->model->heap); /* engines have pools of their own */
   r->model->dev.threads = 1;
 }
@@ -9065,7 +9638,8 @@ static void tfmi_ring_move(tfmi_block *to, tfmi_block *from) { /* `to` is empty 
 
 /* dry: everything but the weights, for a plan. */
 static tfm_model *tfmi_model_make(const char *path, const void *data, size_t bytes,
-                                  const tfm_model_config *config, bool dry) {
+                                  const tfm_model_config *config, bool dry,
+                                  struct tfmi_conversion *conversion) {
   tfmi_load *outer = tfmi_stb_load;
   tfmi_model_request r;
   tfm_model_config c;
@@ -9093,6 +9667,7 @@ static tfm_model *tfmi_model_make(const char *path, const void *data, size_t byt
   r.data = data;
   r.bytes = bytes;
   r.config = &c;
+  r.conversion = conversion;
   r.model = m;
   tfmi_load_init(&r.load, &m->heap, path ? path : "model in memory");
   r.load.no_mmap = c.no_mmap;
@@ -9107,14 +9682,14 @@ static tfm_model *tfmi_model_make(const char *path, const void *data, size_t byt
 }
 
 TFM_API tfm_model *tfm_model_load(const char *path, const tfm_model_config *config) {
-  if (path) return tfmi_model_make(path, NULL, 0, config, false);
+  if (path) return tfmi_model_make(path, NULL, 0, config, false, NULL);
   tfmi_report(TFM_E_ARG, "tfm_model_load: path is NULL");
   return NULL;
 }
 
 TFM_API tfm_model *tfm_model_load_memory(const void *data, size_t bytes,
                                          const tfm_model_config *config) {
-  if (data) return tfmi_model_make(NULL, data, bytes, config, false);
+  if (data) return tfmi_model_make(NULL, data, bytes, config, false, NULL);
   tfmi_report(TFM_E_ARG, "tfm_model_load_memory: data is NULL");
   return NULL;
 }
@@ -9172,7 +9747,7 @@ TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *mod
   tfm_status status;
   if (!path || !out) return tfmi_report(TFM_E_ARG, "tfm_plan_memory: path or out is NULL");
   memset(out, 0, sizeof *out);
-  m = tfmi_model_make(path, NULL, 0, model, true);
+  m = tfmi_model_make(path, NULL, 0, model, true, NULL);
   if (!m) return tfmi_error.status;
   out->mapped_bytes = m->mapped_bytes;
   out->load_peak_bytes = m->heap.peak;
@@ -9328,8 +9903,25 @@ static bool tfmi_worker_start(tfmi_pool *p, int32_t i) {
   return failed == 0;
 }
 
+/* Cores that this thread may run on, as Linux tells it: a mask in hexadecimal. 0: unknown. */
+static int32_t tfmi_cores_allowed(void) {
+  char text[4096], *at;
+  int file = open("/proc/thread-self/status", O_RDONLY | O_CLOEXEC);
+  ssize_t n = file < 0 ? 0 : read(file, text, sizeof text - 1);
+  int32_t cores = 0;
+  if (file >= 0) close(file);
+  text[n > 0 ? n : 0] = 0;
+  at = strstr(text, "Cpus_allowed:");
+  for (at += at ? strlen("Cpus_allowed:") : 0; at && *at && *at != '\n'; at++) {
+    int digit = *at >= 'a' && *at <= 'f' ? *at - 'a' + 10 : *at >= '0' && *at <= '9' ? *at & 15 : 0;
+    for (; digit; digit &= digit - 1) cores++;
+  }
+  return cores;
+}
+
 static int32_t tfmi_cores(void) {
-  long n = sysconf(_SC_NPROCESSORS_ONLN);
+  long n = sysconf(_SC_NPROCESSORS_ONLN), allowed = tfmi_cores_allowed();
+  if (allowed > 0 && allowed < n) n = allowed;
   return n < 1 ? 1 : n > 64 ? 64 : (int32_t)n;
 }
 
@@ -14102,6 +14694,978 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
   return id >= 0 || id == TFM_END || id == TFM_E_FULL ? tokens : id;
 }
 
+/* =================================================================================================
+   >>convert   a model's files written again: Hugging Face folders, GGUF
+   =================================================================================================
+
+   A conversion is a load that stops after its first walk: by then everything has been checked, and
+   each tensor that the network asked for knows what it is of which layer. That, and not its name,
+   decides what it is called in the other format; so families need nothing here.
+
+   Rows are converted into a chunk by all threads and written behind one another. On the way a
+   matrix may be turned (GPT-2's are [in, out] in Hugging Face's files only), the rows of q and k
+   brought from halves to pairs or back (see tfm_rope), and 1 added to norms that GGUF stores so.
+
+   Whatever can fail but the disk fails before the first byte is written. Files get their names when
+   they are whole (tfmi_out_file). The vocabulary of a GGUF file is written from the tokenizer that
+   was loaded, whatever kind of file that came from. */
+
+#if TFMI_COMPILES_COLD
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#endif
+
+/* A number of JSON whatever the locale. */
+static void tfmi_out_number(tfmi_out *o, double value) {
+  char text[40], *comma;
+  snprintf(text, sizeof text, "%.17g", value);
+  comma = strchr(text, ',');
+  if (comma) *comma = '.';
+  tfmi_out_bytes(o, text, strlen(text));
+}
+
+typedef struct tfmi_described { /* what a config.json tells */
+  const tfmi_family *family;
+  const tfm_net *net;
+  const tfmi_rotation *rotation;
+  const tfmi_source *source; /* of the rarer numbers; NULL: those that every family has */
+  bool tied, qkv_bias, up_bias;
+  int32_t bos, end_count;
+  const int32_t *end;
+  tfm_type type;
+} tfmi_described;
+
+static const char *tfmi_torch_name(tfm_type type) {
+  return type == TFM_F16 ? "float16" : type == TFM_BF16 ? "bfloat16" : "float32";
+}
+
+static void tfmi_config_rope(const tfmi_described *t, tfmi_out *o) {
+  const tfmi_rotation *r = t->rotation;
+  const struct { const char *name; double value; } rows[] = {
+    {"factor", r->factor}, {"low_freq_factor", r->low}, {"high_freq_factor", r->high},
+    {"original_max_position_embeddings", r->original}};
+  int i;
+  tfmi_out_text(o, ",\n  \"rope_theta\": ");
+  tfmi_out_number(o, r->theta);
+  if (r->kind != TFMI_ROPE_LLAMA3) return;
+  tfmi_out_text(o, ",\n  \"rope_scaling\": {\"rope_type\": \"llama3\"");
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    tfmi_out_text(o, ", \"%s\": ", rows[i].name);
+    tfmi_out_number(o, rows[i].value);
+  }
+  tfmi_out_text(o, "}");
+}
+
+static void tfmi_config_flags(const tfmi_described *t, tfmi_out *o) {
+  const tfmi_family *f = t->family;
+  const tfm_layer *y = &t->net->layer[0];
+  bool by_scale = tfmi_has(f, TFMI_LAYER_SCALE), scaled = y->attn.scale != 1.0f;
+  bool by_layer = t->net->layers > 1 && y[1].attn.scale != y->attn.scale;
+  const struct { const char *key; bool value; } rows[] = {
+    {f->qkv_bias.key, t->qkv_bias}, {f->up_bias.key, t->up_bias},
+    {f->tied.key, t->tied}, {by_scale ? "scale_attn_weights" : NULL, scaled},
+    {by_scale ? "scale_attn_by_inverse_layer_idx" : NULL, by_layer}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(rows); i++)
+    if (rows[i].key)
+      tfmi_out_text(o, ",\n  \"%s\": %s", rows[i].key, rows[i].value ? "true" : "false");
+  if (t->bos >= 0) tfmi_out_text(o, ",\n  \"bos_token_id\": %d", (int)t->bos);
+  for (i = 0; i < t->end_count; i++)
+    tfmi_out_text(o, "%s%d", i ? ", " : ",\n  \"eos_token_id\": [", (int)t->end[i]);
+  if (t->end_count) tfmi_out_text(o, "]");
+}
+
+static void tfmi_config_write(const tfmi_described *t, tfmi_out *o) {
+  const tfmi_family *f = t->family;
+  const tfm_net *net = t->net;
+  const struct { const char *key; double value; } rows[] = {
+    {f->key[TFMI_N_LAYERS].hf[0], (double)net->layers},
+    {f->key[TFMI_N_WIDTH].hf[0], (double)net->width},
+    {f->key[TFMI_N_HEADS].hf[0], (double)net->heads},
+    {f->key[TFMI_N_KV_HEADS].hf[0], (double)net->kv_heads},
+    {f->key[TFMI_N_HEAD_WIDTH].hf[0], (double)net->head_width},
+    {f->key[TFMI_N_FFN].hf[0], (double)net->ffn_width},
+    {f->key[TFMI_N_VOCABULARY].hf[0], (double)net->vocabulary},
+    {f->key[TFMI_N_CONTEXT].hf[0], (double)net->context},
+    {f->key[TFMI_N_EPS].hf[0], (double)net->norm.eps}};
+  int i;
+  tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
+                f->classes[0]);
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    if (!rows[i].key) continue;
+    tfmi_out_text(o, ",\n  \"%s\": ", rows[i].key);
+    tfmi_out_number(o, rows[i].value);
+  }
+  for (i = 0; tfmi_acts[i].act != net->act; i++) continue;
+  tfmi_out_text(o, ",\n  \"%s\": \"%s\"", f->act_key, tfmi_acts[i].name);
+  tfmi_config_flags(t, o);
+  if (tfmi_has(f, TFMI_ROTARY)) tfmi_config_rope(t, o);
+  for (i = TFMI_N_THETA + 1; t->source && i < TFMI_QUANTITIES; i++) {
+    double value = tfmi_number(t->source, f, (tfmi_quantity)i);
+    if (!f->key[i].hf[0] || value == 0) continue;
+    tfmi_out_text(o, ",\n  \"%s\": ", f->key[i].hf[0]);
+    tfmi_out_number(o, value);
+  }
+  tfmi_out_text(o, ",\n  \"torch_dtype\": \"%s\"\n}\n", tfmi_torch_name(t->type));
+}
+
+typedef struct tfmi_item { /* a tensor to be written */
+  const tfmi_tensor *t; /* its values */
+  const float *made;    /* or these */
+  const char *name;
+  tfm_type type;
+  uint64_t rows, cols;  /* of the new one; a vector is one row, with rows 0 */
+  bool turned;          /* [cols, rows] in t */
+  int32_t pairs;        /* head width, where rows go from halves to pairs; below 0: back */
+  float add;            /* to each value */
+  size_t bytes;
+} tfmi_item;
+
+typedef struct tfmi_conversion {
+  const char *to;       /* NULL: only tell the tensors */
+  tfm_convert_config config;
+  const tfm_tokenizer *tokenizer; /* or NULL */
+  const tfmi_merge *merge;        /* [merges] of the tokenizer, in their order */
+  int64_t merges;
+  int32_t *kind;                  /* [vocabulary] GGUF's token types */
+  float *score;                   /* and scores */
+  bool gguf, cancelled;
+  const tfmi_family *there; /* what GGUF takes the model for; NULL: nothing */
+  tfmi_builder *b;
+  tfmi_item *item;
+  uint64_t items, done_bytes, total_bytes;
+  tfmi_text *line;      /* [lines] of the old config.json */
+  uint64_t lines;
+  tfm_type type;        /* of most matrices */
+  uint8_t *chunk;       /* [chunk_bytes], of whole rows */
+  size_t chunk_bytes;
+  double *sums;         /* [2, rows of a chunk]: squares of values, of errors */
+} tfmi_conversion;
+
+enum { TFMI_CHUNK = 1 << 20 };
+
+/* ---- What is written ---- */
+
+static bool tfmi_is_matrix(const tfmi_tensor *t) { return t->rank > 1 && !t->bias; }
+
+static bool tfmi_is_norm(const tfmi_tensor *t) { return t->rank == 1 && !t->bias; }
+
+/* Whether rotated pairs are neighbours: in some families' GGUF files. */
+static bool tfmi_pairs_there(const tfmi_conversion *c) {
+  return c->gguf && tfmi_has(c->there, TFMI_PAIRS);
+}
+
+static tfm_type tfmi_item_type(const tfmi_conversion *c, const tfmi_tensor *t, uint64_t cols) {
+  tfm_type type = c->config.type ? c->config.type : t->type;
+  bool f8 = type == TFM_F8_E4M3 || type == TFM_F8_E5M2;
+  if (!c->gguf) return c->type;
+  if (!tfmi_is_matrix(t) || t->slot == TFMI_POSITIONS) return TFM_F32;
+  if (cols % (uint64_t)tfmi_types[type].block_values) return TFM_F16; /* as llama.cpp does it */
+  return f8 ? TFM_BF16 : type;
+}
+
+/* The name in the other format; fails where it has none. */
+static const char *tfmi_item_name(const tfmi_conversion *c, const tfmi_tensor *t) {
+  tfmi_load *l = c->b->s->load;
+  const char *const *slots = c->gguf ? tfmi_gguf_slots : c->b->f->slot;
+  const char *pattern = t->slot == TFMI_SLOTS ? NULL : slots[t->slot];
+  const char *prefix = c->gguf || t->slot == TFMI_HEAD ? "" : c->b->f->prefix;
+  char *name = (char *)tfmi_scratch(l, 128, 1);
+  if (c->gguf == (c->b->s->gguf != NULL) && t->name.n < 128)
+    return (const char *)memcpy(name, t->name.at, t->name.n);
+  if (!pattern || t->rank > 2 || strstr(pattern, "%e") || strstr(c->b->slot[t->slot], "%e"))
+    tfmi_fail(l, TFM_E_UNSUPPORTED, "tensor %s has no counterpart in %s; its parts are stored "
+              "otherwise there", tfmi_plain(t->name).text, c->gguf ? "GGUF" : "such a folder");
+  tfmi_layer_name(name, 128, prefix, pattern, t->layer, t->bias ? ".bias" : ".weight");
+  return name;
+}
+
+static tfmi_item tfmi_item_of(const tfmi_conversion *c, const tfmi_tensor *t) {
+  const tfmi_builder *b = c->b;
+  bool pairs_here = b->m->net.layer[0].rope.interleaved, pairs_there = tfmi_pairs_there(c);
+  bool other = c->gguf != (b->s->gguf != NULL);
+  bool turns = tfmi_has(b->f, TFMI_CONV1D) && tfmi_is_matrix(t) && t->layer >= 0 && other;
+  tfmi_item m;
+  memset(&m, 0, sizeof m);
+  m.t = t;
+  m.name = tfmi_item_name(c, t);
+  m.turned = turns;
+  m.rows = t->rank < 2 ? 0 : t->dims[turns ? 1 : 0];
+  m.cols = t->rank < 2 ? t->dims[0] : t->dims[turns ? 0 : 1];
+  if (t->rank == 3) m.rows *= m.cols, m.cols = t->dims[2]; /* experts, checked by the network */
+  if ((t->slot == TFMI_Q || t->slot == TFMI_K) && pairs_here != pairs_there) {
+    m.pairs = pairs_there ? b->m->net.head_width : -b->m->net.head_width;
+    if (t->rank < 2) m.rows = m.cols, m.cols = 1; /* a bias, by its elements */
+  }
+  if (tfmi_is_norm(t) && other && tfmi_has(b->f, TFMI_ONE_PLUS)) m.add = c->gguf ? 1.0f : -1.0f;
+  m.type = tfmi_item_type(c, t, m.cols);
+  return m;
+}
+
+/* GGUF tells llama3's scaling of the rotation as divisors of the frequencies. */
+static tfmi_item tfmi_item_rotation(const tfmi_conversion *c) {
+  const tfmi_rotation *r = c->b->m->rotation;
+  tfmi_rotation plain = r[0];
+  int32_t half = r->rot / 2, i;
+  float *divisor = TFMI_NEW(float, tfmi_scratch(c->b->s->load, (uint64_t)half, sizeof *divisor));
+  tfmi_item m;
+  memset(&m, 0, sizeof m);
+  m.name = "rope_freqs.weight";
+  m.type = TFM_F32;
+  m.cols = (uint64_t)half;
+  m.made = divisor;
+  plain.kind = TFMI_ROPE_DEFAULT;
+  for (i = 0; i < half; i++)
+    divisor[i] = tfmi_rotation_frequency(&plain, 0, i) / tfmi_rotation_frequency(r, 0, i);
+  return m;
+}
+
+static void tfmi_conversion_items(tfmi_conversion *c) {
+  tfmi_source *s = c->b->s;
+  tfmi_load *l = s->load;
+  tfmi_item *all = NULL;
+  uint64_t i;
+  for (i = 0; i < s->tensors; i++)
+    if (s->tensor[i].used && (c->gguf || s->tensor[i].slot != TFMI_SLOTS)) {
+      tfmi_item m = tfmi_item_of(c, &s->tensor[i]);
+      stbds_arrput(all, m);
+    }
+  if (c->gguf && c->b->m->rotation[0].kind == TFMI_ROPE_LLAMA3) {
+    tfmi_item m = tfmi_item_rotation(c);
+    stbds_arrput(all, m);
+  }
+  c->item = all;
+  c->items = (uint64_t)stbds_arrlen(all);
+  for (i = 0; i < c->items; i++) {
+    uint64_t values; /* bounded: t has as many */
+    if (!tfmi_mul(all[i].rows ? all[i].rows : 1, all[i].cols, &values) ||
+        !tfmi_type_bytes(all[i].type, values, &all[i].bytes))
+      tfmi_fail(l, TFM_E_FORMAT, "tensor %s is larger than the address space", all[i].name);
+    c->total_bytes += all[i].bytes;
+  }
+}
+
+/* The new tensor's shape, slowest first; returns its rank. */
+static uint64_t tfmi_item_dims(const tfmi_item *m, uint64_t *dims) {
+  dims[0] = m->cols;
+  if (!m->t) return 1;
+  memcpy(dims, m->t->dims, sizeof m->t->dims);
+  if (m->turned) dims[0] = m->t->dims[1], dims[1] = m->t->dims[0];
+  return m->t->rank;
+}
+
+/* ---- Values ---- */
+
+/* Where a row of the new tensor is in the old one. */
+static uint64_t tfmi_item_row(const tfmi_item *m, uint64_t row) {
+  uint64_t width = (uint64_t)(m->pairs < 0 ? -m->pairs : m->pairs), in, half = width / 2;
+  if (m->pairs == 0) return row;
+  in = row % width;
+  if (m->pairs > 0) return row - in + in % 2 * half + in / 2;
+  return row - in + (in < half ? 2 * in : 2 * (in - half) + 1);
+}
+
+/* y[i] = values (row, col + i) of the new tensor, n <= TFMI_PIECE of them. */
+static void tfmi_item_values(const tfmi_item *m, float *y, uint64_t row, uint64_t col, int32_t n) {
+  const struct tfmi_codec *codec;
+  uint64_t from = tfmi_item_row(m, row);
+  int32_t i;
+  if (m->made) {
+    memcpy(y, m->made + col, (size_t)n * sizeof *y);
+    return;
+  }
+  codec = &tfmi_codecs[m->t->type];
+  if (m->turned) {
+    for (i = 0; i < n; i++)
+      codec->decode(y + i, m->t->data + tfmi_span(m->t->type, (int64_t)((col + (uint64_t)i) *
+                                                  m->rows + from)), 1);
+  } else {
+    codec->decode(y, m->t->data + tfmi_span(m->t->type, (int64_t)(from * m->cols + col)), n);
+  }
+  for (i = 0; m->add != 0 && i < n; i++) y[i] += m->add;
+}
+
+typedef struct tfmi_item_job {
+  const tfmi_item *m;
+  uint64_t first; /* row of the chunk's first */
+  size_t row_bytes;
+  uint8_t *to;
+  double *sums;   /* NULL: nobody asks */
+  int32_t rows;
+} tfmi_item_job;
+
+static void tfmi_item_errors(const tfmi_item_job *t, int32_t row, const float *x, const uint8_t *y,
+                             int32_t n) {
+  float back[TFMI_PIECE];
+  int32_t i;
+  tfmi_codecs[t->m->type].decode(back, y, n);
+  for (i = 0; i < n; i++) {
+    double error = (double)x[i] - (double)back[i];
+    t->sums[row] += (double)x[i] * (double)x[i];
+    t->sums[t->rows + row] += error * error;
+  }
+}
+
+static void tfmi_item_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_item_job *t = (const tfmi_item_job *)context;
+  const tfmi_item *m = t->m;
+  float piece[TFMI_PIECE];
+  int32_t row;
+  uint64_t col;
+  (void)worker;
+  for (row = begin; row < end; row++)
+    for (col = 0; col < m->cols; col += TFMI_PIECE) {
+      int32_t n = m->cols - col < TFMI_PIECE ? (int32_t)(m->cols - col) : TFMI_PIECE;
+      uint8_t *to = t->to + (size_t)row * t->row_bytes + tfmi_span(m->type, (int64_t)col);
+      tfmi_item_values(m, piece, t->first + (uint64_t)row, col, n);
+      tfmi_codecs[m->type].encode(to, piece, n);
+      if (t->sums) tfmi_item_errors(t, row, piece, to, n);
+    }
+}
+
+/* The same bytes in the same order. */
+static bool tfmi_item_as_it_is(const tfmi_item *m) {
+  return m->t && m->type == m->t->type && !m->turned && !m->pairs && m->add == 0;
+}
+
+static void tfmi_item_tell(tfmi_conversion *c, const tfmi_item *m, double values, double errors) {
+  tfm_tensor_info info;
+  tfmi_plain_text name = tfmi_plain(m->t ? m->t->name : tfmi_text_of(m->name));
+  if (!c->config.visitor) return;
+  memset(&info, 0, sizeof info);
+  info.name = name.text;
+  info.type = m->t ? m->t->type_name : "F32";
+  info.rank = m->t ? (int32_t)m->t->rank : 1;
+  if (m->t) memcpy(info.dims, m->t->dims, sizeof info.dims);
+  else info.dims[0] = m->cols;
+  info.bytes = m->t ? m->t->bytes : m->bytes;
+  info.new_name = m->name;
+  info.new_type = tfm_type_name(m->type);
+  info.new_bytes = m->bytes;
+  info.error = values > 0 ? sqrt(errors / values) : 0;
+  c->config.visitor(c->config.user, &info);
+}
+
+static void tfmi_item_write(tfmi_conversion *c, const tfmi_item *m, tfmi_out *o) {
+  tfm_dev *d = &c->b->m->dev;
+  uint64_t rows = m->rows ? m->rows : 1, first;
+  size_t row_bytes = m->bytes / (size_t)rows;
+  int32_t most = (int32_t)(row_bytes < TFMI_CHUNK ? TFMI_CHUNK / (row_bytes + 1) + 1 : 1), i;
+  double values = 0, errors = 0;
+  tfmi_item_job job = {m, 0, row_bytes, c->chunk, c->config.visitor ? c->sums : NULL, 0};
+  for (first = 0; first < rows && !o->failed; first += (uint64_t)job.rows) {
+    job.first = first;
+    job.rows = rows - first < (uint64_t)most ? (int32_t)(rows - first) : most;
+    if (tfmi_item_as_it_is(m)) {
+      tfmi_out_bytes(o, m->t->data + first * row_bytes, (size_t)job.rows * row_bytes);
+    } else {
+      for (i = 0; job.sums && i < 2 * job.rows; i++) job.sums[i] = 0;
+      tfm_parallel_for(d, job.rows, 1, tfmi_item_rows, &job);
+      tfmi_out_bytes(o, c->chunk, (size_t)job.rows * row_bytes);
+      for (i = 0; job.sums && i < job.rows; i++)
+        values += job.sums[i], errors += job.sums[job.rows + i];
+    }
+    c->done_bytes += (uint64_t)job.rows * row_bytes;
+    if (!tfmi_goes_on(&c->config.host, "convert", (double)c->done_bytes / (double)c->total_bytes))
+      c->cancelled = o->failed = true;
+  }
+  if (!o->failed) tfmi_item_tell(c, m, values, errors);
+}
+
+/* ---- A Hugging Face folder ---- */
+
+static void tfmi_folder_header(const tfmi_conversion *c, tfmi_out *o) {
+  uint64_t i, at = 0;
+  tfmi_out_text(o, "{\"__metadata__\":{\"format\":\"pt\"}");
+  for (i = 0; i < c->items; i++) {
+    const tfmi_item *m = &c->item[i];
+    const char *dtype = tfm_type_name(m->type);
+    uint64_t dims[4], rank = tfmi_item_dims(m, dims), k;
+    tfmi_out_text(o, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[", m->name, dtype);
+    for (k = 0; k < rank; k++)
+      tfmi_out_text(o, "%s%llu", k ? "," : "", (unsigned long long)dims[k]);
+    tfmi_out_text(o, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
+                  (unsigned long long)(at + m->bytes));
+    at += m->bytes;
+  }
+  tfmi_out_text(o, "}");
+  while (o->bytes % 8) tfmi_out_text(o, " ");
+}
+
+static void tfmi_folder_weights_write(void *context, tfmi_out *o) {
+  tfmi_conversion *c = (tfmi_conversion *)context;
+  tfmi_out count;
+  uint64_t i;
+  memset(&count, 0, sizeof count);
+  count.fd = -1;
+  tfmi_folder_header(c, &count);
+  tfmi_out_number_le(o, count.bytes, 8);
+  tfmi_folder_header(c, o);
+  for (i = 0; i < c->items; i++) tfmi_item_write(c, &c->item[i], o);
+}
+
+/* A config.json is copied line by line, but for the type. */
+static void tfmi_conversion_lines(tfmi_conversion *c) {
+  tfmi_source *s = c->b->s;
+  tfmi_text key, line, *all = NULL;
+  tfmi_json j;
+  if (!s->config_text.at) return;
+  tfmi_json_init(&j, s->load, "config.json", s->config_text.at, s->config_text.n);
+  tfmi_json_object(&j);
+  while (tfmi_json_member(&j, &key)) {
+    bool plain = key.at >= s->config_text.at && key.at < s->config_text.at + s->config_text.n;
+    tfmi_json_skip(&j);
+    if (!plain || tfmi_text_is(key, "torch_dtype") || tfmi_text_is(key, "dtype")) continue;
+    line.at = key.at - 1; /* at its quotation mark */
+    line.n = (size_t)(j.at - line.at);
+    stbds_arrput(all, line);
+  }
+  c->line = all;
+  c->lines = (uint64_t)stbds_arrlen(all);
+}
+
+static void tfmi_folder_config_write(void *context, tfmi_out *o) {
+  const tfmi_conversion *c = (const tfmi_conversion *)context;
+  const tfm_model *model = c->b->m;
+  tfmi_described d;
+  uint64_t i;
+  if (c->lines) {
+    tfmi_out_text(o, "{\n  \"torch_dtype\": \"%s\"", tfmi_torch_name(c->type));
+    for (i = 0; i < c->lines; i++) {
+      tfmi_out_text(o, ",\n  ");
+      tfmi_out_bytes(o, c->line[i].at, c->line[i].n);
+    }
+    tfmi_out_text(o, "\n}\n");
+    return;
+  }
+  memset(&d, 0, sizeof d);
+  d.family = c->b->f;
+  d.net = &model->net;
+  d.rotation = model->rotation;
+  d.source = c->b->s;
+  d.tied = model->tied;
+  for (i = 0; i < c->items; i++) {
+    const tfmi_tensor *t = c->item[i].t;
+    if (!t || !t->bias) continue;
+    d.qkv_bias = d.qkv_bias || t->slot == TFMI_Q || t->slot == TFMI_QKV;
+    d.up_bias = d.up_bias || t->slot == TFMI_UP || t->slot == TFMI_GATE_UP;
+  }
+  d.bos = model->bos;
+  d.end = model->end;
+  d.end_count = model->end_count;
+  d.type = c->type;
+  tfmi_config_write(&d, o);
+}
+
+static void tfmi_file_write(void *context, tfmi_out *o) {
+  const tfmi_text *text = (const tfmi_text *)context;
+  tfmi_out_bytes(o, text->at, text->n);
+}
+
+/* What belongs to the model besides: the files of its tokenizer, as they are. */
+static void tfmi_folder_copies(tfmi_conversion *c) {
+  static const char *const names[] = {
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"};
+  tfmi_source *s = c->b->s;
+  const char *folder;
+  int i;
+  if (s->gguf || !s->path || strcmp(s->format, "safetensors") != 0) return;
+  folder = tfmi_folder_of(s->load, s->path);
+  for (i = 0; i < TFMI_COUNT(names); i++) {
+    const char *path = tfmi_join(s->load, folder, names[i]);
+    tfmi_text text;
+    if (!tfmi_file_exists(s->load, path)) continue;
+    text = tfmi_text_of_file(s, path);
+    if (tfmi_out_file(tfmi_join(s->load, c->to, names[i]), tfmi_file_write, &text) != TFM_OK)
+      tfmi_fail_again(s->load);
+  }
+}
+
+/* ---- GGUF ---- */
+
+typedef struct tfmi_pairs { /* keys and values being written */
+  tfmi_out *o;
+  const char *family;
+  uint64_t count;
+} tfmi_pairs;
+
+static void tfmi_pairs_string(tfmi_pairs *p, const char *at, size_t n) {
+  tfmi_out_number_le(p->o, n, 8);
+  tfmi_out_bytes(p->o, at, n);
+}
+
+/* A key; one that begins with a point belongs to the architecture. */
+static void tfmi_pairs_key(tfmi_pairs *p, const char *key, uint32_t type) {
+  char whole[96];
+  snprintf(whole, sizeof whole, "%s%s", key[0] == '.' ? p->family : "", key);
+  tfmi_pairs_string(p, whole, strlen(whole));
+  tfmi_out_number_le(p->o, type, 4);
+  p->count++;
+}
+
+static void tfmi_pairs_text(tfmi_pairs *p, const char *key, const char *value) {
+  tfmi_pairs_key(p, key, TFMI_GGUF_STRING);
+  tfmi_pairs_string(p, value, strlen(value));
+}
+
+static void tfmi_pairs_whole(tfmi_pairs *p, const char *key, int64_t value) { /* below 0: none */
+  if (value < 0) return;
+  tfmi_pairs_key(p, key, TFMI_GGUF_U32);
+  tfmi_out_number_le(p->o, (uint64_t)value, 4);
+}
+
+static void tfmi_pairs_flag(tfmi_pairs *p, const char *key, bool value) {
+  tfmi_pairs_key(p, key, TFMI_GGUF_BOOL);
+  tfmi_out_number_le(p->o, value, 1);
+}
+
+static void tfmi_pairs_float(tfmi_pairs *p, float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  tfmi_out_number_le(p->o, bits, 4);
+}
+
+static void tfmi_pairs_real(tfmi_pairs *p, const char *key, double value) {
+  tfmi_pairs_key(p, key, TFMI_GGUF_F32);
+  tfmi_pairs_float(p, (float)value);
+}
+
+static void tfmi_pairs_array(tfmi_pairs *p, const char *key, uint32_t type, uint64_t n) {
+  tfmi_pairs_key(p, key, TFMI_GGUF_ARRAY);
+  tfmi_out_number_le(p->o, type, 4);
+  tfmi_out_number_le(p->o, n, 8);
+}
+
+/* The number of llama.cpp's that names the type of most matrices. */
+static int64_t tfmi_gguf_file_type(tfm_type type) {
+  static const struct { tfm_type type; int64_t number; } rows[] = {
+    {TFM_F32, 0}, {TFM_F16, 1}, {TFM_Q4_0, 2}, {TFM_Q4_1, 3}, {TFM_Q8_0, 7}, {TFM_Q5_0, 8},
+    {TFM_Q5_1, 9}, {TFM_BF16, 32}, {TFM_Q4_K, 15}, {TFM_Q5_K, 17}, {TFM_Q6_K, 18}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(rows); i++)
+    if (rows[i].type == type) return rows[i].number;
+  return 1024; /* guessed, as llama.cpp calls it */
+}
+
+/* A number of the model as it turned out, which its files may have left to be understood. */
+static double tfmi_conversion_number(const tfmi_conversion *c, tfmi_quantity what) {
+  const tfm_net *net = &c->b->m->net;
+  const int32_t known[] = {net->layers, net->width, net->heads, net->kv_heads, net->head_width,
+                           net->ffn_width, net->vocabulary, net->context};
+  if (what == TFMI_N_EPS) return (double)net->norm.eps;
+  return what < TFMI_N_EPS ? (double)known[what] : tfmi_number(c->b->s, c->b->f, what);
+}
+
+static void tfmi_gguf_numbers(const tfmi_conversion *c, tfmi_pairs *p) {
+  const tfmi_family *f = c->b->f;
+  const tfmi_rotation *r = c->b->m->rotation;
+  char key[96];
+  int i;
+  tfmi_pairs_text(p, "general.architecture", c->there->gguf);
+  tfmi_pairs_text(p, "general.name", f->name);
+  tfmi_pairs_whole(p, "general.quantization_version", 2);
+  tfmi_pairs_whole(p, "general.file_type", tfmi_gguf_file_type(c->type));
+  for (i = 0; i < TFMI_QUANTITIES; i++) {
+    double value = tfmi_conversion_number(c, (tfmi_quantity)i);
+    if (!f->key[i].gguf || value == 0) continue;
+    snprintf(key, sizeof key, ".%s", f->key[i].gguf);
+    if (f->key[i].whole) tfmi_pairs_whole(p, key, (int64_t)value);
+    else tfmi_pairs_real(p, key, value);
+  }
+  if (r->rot == 0) return;
+  tfmi_pairs_whole(p, ".attention.value_length", c->b->m->net.head_width);
+  tfmi_pairs_whole(p, ".rope.dimension_count", r->rot);
+  if (r->kind != TFMI_ROPE_LINEAR) return;
+  tfmi_pairs_text(p, ".rope.scaling.type", "linear");
+  tfmi_pairs_real(p, ".rope.scaling.factor", r->factor);
+}
+
+/* ---- The vocabulary of a GGUF file ---- */
+
+static int tfmi_merge_order(const void *a, const void *b) {
+  const tfmi_merge *x = (const tfmi_merge *)a, *y = (const tfmi_merge *)b;
+  return x->rank < y->rank ? -1 : x->rank > y->rank;
+}
+
+static void tfmi_conversion_merges(tfmi_conversion *c) {
+  const tfmi_merge_table *table = &c->tokenizer->merges;
+  tfmi_merge *all = NULL;
+  uint64_t i;
+  for (i = 0; table->slot && i <= table->mask; i++)
+    if (table->slot[i].into >= 0) stbds_arrput(all, table->slot[i]);
+  c->merge = all;
+  c->merges = (int64_t)stbds_arrlen(all);
+  tfmi_sort(all, (size_t)c->merges, sizeof *all, tfmi_merge_order);
+}
+
+static const char *tfmi_gguf_pre_name(const tfm_tokenizer *t) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
+    if (tfmi_gguf_pres[i].split == t->split &&
+        tfmi_gguf_pres[i].whole_first == (t->whole.slot != NULL))
+      return tfmi_gguf_pres[i].name;
+  return NULL;
+}
+
+/* What llama.cpp calls a token: normal 1, unknown 2, control 3, the user's 4, unused 5, a byte 6;
+   and its score: what a merge makes is better the earlier it is made. */
+static void tfmi_conversion_tokens(tfmi_conversion *c) {
+  const tfm_tokenizer *t = c->tokenizer;
+  tfmi_load *l = c->b->s->load;
+  int32_t n = c->b->m->net.vocabulary, i, set;
+  int64_t k;
+  if (t->vocabulary > n)
+    tfmi_fail(l, TFM_E_FORMAT, "the tokenizer has %d tokens, but the model's vocabulary only %d",
+              (int)t->vocabulary, (int)n);
+  c->kind = TFMI_NEW(int32_t, tfmi_scratch(l, (uint64_t)n, sizeof *c->kind));
+  c->score = TFMI_NEW(float, tfmi_scratch(l, (uint64_t)n, sizeof *c->score));
+  for (i = 0; i < n; i++)
+    c->kind[i] = i >= t->vocabulary || t->token[i].speech == TFMI_SPEECH_NONE ? 5 : 1;
+  for (i = 0; i < 256 && !t->from_bytes; i++)
+    if (t->byte_id[i] >= 0) c->kind[t->byte_id[i]] = 6;
+  for (set = 0; set < 2; set++)
+    for (i = 0; i < t->added[set].count; i++)
+      c->kind[t->added[set].token[i].id] = t->added[set].token[i].special ? 3 : 4;
+  if (t->unk >= 0 && !t->from_bytes) c->kind[t->unk] = 2;
+  for (k = c->merges; k-- > 0;) /* the first that makes it counts */
+    if (c->merge[k].into < t->vocabulary) c->score[c->merge[k].into] = -(float)c->merge[k].rank;
+}
+
+/* Everything that the file will say about the vocabulary, or why it cannot. */
+static void tfmi_conversion_vocabulary(tfmi_conversion *c) {
+  tfmi_load *l = c->b->s->load;
+  if (!c->tokenizer) {
+    tfmi_log(&c->config.host, TFM_LOG_WARNING, "%s: no tokenizer was found: the GGUF file has no "
+             "vocabulary", l->object);
+    return;
+  }
+  if (c->tokenizer->from_bytes && (!tfmi_gguf_pre_name(c->tokenizer) || c->tokenizer->prefix_blank))
+    tfmi_fail(l, TFM_E_UNSUPPORTED, "the tokenizer splits text in a way that has no name in GGUF");
+  tfmi_conversion_merges(c);
+  tfmi_conversion_tokens(c);
+}
+
+/* llama2.c spells blanks as they are, where SentencePiece has U+2581. */
+static void tfmi_gguf_token(const tfm_tokenizer *t, int32_t id, tfmi_pairs *p) {
+  const char *at = t->arena + t->token[id].at;
+  size_t n = t->token[id].n, blanks = 0, i;
+  bool plain = t->from_bytes || t->token[id].added || t->blank.n;
+  for (i = 0; !plain && i < n; i++) blanks += at[i] == ' ';
+  tfmi_out_number_le(p->o, n + 2 * blanks, 8);
+  for (i = 0; i < n; i++)
+    if (at[i] == ' ' && blanks) tfmi_out_bytes(p->o, "\xe2\x96\x81", 3);
+    else tfmi_out_bytes(p->o, at + i, 1);
+}
+
+static void tfmi_gguf_tokens(const tfmi_conversion *c, tfmi_pairs *p) {
+  const tfm_tokenizer *t = c->tokenizer;
+  uint64_t n = (uint64_t)c->b->m->net.vocabulary, i;
+  char pad[32];
+  tfmi_pairs_array(p, "tokenizer.ggml.tokens", TFMI_GGUF_STRING, n);
+  for (i = 0; i < n; i++) {
+    bool there = c->kind[i] != 5 && i < (uint64_t)t->vocabulary;
+    snprintf(pad, sizeof pad, "[PAD%llu]", (unsigned long long)i);
+    if (there) tfmi_gguf_token(t, (int32_t)i, p);
+    else tfmi_pairs_string(p, pad, strlen(pad));
+  }
+  tfmi_pairs_array(p, "tokenizer.ggml.token_type", TFMI_GGUF_I32, n);
+  for (i = 0; i < n; i++) tfmi_out_number_le(p->o, (uint64_t)c->kind[i], 4);
+  if (t->from_bytes) return;
+  tfmi_pairs_array(p, "tokenizer.ggml.scores", TFMI_GGUF_F32, n);
+  for (i = 0; i < n; i++) tfmi_pairs_float(p, c->score[i]);
+}
+
+static void tfmi_gguf_merge_list(const tfmi_conversion *c, tfmi_pairs *p) {
+  const tfm_tokenizer *t = c->tokenizer;
+  int64_t i;
+  tfmi_pairs_array(p, "tokenizer.ggml.merges", TFMI_GGUF_STRING, (uint64_t)c->merges);
+  for (i = 0; i < c->merges; i++) {
+    const tfmi_token *left = &t->token[c->merge[i].left], *right = &t->token[c->merge[i].right];
+    tfmi_out_number_le(p->o, (uint64_t)left->n + 1 + right->n, 8);
+    tfmi_out_bytes(p->o, t->arena + left->at, left->n);
+    tfmi_out_bytes(p->o, " ", 1);
+    tfmi_out_bytes(p->o, t->arena + right->at, right->n);
+  }
+}
+
+static void tfmi_gguf_vocabulary(const tfmi_conversion *c, tfmi_pairs *p) {
+  const tfm_tokenizer *t = c->tokenizer;
+  if (!t) {
+    tfmi_pairs_text(p, "tokenizer.ggml.model", "no_vocab");
+    return;
+  }
+  tfmi_pairs_text(p, "tokenizer.ggml.model", t->from_bytes ? "gpt2" : "llama");
+  tfmi_pairs_text(p, "tokenizer.ggml.pre", t->from_bytes ? tfmi_gguf_pre_name(t) : "default");
+  tfmi_gguf_tokens(c, p);
+  if (t->from_bytes) {
+    tfmi_gguf_merge_list(c, p);
+  } else {
+    tfmi_pairs_flag(p, "tokenizer.ggml.add_space_prefix", t->prefix.n > 0);
+    tfmi_pairs_flag(p, "tokenizer.ggml.remove_extra_whitespaces", t->squeeze);
+  }
+  tfmi_pairs_whole(p, "tokenizer.ggml.bos_token_id", t->bos);
+  tfmi_pairs_whole(p, "tokenizer.ggml.eos_token_id", t->eos);
+  tfmi_pairs_whole(p, "tokenizer.ggml.unknown_token_id", t->unk);
+  tfmi_pairs_whole(p, "tokenizer.ggml.padding_token_id", t->pad);
+  tfmi_pairs_flag(p, "tokenizer.ggml.add_bos_token", t->before_count > 0);
+  tfmi_pairs_flag(p, "tokenizer.ggml.add_eos_token", t->after_count > 0);
+}
+
+/* ---- The file ---- */
+
+static uint64_t tfmi_gguf_pairs_write(const tfmi_conversion *c, tfmi_out *o) {
+  tfmi_pairs p = {o, c->there->gguf, 0};
+  tfmi_gguf_numbers(c, &p);
+  tfmi_gguf_vocabulary(c, &p);
+  return p.count;
+}
+
+static uint32_t tfmi_ggml_id(tfm_type type) {
+  int i = 0;
+  while (tfmi_ggml_types[i].type != type) i++;
+  return tfmi_ggml_types[i].id;
+}
+
+static void tfmi_gguf_align(tfmi_out *o) {
+  while (o->bytes % 32) tfmi_out_bytes(o, "", 1);
+}
+
+static void tfmi_gguf_write(void *context, tfmi_out *o) {
+  tfmi_conversion *c = (tfmi_conversion *)context;
+  uint64_t i, at = 0;
+  tfmi_out count;
+  memset(&count, 0, sizeof count);
+  count.fd = -1;
+  tfmi_out_text(o, "GGUF");
+  tfmi_out_number_le(o, 3, 4);
+  tfmi_out_number_le(o, c->items, 8);
+  tfmi_out_number_le(o, tfmi_gguf_pairs_write(c, &count), 8);
+  tfmi_gguf_pairs_write(c, o);
+  for (i = 0; i < c->items; i++, at = (at + 31) & ~(uint64_t)31) {
+    const tfmi_item *m = &c->item[i];
+    uint64_t dims[4], rank = tfmi_item_dims(m, dims), k;
+    tfmi_out_number_le(o, strlen(m->name), 8);
+    tfmi_out_text(o, "%s", m->name);
+    tfmi_out_number_le(o, rank, 4);
+    for (k = rank; k-- > 0;) tfmi_out_number_le(o, dims[k], 8);
+    tfmi_out_number_le(o, tfmi_ggml_id(m->type), 4);
+    tfmi_out_number_le(o, at, 8);
+    at += m->bytes;
+  }
+  for (i = 0; i < c->items; i++) {
+    tfmi_gguf_align(o);
+    tfmi_item_write(c, &c->item[i], o);
+  }
+}
+
+/* ---- The whole ---- */
+
+static bool tfmi_conversion_tells(const tfmi_conversion *c, const tfmi_source *s) {
+  tfm_tensor_info info;
+  uint64_t i;
+  if (c->to) return false;
+  memset(&info, 0, sizeof info);
+  for (i = 0; i < s->tensors; i++) {
+    const tfmi_tensor *t = &s->tensor[i];
+    tfmi_plain_text name = tfmi_plain(t->name);
+    info.name = name.text;
+    info.type = t->type_name;
+    info.rank = (int32_t)(t->rank < INT32_MAX ? t->rank : INT32_MAX);
+    memcpy(info.dims, t->dims, sizeof info.dims);
+    info.bytes = t->bytes;
+    c->config.visitor(c->config.user, &info);
+  }
+  return true;
+}
+
+/* The type that holds what a folder is to have: its matrices' own where it can. */
+static void tfmi_conversion_type(tfmi_conversion *c) {
+  tfm_type type = c->config.type ? c->config.type : c->b->m->weights;
+  bool is_float = type == TFM_F32 || type == TFM_F16 || type == TFM_BF16;
+  if (c->config.type && !c->gguf && !is_float)
+    tfmi_fail(c->b->s->load, TFM_E_ARG, "a Hugging Face folder cannot hold %s; choose F32, F16 or "
+              "BF16, or name a file .gguf", tfm_type_name(type));
+  c->type = c->gguf || is_float ? type : TFM_F16;
+}
+
+static void tfmi_conversion_chunk(tfmi_conversion *c) {
+  uint64_t i, widest = 0, rows, most = 1;
+  for (i = 0; i < c->items; i++) {
+    uint64_t row = c->item[i].bytes / (c->item[i].rows ? c->item[i].rows : 1);
+    rows = TFMI_CHUNK / (row + 1) + 1; /* as tfmi_item_write has it */
+    if (row > widest) widest = row;
+    if (rows > most) most = rows;
+  }
+  c->chunk_bytes = TFMI_CHUNK + 2 * (size_t)widest;
+  c->chunk = (uint8_t *)tfmi_scratch(c->b->s->load, c->chunk_bytes, 1);
+  c->sums = TFMI_NEW(double, tfmi_scratch(c->b->s->load, 2 * most, sizeof *c->sums));
+}
+
+static void tfmi_conversion_exists(tfmi_conversion *c, const char *path) {
+  struct stat st;
+  if (!c->config.overwrite && stat(path, &st) == 0)
+    tfmi_fail(c->b->s->load, TFM_E_IO, "%s is there already; remove it or ask to overwrite", path);
+}
+
+static void tfmi_conversion_write(tfmi_conversion *c, const char *path, tfmi_writer writer) {
+  if (tfmi_out_file(path, writer, c) == TFM_OK) return;
+  if (c->cancelled) tfmi_fail(c->b->s->load, TFM_E_CANCELLED, "the conversion was cancelled");
+  tfmi_fail_again(c->b->s->load);
+}
+
+static bool tfmi_rotations_agree(const tfmi_rotation *a, const tfmi_rotation *b) {
+  int32_t context, i;
+  if (a->rot != b->rot || fabs(a->scale - b->scale) > 1e-6) return false;
+  for (context = 1; context < 1 << 20; context *= 32)
+    for (i = 0; i < a->rot / 2; i++) {
+      float x = tfmi_rotation_frequency(a, context, i), y = tfmi_rotation_frequency(b, context, i);
+      if (fabsf(x - y) > 1e-6f * x) return false;
+    }
+  return true;
+}
+
+/* A file that others will read must say what was meant: each architecture of GGUF does some things
+   in one way only, and what is not in a format is understood to be usual. So what has been written
+   is read again, all but the weights, and compared. */
+static const char *tfmi_models_differ(const tfm_model *m, const tfm_model *again) {
+  const tfm_net *x = &m->net, *y = &again->net;
+  int32_t i;
+  if (x->act != y->act) return "the activation";
+  if (x->context != y->context || x->norm.eps != y->norm.eps || m->tied != again->tied)
+    return "the numbers";
+  if (x->logit_softcap != y->logit_softcap) return "the cap of logits";
+  if (fabsf(x->embed_scale - y->embed_scale) > 0.004f * x->embed_scale)
+    return "the scale of embeddings"; /* which llama.cpp does not round */
+  for (i = 0; i < x->layers; i++) {
+    const tfm_attn *a = &x->layer[i].attn, *b = &y->layer[i].attn;
+    if (fabsf(a->scale - b->scale) > 1e-6f * a->scale) return "the scale of the scores";
+    if (a->window != b->window) return "the windows";
+    if (a->softcap != b->softcap) return "the cap of the scores";
+  }
+  for (i = 0; i < x->layers; i++) {
+    int which = x->layer[i].attn.window != 0;
+    if (!tfmi_rotations_agree(&m->rotation[which], &again->rotation[which])) return "the rotation";
+  }
+  return NULL;
+}
+
+static void tfmi_conversion_check(tfmi_conversion *c, const char *weights, const char *config) {
+  tfm_model_config plain;
+  const char *untold = NULL;
+  tfm_model *again;
+  memset(&plain, 0, sizeof plain);
+  plain.host = c->config.host;
+  plain.device = TFM_REF;
+  plain.threads = 1;
+  again = tfmi_model_make(c->to, NULL, 0, &plain, true, NULL);
+  if (again) untold = tfmi_models_differ(c->b->m, again);
+  tfm_model_free(again);
+  if (again && !untold) return;
+  unlink(weights);
+  if (config) unlink(config);
+  if (!untold) tfmi_fail_again(c->b->s->load);
+  tfmi_fail(c->b->s->load, TFM_E_UNSUPPORTED, "%s cannot tell %s of this model; convert to %s",
+            c->gguf ? "GGUF" : "config.json", untold, c->gguf ? "a folder" : ".gguf");
+}
+
+/* What GGUF takes a family for: itself, or one that differs in the order of rows only (Mistral is
+   written as a Llama; if it has windows, the comparison above finds out). */
+static const tfmi_family *tfmi_family_there(const tfmi_family *f) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_families) && !f->gguf; i++) {
+    const tfmi_family *g = &tfmi_families[i];
+    bool alike = g->slot == f->slot && g->key == f->key && g->is == (f->is | TFMI_PAIRS);
+    if (g->gguf && alike) return g;
+  }
+  return f->gguf ? f : NULL;
+}
+
+static void tfmi_conversion_run(tfmi_model_request *r) {
+  tfmi_conversion *c = r->conversion;
+  tfmi_load *l = &r->load;
+  const char *weights, *config;
+  c->b = &r->builder;
+  c->there = tfmi_family_there(c->b->f);
+  tfmi_builder_measure(c->b);
+  if (c->gguf && !c->there)
+    tfmi_fail(l, TFM_E_UNSUPPORTED, "GGUF has no architecture for %s", c->b->f->name);
+  tfmi_conversion_type(c);
+  tfmi_conversion_items(c);
+  tfmi_conversion_chunk(c);
+  if (c->gguf) {
+    tfmi_conversion_exists(c, c->to);
+    tfmi_conversion_vocabulary(c);
+    tfmi_conversion_write(c, c->to, tfmi_gguf_write);
+    tfmi_conversion_check(c, c->to, NULL);
+    return;
+  }
+  weights = tfmi_join(l, c->to, "model.safetensors");
+  config = tfmi_join(l, c->to, "config.json");
+  tfmi_conversion_exists(c, weights);
+  tfmi_conversion_exists(c, config);
+  tfmi_conversion_lines(c);
+  if (mkdir(c->to, 0777) != 0 && errno != EEXIST)
+    tfmi_fail(l, TFM_E_IO, "the folder %s cannot be made; is the one that it is in there?", c->to);
+  tfmi_conversion_write(c, weights, tfmi_folder_weights_write);
+  tfmi_folder_copies(c);
+  tfmi_conversion_write(c, config, tfmi_folder_config_write);
+  tfmi_conversion_check(c, weights, config);
+}
+
+static tfm_status tfmi_conversion_make(tfmi_conversion *c, const char *from) {
+  tfm_model_config config;
+  tfm_model *model;
+  memset(&config, 0, sizeof config);
+  config.host = c->config.host;
+  config.device = TFM_REF;
+  config.threads = c->config.threads;
+  model = tfmi_model_make(from, NULL, 0, &config, false, c);
+  tfm_model_free(model);
+  return model ? TFM_OK : tfmi_error.status;
+}
+
+TFM_API tfm_status tfm_model_tensors(const char *path, const tfm_host *host,
+                                     tfm_tensor_visitor visitor, void *user) {
+  tfmi_conversion c;
+  if (!path || !visitor)
+    return tfmi_report(TFM_E_ARG, "tfm_model_tensors: path or visitor is NULL");
+  memset(&c, 0, sizeof c);
+  if (host) c.config.host = *host;
+  c.config.visitor = visitor;
+  c.config.user = user;
+  return tfmi_conversion_make(&c, path);
+}
+
+TFM_API tfm_status tfm_convert(const char *from, const char *to, const tfm_convert_config *config) {
+  tfm_tokenizer_config vocabulary;
+  tfm_tokenizer *tokenizer = NULL;
+  tfmi_conversion c;
+  tfm_status status;
+  if (!from || !to) return tfmi_report(TFM_E_ARG, "tfm_convert: from or to is NULL");
+  memset(&c, 0, sizeof c);
+  if (config) c.config = *config;
+  if ((int)c.config.type < 0 || c.config.type > TFM_Q5_1)
+    return tfmi_report(TFM_E_ARG, "tfm_convert: %s cannot be written; expected F32, F16, BF16, "
+                       "Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1", tfm_type_name(c.config.type));
+  memset(&vocabulary, 0, sizeof vocabulary);
+  vocabulary.host = c.config.host;
+  c.to = to;
+  c.gguf = tfmi_ends_with(to, ".gguf");
+  if (c.gguf) {
+    tokenizer = tfm_tokenizer_load(from, &vocabulary);
+    if (!tokenizer && tfmi_error.status != TFM_E_IO) return tfmi_error.status;
+  }
+  c.tokenizer = tokenizer;
+  status = tfmi_conversion_make(&c, from);
+  tfm_tokenizer_free(tokenizer);
+  return status;
+}
+
+#if TFMI_COMPILES_COLD
+#pragma GCC pop_options
+#endif
+
 #ifndef TFM_NO_TRAINING
 /* =================================================================================================
    >>train   the backward pass, the optimiser's steps, the trainer
@@ -15225,15 +16789,6 @@ TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_co
    A checkpoint is eight words (tfmi_checkpoint_head), the arenas of weights and moments as they
    are, and the checksum of all that. It is checked whole before any of it is taken over. */
 
-/* A number of JSON whatever the locale. */
-static void tfmi_out_number(tfmi_out *o, double value) {
-  char text[40], *comma;
-  snprintf(text, sizeof text, "%.17g", value);
-  comma = strchr(text, ',');
-  if (comma) *comma = '.';
-  tfmi_out_bytes(o, text, strlen(text));
-}
-
 typedef struct tfmi_cut { /* a tensor of the file: rows of a parameter */
   const tfmi_parameter *p;
   tfmi_slot slot;
@@ -15354,69 +16909,21 @@ static void tfmi_export_tensors(void *context, tfmi_out *o) {
       else tfmi_cut_plain(t, e->arena, o, &cut[k]);
 }
 
-static void tfmi_config_rope(const tfm_trainer *t, tfmi_out *o) {
-  const tfmi_rotation *r = &t->rotation[0];
-  const struct { const char *name; double value; } rows[] = {
-    {"factor", r->factor}, {"low_freq_factor", r->low}, {"high_freq_factor", r->high},
-    {"original_max_position_embeddings", r->original}};
-  int i;
-  tfmi_out_text(o, ",\n  \"rope_theta\": ");
-  tfmi_out_number(o, r->theta);
-  if (r->kind != TFMI_ROPE_LLAMA3) return;
-  tfmi_out_text(o, ",\n  \"rope_scaling\": {\"rope_type\": \"llama3\"");
-  for (i = 0; i < TFMI_COUNT(rows); i++) {
-    tfmi_out_text(o, ", \"%s\": ", rows[i].name);
-    tfmi_out_number(o, rows[i].value);
-  }
-  tfmi_out_text(o, "}");
-}
-
-static void tfmi_config_flags(const tfm_trainer *t, tfmi_out *o) {
-  const tfmi_family *f = t->family;
-  const tfm_layer *y = &t->net.layer[0];
-  bool by_scale = tfmi_has(f, TFMI_LAYER_SCALE), scaled = y->attn.scale != 1.0f;
-  bool by_layer = t->net.layers > 1 && y[1].attn.scale != y->attn.scale;
-  const struct { const char *key; bool value; } rows[] = {
-    {f->qkv_bias.key, y->qkv_bias != NULL}, {f->up_bias.key, y->up_bias != NULL},
-    {f->tied.key, t->tied}, {by_scale ? "scale_attn_weights" : NULL, scaled},
-    {by_scale ? "scale_attn_by_inverse_layer_idx" : NULL, by_layer}};
-  int i;
-  for (i = 0; i < TFMI_COUNT(rows); i++)
-    if (rows[i].key)
-      tfmi_out_text(o, ",\n  \"%s\": %s", rows[i].key, rows[i].value ? "true" : "false");
-  if (t->bos >= 0) tfmi_out_text(o, ",\n  \"bos_token_id\": %d", (int)t->bos);
-  for (i = 0; i < t->end_count; i++)
-    tfmi_out_text(o, "%s%d", i ? ", " : ",\n  \"eos_token_id\": [", (int)t->end[i]);
-  if (t->end_count) tfmi_out_text(o, "]");
-}
-
 static void tfmi_export_config(void *context, tfmi_out *o) {
   const tfm_trainer *t = ((const tfmi_export *)context)->t;
-  const tfmi_family *f = t->family;
-  const tfm_net *net = &t->net;
-  const struct { const char *key; double value; } rows[] = {
-    {f->key[TFMI_N_LAYERS].hf[0], (double)net->layers},
-    {f->key[TFMI_N_WIDTH].hf[0], (double)net->width},
-    {f->key[TFMI_N_HEADS].hf[0], (double)net->heads},
-    {f->key[TFMI_N_KV_HEADS].hf[0], (double)net->kv_heads},
-    {f->key[TFMI_N_HEAD_WIDTH].hf[0], (double)net->head_width},
-    {f->key[TFMI_N_FFN].hf[0], (double)net->ffn_width},
-    {f->key[TFMI_N_VOCABULARY].hf[0], (double)net->vocabulary},
-    {f->key[TFMI_N_CONTEXT].hf[0], (double)net->context},
-    {f->key[TFMI_N_EPS].hf[0], (double)net->norm.eps}};
-  int i;
-  tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
-                f->classes[0]);
-  for (i = 0; i < TFMI_COUNT(rows); i++) {
-    if (!rows[i].key) continue;
-    tfmi_out_text(o, ",\n  \"%s\": ", rows[i].key);
-    tfmi_out_number(o, rows[i].value);
-  }
-  for (i = 0; tfmi_acts[i].act != net->act; i++) continue;
-  tfmi_out_text(o, ",\n  \"%s\": \"%s\"", f->act_key, tfmi_acts[i].name);
-  tfmi_config_flags(t, o);
-  if (tfmi_has(f, TFMI_ROTARY)) tfmi_config_rope(t, o);
-  tfmi_out_text(o, ",\n  \"torch_dtype\": \"float32\"\n}\n");
+  tfmi_described d;
+  memset(&d, 0, sizeof d);
+  d.family = t->family;
+  d.net = &t->net;
+  d.rotation = t->rotation;
+  d.tied = t->tied;
+  d.qkv_bias = t->net.layer[0].qkv_bias != NULL;
+  d.up_bias = t->net.layer[0].up_bias != NULL;
+  d.bos = t->bos;
+  d.end = t->end;
+  d.end_count = t->end_count;
+  d.type = TFM_F32;
+  tfmi_config_write(&d, o);
 }
 
 static tfm_status tfmi_export_file(tfm_trainer *t, const char *folder, const char *name,

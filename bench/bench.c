@@ -3,13 +3,15 @@
    build:   make bench
    run:     build/bench ../shared/data/stories260K/stories260K.bin
             build/bench shape:llama-110m --type q8_0 --threads 2 --json
+            build/bench train:char
             build/bench ceilings
    output:  one line per workload. pp512 reads a prompt of 512 tokens and chooses one (tfm_feed,
             then tfm_next); tg128 writes 128 tokens after a single one (tfm_next), as generate does.
 
    "shape:" names an architecture: small random weights, made in memory. The limit of a workload is
-   the slower of: its bytes at the read bandwidth measured over as many bytes, and its float32
-   operations at the peak of fused multiply-adds; both measured with the same threads. --write gives
+   the slower of: its bytes at the read bandwidth measured over as many bytes, and its operations at
+   the peak of fused float32 multiply-adds, or, for weights in blocks on a processor with AVX-512
+   VNNI, of products of bytes; all measured with the same threads. --write gives
    a shape to other programs, as llama2.c (with FILE.tokenizer) or safetensors. */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
@@ -46,6 +48,7 @@ typedef float lanes __attribute__((vector_size(64)));
 typedef struct ceiling_job {
   pthread_barrier_t *start;
   const lanes *data; /* to read; NULL: multiply and add */
+  bool bytes;        /* products of bytes, not of floats */
   size_t count;
   float result;      /* kept, or the compiler would leave the work out */
   double began, ended;
@@ -81,17 +84,41 @@ static float multiply_add(size_t count) {
   return add_up(x);
 }
 
+/* Sums of four products of bytes: 64 multiply-adds an instruction. */
+static float multiply_bytes(size_t count) {
+#ifdef __AVX512VNNI__
+  int32_t sums[24][16] __attribute__((aligned(64))) = {{0}};
+  typedef int32_t dwords __attribute__((vector_size(64)));
+  dwords x[24] = {{0}}, a = {0x01010101}, b = {0x01010101};
+  float total = 0;
+  size_t i;
+  int j;
+#pragma GCC unroll 24
+  for (i = 0; i < count; i++)
+#pragma GCC unroll 24
+    for (j = 0; j < 24; j++) __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(x[j]) : "v"(a), "v"(b));
+  memcpy(sums, x, sizeof sums);
+  for (j = 0; j < 24; j++) total += (float)sums[j][0];
+  return total;
+#else
+  (void)count;
+  return 0;
+#endif
+}
+
 static void *ceiling_thread(void *context) {
   ceiling_job *job = (ceiling_job *)context;
   pthread_barrier_wait(job->start);
   job->began = seconds();
-  job->result = job->data ? read_once(job->data, job->count) : multiply_add(job->count);
+  job->result = job->data    ? read_once(job->data, job->count)
+                : job->bytes ? multiply_bytes(job->count)
+                             : multiply_add(job->count);
   job->ended = seconds();
   return NULL;
 }
 
 /* Seconds from the first thread's beginning to the last one's end. */
-static double ceiling_time(int32_t threads, const lanes *data, size_t count_each) {
+static double ceiling_time(int32_t threads, const lanes *data, size_t count_each, bool bytes) {
   pthread_t thread[THREADS_MAX];
   ceiling_job job[THREADS_MAX];
   pthread_barrier_t start;
@@ -102,6 +129,7 @@ static double ceiling_time(int32_t threads, const lanes *data, size_t count_each
     job[i].start = &start;
     job[i].data = data ? data + (size_t)i * count_each : NULL;
     job[i].count = count_each;
+    job[i].bytes = bytes;
     if (pthread_create(&thread[i], NULL, ceiling_thread, &job[i]) != 0) {
       fprintf(stderr, TOOL ": the system gave %d threads of %d\n", (int)i, (int)threads);
       exit(TOOL_FAILED);
@@ -126,7 +154,7 @@ static double read_ceiling(int32_t threads, uint64_t bytes) {
   if (!data) return 0;
   memset(data, 0, whole);
   for (i = 0; i < 5 || (spent < 0.2 && i < 1000); i++) {
-    double time = ceiling_time(threads, data, each), rate = (double)whole / time;
+    double time = ceiling_time(threads, data, each, false), rate = (double)whole / time;
     spent += time;
     if (rate > best) best = rate;
   }
@@ -134,15 +162,54 @@ static double read_ceiling(int32_t threads, uint64_t bytes) {
   return best;
 }
 
-/* Floating-point operations per second, best of several. */
-static double multiply_ceiling(int32_t threads) {
+/* Multiplications and additions per second, best of several. `each`: in a count. */
+static double product_ceiling(int32_t threads, bool bytes, double each) {
   const size_t count = 1 << 21;
   double best = 0;
   int i;
   for (i = 0; i < 7; i++) {
-    double rate = 2.0 * 16 * 12 * (double)count * threads / ceiling_time(threads, NULL, count);
+    double rate = each * (double)count * threads / ceiling_time(threads, NULL, count, bytes);
     if (rate > best) best = rate;
   }
+  return best;
+}
+
+static double multiply_ceiling(int32_t threads) { /* of floats */
+  return product_ceiling(threads, false, 2.0 * 16 * 12);
+}
+
+static double byte_ceiling(int32_t threads) {
+  return product_ceiling(threads, true, 2.0 * 64 * 24);
+}
+
+static bool multiplies_bytes(void) {
+#ifdef __AVX512VNNI__
+  return true;
+#else
+  return false;
+#endif
+}
+
+static void do_nothing(void *context, int32_t begin, int32_t end, int32_t worker) {
+  (void)context, (void)begin, (void)end, (void)worker;
+}
+
+/* Seconds that threads take to start on a job together and to finish it, at best; 0 on failure. */
+static double dispatch_time(int32_t threads) {
+  enum { TIMES = 10000 };
+  tfmi_heap heap;
+  tfm_dev d;
+  double best = 0;
+  int i, repeat;
+  memset(&heap, 0, sizeof heap);
+  if (tfmi_dev_open(&d, &heap, TFM_REF, 0, threads, NULL, true) != TFM_OK) return 0;
+  for (repeat = 0; repeat < 7; repeat++) {
+    double start = seconds(), time;
+    for (i = 0; i < TIMES; i++) tfm_parallel_for(&d, threads, 1, do_nothing, NULL);
+    time = (seconds() - start) / TIMES;
+    if (repeat == 0 || time < best) best = time;
+  }
+  tfmi_dev_close(&d, &heap);
   return best;
 }
 
@@ -166,6 +233,13 @@ static int print_ceilings(const options *o) {
   printf(o->json ? "{\"ceiling\": \"fma\", \"threads\": %d, \"gflops\": %.1f}\n"
                  : "float32 FMA     %3d threads  %9.1f GFLOP/s\n",
          (int)threads, multiply_ceiling(threads) / 1e9);
+  if (multiplies_bytes())
+    printf(o->json ? "{\"ceiling\": \"int8\", \"threads\": %d, \"gops\": %.1f}\n"
+                   : "bytes, VNNI     %3d threads  %9.1f GOP/s\n",
+           (int)threads, byte_ceiling(threads) / 1e9);
+  printf(o->json ? "{\"ceiling\": \"dispatch\", \"threads\": %d, \"microseconds\": %.2f}\n"
+                 : "empty dispatch  %3d threads  %9.2f us\n",
+         (int)threads, dispatch_time(threads) * 1e6);
   return 0;
 }
 
@@ -504,10 +578,11 @@ typedef struct figure {
   double median, best;         /* tokens per second */
   double gb_per_s, gflops;     /* at the median */
   double share;                /* of the limit; below zero: no ceiling was measured */
-  const char *bound;           /* "read" or "fma" */
+  const char *bound;           /* "read", "fma" or "int8" */
 } figure;
 
-static figure figure_of(const workload *w, double *rates, int32_t n, double read, double multiply) {
+static figure figure_of(const workload *w, double *rates, int32_t n, double read, double multiply,
+                        const char *unit) {
   figure f = {0, 0, 0, 0, -1, "none"};
   qsort(rates, (size_t)n, sizeof *rates, by_value);
   f.median = n % 2 ? rates[n / 2] : 0.5 * (rates[n / 2 - 1] + rates[n / 2]);
@@ -516,7 +591,7 @@ static figure figure_of(const workload *w, double *rates, int32_t n, double read
   f.gflops = f.median * w->flops / 1e9;
   if (read > 0 && multiply > 0) {
     double by_read = read / w->bytes, by_multiply = multiply / w->flops;
-    f.bound = by_read < by_multiply ? "read" : "fma";
+    f.bound = by_read < by_multiply ? "read" : unit;
     f.share = f.median / (by_read < by_multiply ? by_read : by_multiply);
   }
   return f;
@@ -526,10 +601,11 @@ static void print_figure(const options *o, const tfm_model_info *info, const wor
                          const figure *f, int32_t threads) {
   char share[32] = "null", name[32];
   const char *slash = strrchr(o->path, '/');
-  snprintf(name, sizeof name, "%s%d", w->kind, (int)w->tokens);
+  snprintf(name, sizeof name, o->batch > 1 ? "%s%dx%d" : "%s%d", w->kind, (int)w->tokens,
+           (int)o->batch);
   if (f->share >= 0) snprintf(share, sizeof share, "%.3f", f->share);
   if (o->json)
-    printf("{\"model\": \"%s\", \"type\": \"%s\", \"device\": \"%s\", \"threads\": %d, "
+    printf("{\"model\": \"%s\", \"type\": \"%s\", \"backend\": \"%s\", \"threads\": %d, "
            "\"batch\": %d, \"workload\": \"%s\", \"tokens_per_s\": %.2f, "
            "\"best_tokens_per_s\": %.2f, \"bytes_per_token\": %.0f, \"gb_per_s\": %.2f, "
            "\"flops_per_token\": %.0f, \"gflops\": %.2f, \"bound\": \"%s\", "
@@ -548,6 +624,8 @@ static void print_figure(const options *o, const tfm_model_info *info, const wor
 static int measure(const options *o, const tfm_model_info *info, const run_state *r,
                    const workload *w) {
   double rates[REPEAT_MAX], read = 0, multiply = 0, each = (double)w->tokens * o->batch;
+  bool bytes = multiplies_bytes() && !strcmp(info->device, "cpu") &&
+               tfmi_types[info->weights].block_values > 1;
   tfm_stats stats;
   figure f;
   int32_t i;
@@ -555,7 +633,8 @@ static int measure(const options *o, const tfm_model_info *info, const run_state
   if (strcmp(info->device, "cuda")) { /* a GPU's ceilings are not measured here */
     uint64_t set = info->token_bytes < 1 << 20 ? 1 << 20 : info->token_bytes;
     read = read_ceiling(cores_or(stats.threads), set < 1 << 30 ? set : 1 << 30);
-    multiply = multiply_ceiling(cores_or(stats.threads));
+    multiply = bytes ? byte_ceiling(cores_or(stats.threads))
+                     : multiply_ceiling(cores_or(stats.threads));
   }
   if (run_once(r, w, r->ids + w->tokens) < 0) return tool_fail(); /* warm */
   for (i = 0; i < o->repeat; i++) {
@@ -563,7 +642,7 @@ static int measure(const options *o, const tfm_model_info *info, const run_state
     if (time < 0) return tool_fail();
     rates[i] = each / time;
   }
-  f = figure_of(w, rates, o->repeat, read, multiply);
+  f = figure_of(w, rates, o->repeat, read, multiply, bytes ? "int8" : "fma");
   print_figure(o, info, w, &f, stats.threads);
   return 0;
 }
@@ -667,6 +746,133 @@ static int compare(const options *o, const tfm_model *m, const tfm_model *refere
   return 0;
 }
 
+/* ---- Training ---- */
+
+typedef struct training {
+  const char *name;
+  tfm_shape shape;
+  int32_t batch, context;
+} training;
+
+static const training trainings[] = {
+  {"char", {"gpt2", 4, 128, 4, 65, 64, 0, 0, 0, false, 1, NULL}, 16, 64},
+  {"own", {"llama", 7, 256, 4, 4096, 256, 2, 0, 768, false, 1, NULL}, 16, 256},
+  {"gpt2-124m-64", {"gpt2", 12, 768, 12, 50257, 1024, 0, 0, 0, false, 1, NULL}, 4, 64},
+  {"gpt2-124m-256", {"gpt2", 12, 768, 12, 50257, 1024, 0, 0, 0, false, 1, NULL}, 4, 256}};
+
+typedef enum phase { WHOLE, FORWARD, BACKWARD, CLIP, UPDATE, PHASES } phase;
+
+/* A table whose optimiser tells the time: the two calls are not passed what else to write to. */
+static struct timed {
+  const tfm_backend *table;
+  tfm_backend own;
+  double clip, update;
+} timed;
+
+static void timed_sumsq(tfm_dev *d, float *out, const void *x, tfm_type type, int64_t n) {
+  double began = seconds();
+  timed.table->sumsq(d, out, x, type, n);
+  timed.clip += seconds() - began;
+}
+
+static void timed_adamw(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
+                        const void *g, tfm_type gtype, int64_t n, const float *sumsq,
+                        const tfm_adamw *p) {
+  double began = seconds();
+  timed.table->adamw(d, w, type, master, m, v, g, gtype, n, sumsq, p);
+  timed.update += seconds() - began;
+}
+
+static bool train_once(tfm_trainer *t, const int32_t *ids, const int32_t *targets,
+                       double *spent) {
+  double began = seconds();
+  if (tfm_trainer_eval(t, ids, targets, NULL, NULL) != TFM_OK) return false;
+  spent[FORWARD] = seconds() - began;
+  timed.clip = timed.update = 0;
+  began = seconds();
+  if (tfm_trainer_step(t, ids, targets, NULL, NULL) != TFM_OK) return false;
+  spent[WHOLE] = seconds() - began;
+  spent[CLIP] = timed.clip;
+  spent[UPDATE] = timed.update;
+  spent[BACKWARD] = spent[WHOLE] - spent[FORWARD] - spent[CLIP] - spent[UPDATE];
+  return true;
+}
+
+/* Of products and of attention to what precedes: forward, and twice as much backward. */
+static double train_operations(const training *g, uint64_t parameters) {
+  const tfm_shape *s = &g->shape;
+  double tokens = (double)g->batch * g->context;
+  double products = (double)parameters;
+  if (!strcmp(s->family, "gpt2")) products -= (double)s->context * s->width; /* are gathered */
+  return 6 * tokens * (products + (double)s->layers * s->width * g->context);
+}
+
+static void print_training(const options *o, const training *g, const double *ms,
+                           const tfm_trainer_info *info) {
+  double rate = (double)g->batch * g->context / ms[WHOLE] * 1e3;
+  double share = 100 * train_operations(g, info->parameters) / ms[WHOLE] * 1e3 /
+                 multiply_ceiling(cores_or(o->model.threads));
+  printf(o->json ? "{\"workload\": \"train:%s\", \"ms\": %.2f, \"forward\": %.2f, \"backward\": "
+                   "%.2f, \"clip\": %.2f, \"adamw\": %.2f, \"tokens_per_s\": %.0f, "
+                   "\"percent_of_fma\": %.0f, \"memory_bytes\": %llu}\n"
+                 : "train:%s  %.2f ms a step: forward %.2f, backward %.2f, clip %.2f, AdamW %.2f; "
+                   "%.0f tokens/s, %.0f%% of FMA's peak, %llu bytes\n",
+         g->name, ms[WHOLE], ms[FORWARD], ms[BACKWARD], ms[CLIP], ms[UPDATE], rate, share,
+         (unsigned long long)info->memory_bytes);
+}
+
+/* Medians of each phase. */
+static int measure_steps(const options *o, const training *g, tfm_trainer *t, int32_t *ids) {
+  double spent[PHASES], all[PHASES][REPEAT_MAX], ms[PHASES];
+  int32_t n = g->batch * g->context, i, p;
+  tfm_trainer_info info;
+  fill_ids(ids, 2 * n, g->shape.vocabulary);
+  for (i = -2; i < o->repeat; i++) { /* the first touch memory for the first time */
+    if (!train_once(t, ids, ids + n, spent)) return tool_fail();
+    for (p = 0; p < PHASES && i >= 0; p++) all[p][i] = spent[p];
+  }
+  for (p = 0; p < PHASES; p++) {
+    qsort(all[p], (size_t)o->repeat, sizeof all[p][0], by_value);
+    ms[p] = 1e3 * all[p][o->repeat / 2];
+  }
+  if (tfm_trainer_describe(t, &info) != TFM_OK) return tool_fail();
+  print_training(o, g, ms, &info);
+  return 0;
+}
+
+static int measure_training(const options *o, const training *g) {
+  int32_t *ids = (int32_t *)malloc(2 * sizeof *ids * (size_t)(g->batch * g->context));
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  int status = TOOL_FAILED;
+  memset(&c, 0, sizeof c);
+  c.device = o->model.device;
+  c.threads = o->model.threads;
+  c.batch = g->batch;
+  c.context = g->context;
+  t = ids ? tfm_trainer_init(&g->shape, &c) : NULL;
+  if (t) {
+    timed.table = t->dev.table;
+    timed.own = *timed.table;
+    timed.own.sumsq = timed_sumsq;
+    timed.own.adamw = timed_adamw;
+    t->dev.table = &timed.own;
+    status = measure_steps(o, g, t, ids);
+  } else tool_fail();
+  tfm_trainer_free(t);
+  free(ids);
+  return status;
+}
+
+static const training *find_training(const char *name) {
+  size_t i;
+  for (i = 0; i < sizeof trainings / sizeof *trainings; i++)
+    if (!strcmp(trainings[i].name, name)) return &trainings[i];
+  fprintf(stderr, TOOL ": train:%s is unknown; expected train:char, train:own, "
+          "train:gpt2-124m-64 or train:gpt2-124m-256\n", name);
+  return NULL;
+}
+
 /* ---- The command line ---- */
 
 static int measure_shape(const options *o, const shape *s) {
@@ -714,6 +920,11 @@ static int measure_file(const options *o) {
 static int run(const options *o) {
   bool is_shape = !strncmp(o->path, "shape:", 6);
   const shape *s = is_shape ? find_shape(o->path + 6) : NULL;
+  const training *g;
+  if (!strncmp(o->path, "train:", 6)) {
+    g = find_training(o->path + 6);
+    return g ? measure_training(o, g) : TOOL_FAILED;
+  }
   if (!strcmp(o->path, "ceilings")) return print_ceilings(o);
   if (!is_shape) return measure_file(o);
   return s ? measure_shape(o, s) : TOOL_FAILED;
@@ -766,8 +977,9 @@ static const struct argp parser = {
   option_list, set_option, "MODEL",
   "Measures how fast a model reads prompts (pp) and writes text (tg).\v"
   "MODEL is a model's folder or file; or shape:stories15m, shape:llama-110m, shape:gpt2-124m, "
-  "shape:tinyllama-1.1b, shape:llama-1b, shape:llama-8b: that architecture with random "
-  "weights; or \"ceilings\", which prints the "
+  "shape:tinyllama-1.1b, shape:llama-1b, shape:llama-8b: that architecture with random weights; or "
+  "train:char, train:own, train:gpt2-124m-64, train:gpt2-124m-256: steps of training; or "
+  "\"ceilings\", which prints the "
   "read bandwidth and the multiply-add peak of the machine.",
   tool_model_child, NULL, NULL};
 

@@ -15,7 +15,7 @@ static double rounding_halves(const float *x, const float *w, int n) {
 }
 
 /* What the tuned CPU table may be off by, as it multiplies quantised weights by activations rounded
-   to 8 bits: 6 deviations of a sum whose terms are off by up to half a step each. A block of 32
+   to 8 bits: 6 deviations of a sum whose terms are off by up to half a step each. A group of 128
    values has steps of a 127th of its largest. In units of `tolerance`. */
 static double rounding(const device *t, tfm_type type, const float *x, const float *w, int n) {
   double variance = 0, top = 0, squares = 0;
@@ -24,10 +24,10 @@ static double rounding(const device *t, tfm_type type, const float *x, const flo
     return rounding_halves(x, w, n) / tolerance(t->b->activation);
   if (type < TFM_Q8_0 || strcmp(t->b->name, "cpu")) return 0;
   for (i = 0; i < n; i++) {
-    if (i % 32 == 0) top = squares = 0;
+    if (i % 128 == 0) top = squares = 0;
     if (fabs((double)x[i]) > top) top = fabs((double)x[i]);
     squares += (double)w[i] * (double)w[i];
-    if (i % 32 == 31) variance += squares * top * top / (127.0 * 127.0 * 12);
+    if (i % 128 == 127 || i == n - 1) variance += squares * top * top / (127.0 * 127.0 * 12);
   }
   return 6 * sqrt(variance) / tolerance(t->b->activation);
 }
@@ -194,6 +194,7 @@ static void test_matmul(device *t) {
   for (i = 0; i < 3; i++)
     for (j = 0; j < 6; j++) matmul_plain(t, 5, 9, ks[j], types[i], 1, 1);
   matmul_plain(t, 2, 1, 32, TFM_Q4_0, 1, 1);
+  for (i = 3; i < 5; i++) matmul_plain(t, 70, 70, 1184, types[i], 2, 1); /* over a chunk's edge */
 }
 TEST(matmul) { on_tables(test_matmul); }
 
@@ -307,7 +308,7 @@ static void test_more_types(device *t) {
   for (i = 0; i < TFMI_COUNT(more_types); i++) {
     if (!computes(t, more_types[i], TFM_TYPE_DEFAULT)) continue;
     for (m = 1; m < 40; m = 3 * m + 1) matmul_plain(t, m, 45, 512, more_types[i], 3, m % 4);
-    same_bits(t, more_types[i], 256);
+    same_bits(t, more_types[i], 768);
     embed_plain(t, more_types[i]);
     for (to = TFM_F32; to <= TFM_Q5_1; to = (tfm_type)(to + 1))
       if (computes(t, more_types[i], to)) pack_and_back(t, more_types[i], to, false, 1);
@@ -1062,6 +1063,26 @@ static void apart(void *user, int32_t workers, void (*job)(void *, int32_t), voi
   while (workers--) job(context, workers);
   ++*(int *)user;
 }
+
+#if defined(__linux__)
+#ifndef __USE_GNU
+extern int sched_setaffinity(int, size_t, const unsigned long *);
+extern int sched_getaffinity(int, size_t, unsigned long *);
+#define MASK unsigned long *
+#else
+#define MASK cpu_set_t *
+#endif
+TEST(threads_default_to_the_cores_allowed) {
+  unsigned long all[16] = {0}, one[16] = {0};
+  int i = 0;
+  if (sched_getaffinity(0, sizeof all, (MASK)all) < 0) return;
+  while (!all[i]) i++;
+  one[i] = all[i] & (~all[i] + 1);
+  CHECK_EQ_INT(sched_setaffinity(0, sizeof one, (MASK)one), 0);
+  CHECK_EQ_INT(tfmi_cores(), 1);
+  CHECK_EQ_INT(sched_setaffinity(0, sizeof all, (MASK)all), 0);
+}
+#endif
 
 TEST(parallel_for_covers_each_once) {
   static const int32_t threads[] = {1, 2, 3, 9, 70};

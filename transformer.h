@@ -13371,6 +13371,7 @@ static void tfmi_head(tfmi_pass *p, tfm_mat logits, tfm_mat h, tfm_mat x) {
 #define TFMI_TEXT_MAX 4096 /* longest text of one token that a session can hand out */
 #define TFMI_STOP_MAX 1024 /* longest stop string */
 #define TFMI_EVAL_ROWS 16  /* rows of logits at a time, when all are asked for */
+#define TFMI_STEPS_AHEAD 4 /* that a device is asked for at a time; up to twice as many run */
 
 struct tfm_session {
   tfm_engine *engine;
@@ -13391,6 +13392,16 @@ struct tfm_session {
   char text[TFMI_TEXT_MAX];
 };
 
+/* Tokens that the device chooses by itself, before they are asked for: see >>session. */
+typedef struct tfmi_ahead {
+  int32_t *ids;           /* [2, TFMI_STEPS_AHEAD] shared with the device; NULL: it does not */
+  tfm_session *session;   /* whose they are; NULL: nothing runs */
+  int32_t queued, taken;  /* steps asked for, and handed out */
+  const tfm_session *last; /* who was asked for a token last, alone, */
+  tfm_sampling how;        /* ... and how it was to be chosen */
+} tfmi_ahead;
+#define TFMI_AHEAD_BYTES (2 * TFMI_STEPS_AHEAD * sizeof(int32_t))
+
 struct tfm_engine {
   tfmi_heap heap;
   tfm_dev dev;
@@ -13403,6 +13414,7 @@ struct tfm_engine {
   uint64_t epoch;           /* counts what overwrote the logits */
   uint64_t calls;           /* of tfm_next_batch */
   tfm_stats stats;
+  tfmi_ahead ahead;
   size_t host_bytes, device_bytes, cache_bytes;
   void *host_block, *device_block;
   /* host */
@@ -13741,6 +13753,8 @@ static tfm_status tfmi_engine_allocate(tfm_engine *e) {
     e->sessions[i].slot = i;
   }
   e->epoch = 1;
+  if (e->dev.table->decode && !e->config.tap && !e->dev.override_mask)
+    e->ahead.ids = (int32_t *)e->dev.table->alloc_shared(&e->dev, TFMI_AHEAD_BYTES);
   return TFM_OK;
 }
 
@@ -13748,6 +13762,9 @@ TFM_API void tfm_engine_free(tfm_engine *engine) {
   tfmi_heap heap;
   if (!engine) return;
   heap = engine->heap;
+  if (engine->ahead.session) engine->dev.table->sync(&engine->dev);
+  if (engine->ahead.ids)
+    engine->dev.table->release_shared(&engine->dev, engine->ahead.ids, TFMI_AHEAD_BYTES);
   if (engine->device_block)
     engine->dev.table->release(&engine->dev, engine->device_block, engine->device_bytes);
   if (engine->host_block)
@@ -13864,6 +13881,17 @@ static tfm_status tfmi_engine_sync(tfm_engine *e) {
     tfmi_put_history(s, 0);
   }
   return tfmi_report(status, "device %s: %s", e->dev.table->name, e->dev.message);
+}
+
+/* What has run ahead is forgotten. A failure on the way there is met again by whoever needs the
+   device next: it runs all tokens anew. */
+static void tfmi_ahead_stop(tfm_engine *e) {
+  tfm_session *s = e->ahead.session;
+  e->ahead.last = NULL;
+  if (!s) return;
+  e->ahead.session = NULL;
+  tfmi_engine_sync(e);
+  tfmi_pages_shrink(s, s->length);
 }
 
 static tfm_status tfmi_engine_cancelled(tfm_engine *e) {
@@ -13997,6 +14025,7 @@ static tfm_status tfmi_logits_of(tfm_engine *e, tfm_session *const *sessions, si
   tfm_mat x = tfmi_rows_of(e->picked, 0, (int32_t)n);
   tfmi_pass p;
   size_t i;
+  tfmi_ahead_stop(e);
   for (i = 0; i < n; i++) { /* a row that is not there is computed again from the last token */
     tfm_session *s = sessions[i];
     if (s->done == s->length && s->last_at != s->length) s->done--;
@@ -14054,6 +14083,7 @@ TFM_API tfm_session *tfm_session_create(const tfm_model *model, const tfm_engine
 static void tfmi_session_reset(tfm_session *s) {
   tfm_engine *engine = s->engine;
   int32_t slot = s->slot, *tokens = s->tokens;
+  tfmi_ahead_stop(engine);
   tfmi_pages_shrink(s, 0);
   memset(s, 0, sizeof *s);
   s->engine = engine;
@@ -14098,6 +14128,7 @@ static tfm_status tfmi_check_ids(const tfm_session *s, const int32_t *ids, size_
 
 /* Forgets the tokens from n on, wherever they came from. */
 static void tfmi_session_cut(tfm_session *s, int32_t n) {
+  tfmi_ahead_stop(s->engine);
   s->length = n;
   s->done = tfmi_min32(s->done, n);
   if (s->last_at > n) s->last_at = 0;
@@ -14116,7 +14147,7 @@ static tfm_status tfmi_session_append(tfm_session *s, const int32_t *ids, size_t
   if (!tfmi_pages_grow(s, first + (int32_t)n)) return tfmi_out_of_pages(s);
   memmove(s->tokens + first, ids, n * sizeof *ids);
   s->length += (int32_t)n;
-  tfmi_put_history(s, first);
+  if (!e->ahead.session) tfmi_put_history(s, first); /* else the device has chosen it */
   return TFM_OK;
 }
 
@@ -14132,6 +14163,7 @@ static tfm_status tfmi_feed_ids(tfm_session *s, const int32_t *ids, size_t n, fl
   job.n = 1;
   job.logits = NULL;
   job.phase = NULL;
+  tfmi_ahead_stop(e);
   if (logits) status = tfmi_advance(e, &job); /* so that the first logits are those of ids[0] */
   if (status == TFM_OK) status = tfmi_session_append(s, ids, n);
   if (status != TFM_OK) return status;
@@ -14280,22 +14312,149 @@ static tfm_status tfmi_check_batch(tfm_session *const *sessions, size_t n,
   return TFM_OK;
 }
 
-/* Samples rows 0 .. n-1 of the logits that tfmi_logits_of has just computed into e->chosen. */
-static tfm_status tfmi_sample(tfm_engine *e, size_t n, const tfm_sampling *sampling) {
+/* The sampler of the sessions whose rows, positions and slots are on the device. */
+static tfm_sampler tfmi_sampler_fixed(tfm_engine *e) {
   tfm_sampler sampler;
-  memset(e->params, 0, n * sizeof *e->params);
-  if (sampling) memcpy(e->params, sampling, n * sizeof *sampling);
-  e->dev.table->put(&e->dev, e->d_params, e->params, n * sizeof *e->params);
   sampler.params = e->d_params;
   sampler.pos = e->d_pick + e->config.sequences;
   sampler.seq = e->d_pick + 2 * (size_t)e->config.sequences;
   sampler.history = e->d_history;
   sampler.history_stride = e->config.context;
   sampler.work = e->d_work;
+  return sampler;
+}
+
+/* ... with these parameters. */
+static tfm_sampler tfmi_sampler_of(tfm_engine *e, size_t n, const tfm_sampling *sampling) {
+  memset(e->params, 0, n * sizeof *e->params);
+  if (sampling) memcpy(e->params, sampling, n * sizeof *sampling);
+  e->dev.table->put(&e->dev, e->d_params, e->params, n * sizeof *e->params);
+  return tfmi_sampler_fixed(e);
+}
+
+/* Samples rows 0 .. n-1 of the logits that tfmi_logits_of has just computed into e->chosen. */
+static tfm_status tfmi_sample(tfm_engine *e, size_t n, const tfm_sampling *sampling) {
+  tfm_sampler sampler = tfmi_sampler_of(e, n, sampling);
   TFMI_OP(&e->dev, sample)(&e->dev, e->d_chosen, NULL, tfmi_rows_of(e->logits, 0, (int32_t)n),
                            &sampler);
   e->dev.table->get(&e->dev, e->chosen, e->d_chosen, n * sizeof *e->chosen);
   return tfmi_engine_sync(e);
+}
+
+/* ---- Running ahead ----
+   A device with `decode` chooses tokens while the application still looks at earlier ones. It is
+   asked for them when one session, alone, is asked for a token twice in a row in the same way; from
+   then on two batches of steps are in flight, and tfm_next waits for an id only. Whatever else
+   happens to the engine stops it first, and the session is as if nothing had run ahead: its `done`
+   is what its tokens tell. */
+
+static bool tfmi_same_sampling(const tfm_sampling *a, const tfm_sampling *b) {
+  return a->temperature == b->temperature && a->top_k == b->top_k && a->top_p == b->top_p &&
+         a->min_p == b->min_p && a->repetition_penalty == b->repetition_penalty &&
+         a->seed == b->seed && a->sequence == b->sequence;
+}
+
+/* Asks for more steps, as far as context and pages go. False: none. */
+static bool tfmi_ahead_queue(tfm_engine *e, tfm_session *s, tfm_sampler sampler) {
+  tfmi_ahead *a = &e->ahead;
+  int32_t begin = s->length + a->queued - a->taken, slot, i;
+  int32_t steps = tfmi_min32(TFMI_STEPS_AHEAD, e->config.context - begin);
+  tfm_run_ahead run;
+  if (steps <= 0 || !tfmi_pages_grow(s, begin + steps)) return false;
+  slot = a->queued % (2 * TFMI_STEPS_AHEAD);
+  for (i = 0; i < steps; i++) __atomic_store_n(&a->ids[slot + i], -1, __ATOMIC_RELAXED);
+  run.net = &e->net;
+  run.kv = e->kv;
+  run.rows = tfmi_engine_pass(e, 1).rows;
+  run.sampler = sampler;
+  run.ids = a->ids + slot;
+  if (!e->dev.table->decode(&e->dev, &run, steps)) return false;
+  a->queued += steps;
+  return true;
+}
+
+/* Puts the session's last token, which has not been run, where the device goes on from. */
+static bool tfmi_ahead_start(tfm_engine *e, tfm_session *s, const tfm_sampling *how) {
+  const tfm_backend *table = e->dev.table;
+  size_t pick = (2 * (size_t)e->config.sequences + 1) * sizeof *e->pick;
+  e->id[0] = s->tokens[s->length - 1];
+  e->pos[0] = s->length - 1;
+  e->seq[0] = s->slot;
+  e->at[0] = s->length;
+  e->slot[0] = s->slot;
+  table->put(&e->dev, e->d_pass, e->id, (2 * (size_t)e->rows + 1) * sizeof *e->id);
+  table->put(&e->dev, e->d_pick, e->pick, pick);
+  e->ahead.queued = e->ahead.taken = 0;
+  return tfmi_ahead_queue(e, s, tfmi_sampler_of(e, 1, how));
+}
+
+/* Whether the next token of these sessions runs ahead, or can be made to; else nothing does. */
+static bool tfmi_ahead_serves(tfm_engine *e, tfm_session *const *sessions, size_t n,
+                              const tfm_sampling *sampling) {
+  tfmi_ahead *a = &e->ahead;
+  tfm_session *s = sessions[0];
+  tfm_sampling how;
+  bool again;
+  if (!a->ids) return false;
+  memset(&how, 0, sizeof how);
+  if (sampling) how = sampling[0];
+  again = n == 1 && a->last == s && tfmi_same_sampling(&how, &a->how);
+  if (again && a->session == s) return true;
+  tfmi_ahead_stop(e);
+  if (n != 1) return false;
+  a->last = s;
+  a->how = how;
+  if (!again || !s->chosen || s->done != s->length - 1) return false;
+  if (!tfmi_ahead_start(e, s, &how)) return false;
+  a->session = s;
+  return true;
+}
+
+/* Waits for a step that has been asked for: its id, or -1 when the device has failed. */
+static int32_t tfmi_ahead_wait(tfm_engine *e, const int32_t *id) {
+  double start = tfmi_seconds();
+  int32_t value, i;
+  for (i = 1; (value = __atomic_load_n(id, __ATOMIC_ACQUIRE)) < 0; i++) {
+    tfmi_pause();
+    if (e->dev.status != TFM_OK) break;
+    if (i % 4096 == 0 && tfmi_seconds() - start > 2) break; /* sync waits as long as it takes */
+  }
+  if (value >= 0) return value;
+  if (tfmi_engine_sync(e) != TFM_OK) return -1;
+  value = __atomic_load_n(id, __ATOMIC_ACQUIRE);
+  if (value < 0) tfmi_report(TFM_E_DEVICE, "device %s: no token came back", e->dev.table->name);
+  return value;
+}
+
+/* The next token of what runs ahead, into e->chosen. */
+static tfm_status tfmi_ahead_take(tfm_engine *e) {
+  tfmi_ahead *a = &e->ahead;
+  tfm_session *s = a->session;
+  tfmi_pass pass = tfmi_engine_pass(e, 1);
+  tfm_sampler sampler;
+  if (tfmi_cancelled(&pass)) {
+    tfmi_ahead_stop(e);
+    return tfmi_engine_cancelled(e);
+  }
+  sampler = tfmi_sampler_fixed(e);
+  if (a->queued - a->taken <= TFMI_STEPS_AHEAD && a->queued % TFMI_STEPS_AHEAD == 0)
+    tfmi_ahead_queue(e, s, sampler);
+  e->chosen[0] = a->queued > a->taken
+                     ? tfmi_ahead_wait(e, &a->ids[a->taken % (2 * TFMI_STEPS_AHEAD)]) : -2;
+  if (e->chosen[0] == -1) {
+    a->session = NULL;
+    tfmi_pages_shrink(s, s->length);
+    return tfmi_error.status;
+  }
+  if (e->chosen[0] < 0) { /* the context or the pages are used up: the way that says so */
+    tfmi_ahead_stop(e);
+    return TFM_E_FULL;
+  }
+  a->taken++;
+  s->done = s->length;
+  s->last_at = 0;
+  s->logits_epoch = 0;
+  return TFM_OK;
 }
 
 static bool tfmi_is_end(const tfm_model *m, int32_t id) {
@@ -14321,6 +14480,19 @@ static int32_t tfmi_accept(tfm_session *s, int32_t id) {
   return id;
 }
 
+/* The next id of each session, into e->chosen. */
+static tfm_status tfmi_choose_next(tfm_engine *e, tfm_session *const *sessions, size_t n,
+                                   const tfm_sampling *sampling) {
+  tfmi_ahead asked;
+  tfm_status status = TFM_E_FULL;
+  if (tfmi_ahead_serves(e, sessions, n, sampling)) status = tfmi_ahead_take(e);
+  if (status != TFM_E_FULL) return status;
+  asked = e->ahead;
+  status = tfmi_logits_of(e, sessions, n);
+  e->ahead.last = asked.last; /* which the passes have forgotten */
+  return status == TFM_OK ? tfmi_sample(e, n, sampling) : status;
+}
+
 TFM_API tfm_status tfm_next_batch(tfm_session *const *sessions, size_t n,
                                   const tfm_sampling *sampling, int32_t *ids) {
   tfm_status status = tfmi_check_batch(sessions, n, sampling);
@@ -14331,12 +14503,12 @@ TFM_API tfm_status tfm_next_batch(tfm_session *const *sessions, size_t n,
   if (!ids) return tfmi_report(TFM_E_ARG, "tfm_next_batch: ids is NULL; expected room for %llu",
                                (unsigned long long)n);
   e = sessions[0]->engine;
-  status = tfmi_logits_of(e, sessions, n);
-  if (status == TFM_OK) status = tfmi_sample(e, n, sampling);
+  status = tfmi_choose_next(e, sessions, n, sampling);
   if (status != TFM_OK) return status;
   for (i = 0; i < n; i++) {
     ids[i] = tfmi_accept(sessions[i], e->chosen[i]);
     if (ids[i] >= 0) e->stats.generated_tokens++;
+    else if (e->ahead.session) tfmi_ahead_stop(e);
   }
   e->stats.generate_seconds += tfmi_seconds() - start;
   return TFM_OK;
@@ -14363,6 +14535,7 @@ static tfm_status tfmi_current_row(tfm_session *s, int32_t *row) {
   int32_t length = s->length, wanted = s->chosen ? length - 1 : length;
   tfm_status status = TFM_OK;
   *row = 0;
+  tfmi_ahead_stop(s->engine);
   if (length == 0)
     return tfmi_report(TFM_E_STATE, "logits: the session is empty; feed it something first");
   if (s->logits_epoch != s->engine->epoch || s->logits_at != wanted) {

@@ -27,7 +27,7 @@ PUBLIC_FUNCTIONS = 60
 BUDGETS = {
     "api": 640, "backend": 480, "base": 900, "objects": 100, "json": 480, "unicode": 300,
     "gguf": 520, "tokenizer": 2700,
-    "vocabulary": 1000, "formats": 800, "families": 2000, "device": 450,
+    "vocabulary": 1000, "formats": 800, "families": 2000, "device": 480,
     "kernels": 1900, "gradients": 1100, "forward": 450, "engine": 700, "session": 620,
     "generate": 200, "convert": 1000, "train": 1200, "export": 480, "data": 620,
 }

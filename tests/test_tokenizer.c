@@ -231,6 +231,55 @@ TEST(tokenizer_phi3) {
   check_hf(SHARED "tokenizers/phi-3/tokenizer.json", "phi3", false);
 }
 
+/* NAME.MODE.ids only, and NAME.MODE.decoded where it is there. */
+static void check_ids(const char *path, const char *name, unsigned flags) {
+  static int32_t expected[4096];
+  static char text[65536];
+  blob strings = blob_read(GOLDEN "strings.txt"), ids = golden(name, "ids"), decoded;
+  lines s = lines_open(strings, 0x1e), i = lines_open(ids, '\n'), d;
+  char *string, *row, *said;
+  size_t bytes, row_bytes, said_bytes;
+  tfm_tokenizer *t = load(path);
+  int compared = 0;
+  decoded = golden(name, "decoded");
+  d = lines_open(decoded, 0x1e);
+  while (t && lines_next(&s, &string, &bytes) && lines_next(&i, &row, &row_bytes)) {
+    size_t count = parse_ids(row, expected, 4096);
+    check_text(t, name, string, bytes, flags, expected, count);
+    compared++;
+    if (!decoded.data || !lines_next(&d, &said, &said_bytes)) continue;
+    CHECK(tfm_decode(t, expected, count, text, sizeof text) == (int64_t)said_bytes);
+    CHECK(memcmp(text, said, said_bytes) == 0);
+    check_streaming(t, expected, count, text, said_bytes);
+  }
+  CHECK(compared > 300);
+  tfm_tokenizer_free(t);
+  free(strings.data);
+  free(ids.data);
+  free(decoded.data);
+}
+
+TEST(tokenizer_folders) {
+  static const struct {
+    const char *path, *name;
+    unsigned flags;
+  } rows[] = {
+    {"phi-2/tokenizer.json", "phi2.bos", TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL},
+    {"roberta-base", "roberta.bos", TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL},
+    {"t5-small", "t5.bos", TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL},
+    {"qwen2", "qwen2.bos", TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL},
+    {"mistral/tokenizer.model.v1", "mistral1.plain", 0},
+    {"mistral/mistral_instruct_tokenizer_240323.model.v3", "mistral3.plain", 0},
+  };
+  char path[256];
+  size_t i;
+  if (!is_there(SHARED "tokenizers/t5-small/tokenizer.json")) SKIP("no " SHARED "tokenizers");
+  for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+    snprintf(path, sizeof path, SHARED "tokenizers/%s", rows[i].path);
+    check_ids(path, rows[i].name, rows[i].flags);
+  }
+}
+
 TEST(tokenizer_llama2_model) {
   tfm_tokenizer *t;
   if (!is_there(SHARED "tokenizers/llama2/tokenizer.model")) SKIP("no " SHARED "tokenizers/llama2");
@@ -506,7 +555,9 @@ static const struct bad_file {
   {"{}", TFM_E_FORMAT, "model.vocab is missing"},
   {"\xef\xbb\xbf{}", TFM_E_FORMAT, "byte order mark"},
   {"neither this nor that", TFM_E_FORMAT, "no vocabulary known here; expected tokenizer.json"},
-  {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}", TFM_E_UNSUPPORTED, "no decoder"},
+  {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}", TFM_OK, ""},
+  {"{\"pre_tokenizer\":{\"type\":\"ByteLevel\"},\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}",
+   TFM_E_UNSUPPORTED, "decoder of byte-level BPE is missing"},
   {"{\"model\":{\"vocab\":{\"a\":0},\"vocab\":{\"b\":1}}}", TFM_E_FORMAT, "\"vocab\" is"},
   {"{\"model\":{},\"x\":1,\"x\":2}", TFM_E_FORMAT, "\"x\" is there twice"},
   {TEMPLATE("{\"SpecialToken\":{\"id\":\"a\"}},{\"Sequence\":{\"id\":\"A\"}}"),
@@ -528,15 +579,15 @@ static const struct bad_file {
   {MODEL("{\"a\":0}", "[\"\"]"), TFM_E_FORMAT, "two parts"},
   {MODEL("{\"a\":0}", "[[\"a\"]]"), TFM_E_FORMAT, "one part"},
   {MODEL("{\"a\":0}", "[[\"a\",\"a\",\"a\"]]"), TFM_E_FORMAT, "three parts"},
-  {MODEL("[[\"a\",0.0]]", "[]"), TFM_E_UNSUPPORTED, "Unigram"},
+  {MODEL("[[\"a\",0.0]]", "[]"), TFM_E_FORMAT, "not one of SentencePiece BPE"},
   {ADDED("{\"id\":0,\"content\":\"<x>\"}"), TFM_E_FORMAT, "expected 1"},
   {ADDED("{\"id\":1,\"content\":\"<x>\"},{\"id\":2,\"content\":\"<x>\"}"), TFM_E_FORMAT, ""},
-  {ADDED("{\"id\":1,\"content\":\"<x>\",\"single_word\":true}"), TFM_E_UNSUPPORTED, "single_word"},
+  {ADDED("{\"id\":1,\"content\":\"<x>\",\"single_word\":true}"), TFM_OK, ""},
   {SPLIT("(a+)+$"), TFM_E_UNSUPPORTED, "(a+)+$"},
   {SPLIT("("), TFM_E_UNSUPPORTED, "pattern"},
-  {"{\"normalizer\":{\"type\":\"NFC\"},"
+  {"{\"normalizer\":{\"type\":\"BertNormalizer\"},"
    "\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}",
-   TFM_E_UNSUPPORTED, "NFC"},
+   TFM_E_UNSUPPORTED, "BertNormalizer"},
   {"{\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Sequence\","
    "\"normalizers\":[]}]},\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}",
    TFM_E_UNSUPPORTED, "Sequence"},
@@ -609,12 +660,15 @@ TEST(tokenizer_beside_vocab_json) {
   } cases[] = {
     {"{}", TFM_OK, ""},
     {"{\"tokenizer_class\":\"GPT2Tokenizer\",\"add_prefix_space\":false}", TFM_OK, ""},
-    {"{\"tokenizer_class\":\"Qwen2Tokenizer\"}", TFM_E_UNSUPPORTED, "names Qwen2Tokenizer"},
+    {"{\"tokenizer_class\":\"Qwen2Tokenizer\"}", TFM_OK, ""},
+    {"{\"tokenizer_class\":\"T5Tokenizer\"}", TFM_E_UNSUPPORTED, "names T5Tokenizer"},
     {"{\"add_prefix_space\":true}", TFM_E_UNSUPPORTED, "add_prefix_space is true"},
     {"{\"add_bos_token\":true}", TFM_E_UNSUPPORTED, "add_bos_token is true"},
     {"{\"add_eos_token\":true}", TFM_E_UNSUPPORTED, "add_eos_token is true"},
     {"{\"added_tokens_decoder\":{\"1\":{\"content\":\"<|endoftext|>\"}}}", TFM_OK, ""},
-    {"{\"added_tokens_decoder\":{\"2\":{\"content\":\"<x>\"}}}", TFM_E_UNSUPPORTED, "\"<x>\""},
+    {"{\"added_tokens_decoder\":{\"2\":{\"content\":\"<x>\"}}}", TFM_OK, ""},
+    {"{\"added_tokens_decoder\":{\"3\":{\"content\":\"<x>\"}}}", TFM_E_FORMAT, "expected 2"},
+    {"{\"added_tokens_decoder\":{\"x\":{\"content\":\"<x>\"}}}", TFM_E_FORMAT, "no id"},
   };
   size_t i;
   check_beside(NULL, NULL, TFM_OK, "");

@@ -3720,6 +3720,7 @@ struct tfmi_step {
   const tfmi_charset *set, *compat, *combining;
   const tfmi_pair_slot *pairs;
   const tfmi_charsmap *map;
+  const struct tfmi_regex *regex;
 };
 
 /* ---- Writing ---- */
@@ -4139,7 +4140,7 @@ static tfmi_text tfmi_rewrite_all(tfmi_work *w, const tfmi_step *steps, int32_t 
 
 /* ---- Cutting ---- */
 
-static tfmi_stretch tfmi_span_of(size_t n, bool match) {
+static tfmi_stretch tfmi_stretch_of(size_t n, bool match) {
   tfmi_stretch span;
   span.n = n;
   span.match = match;
@@ -4147,7 +4148,7 @@ static tfmi_stretch tfmi_span_of(size_t n, bool match) {
 }
 
 static tfmi_stretch tfmi_find_split(const tfmi_step *s, const char *p, size_t n) {
-  return tfmi_span_of(s->split(p, n), true);
+  return tfmi_stretch_of(s->split(p, n), true);
 }
 
 static tfmi_stretch tfmi_find_text(const tfmi_step *s, const char *p, size_t n) {
@@ -4157,10 +4158,10 @@ static tfmi_stretch tfmi_find_text(const tfmi_step *s, const char *p, size_t n) 
     if (!c) break;
     at = (size_t)(c - p);
     if (memcmp(c, s->text.at, s->text.n) == 0)
-      return at ? tfmi_span_of(at, false) : tfmi_span_of(s->text.n, true);
+      return at ? tfmi_stretch_of(at, false) : tfmi_stretch_of(s->text.n, true);
     at++;
   }
-  return tfmi_span_of(n, false);
+  return tfmi_stretch_of(n, false);
 }
 
 /* One character of the set, or all up to the next. No set: white space. */
@@ -4169,10 +4170,10 @@ static tfmi_stretch tfmi_find_character(const tfmi_step *s, const char *p, size_
   while (at < n) {
     tfmi_rune r = tfmi_rune_at(p + at, n - at);
     bool match = s->set ? tfmi_charset_at(s->set, r.code) : tfmi_class_of(r.code) == TFMI_SPACE;
-    if (match) return at ? tfmi_span_of(at, false) : tfmi_span_of(r.bytes, true);
+    if (match) return at ? tfmi_stretch_of(at, false) : tfmi_stretch_of(r.bytes, true);
     at += r.bytes;
   }
-  return tfmi_span_of(n, false);
+  return tfmi_stretch_of(n, false);
 }
 
 /* Whitespace: a run of \w, or of what is neither that nor white space. */
@@ -4186,7 +4187,7 @@ static tfmi_stretch tfmi_find_words(const tfmi_step *s, const char *p, size_t n)
     kind = now;
     at += r.bytes;
   }
-  return tfmi_span_of(at, kind != 2);
+  return tfmi_stretch_of(at, kind != 2);
 }
 
 static tfmi_stretch tfmi_step_find(const tfmi_step *s, const char *p, size_t n) {
@@ -4196,7 +4197,7 @@ static tfmi_stretch tfmi_step_find(const tfmi_step *s, const char *p, size_t n) 
 }
 
 /* Whether a piece that ends with a span goes on with the next. */
-static bool tfmi_spans_join(tfmi_behavior behavior, bool match, bool next) {
+static bool tfmi_stretches_join(tfmi_behavior behavior, bool match, bool next) {
   switch (behavior) {
     case TFMI_CONTIGUOUS: return match == next;
     case TFMI_WITH_PREVIOUS: return !match && next;
@@ -4211,11 +4212,54 @@ static tfmi_stretch tfmi_step_piece(const tfmi_step *s, const char *p, size_t n)
   bool match = piece.match;
   while (s->behavior >= TFMI_CONTIGUOUS && piece.n < n) {
     tfmi_stretch next = tfmi_step_find(s, p + piece.n, n - piece.n);
-    if (!tfmi_spans_join(s->behavior, match, next.match)) break;
+    if (!tfmi_stretches_join(s->behavior, match, next.match)) break;
     piece.n += next.n;
     match = next.match;
   }
   return piece;
+}
+
+/* ---- Cutting: other patterns ----
+   Compiled while loading to an automaton over classes of characters. A state is the list of places
+   in the pattern where a match may go on, best first, as a backtracking matcher would try them: the
+   list is cut where a match is found. Assertions about the next character need no more, since the
+   automaton says with each character whether a match ended before it. */
+
+enum { TFMI_REGEX_MATCH = 0x8000, TFMI_REGEX_START = 1 }; /* state 0: no match can go on */
+
+typedef struct tfmi_regex {
+  tfmi_charset *classes;
+  uint16_t *next;  /* [states][width] */
+  uint32_t width;  /* classes, and the end of the text as the last */
+} tfmi_regex;
+
+/* Bytes of the match at p; 0: there is none. */
+static size_t tfmi_regex_at(const tfmi_regex *x, const char *p, size_t n) {
+  uint32_t state = TFMI_REGEX_START;
+  size_t at = 0, match = 0;
+  while (state) {
+    tfmi_rune r = {0, 0, TFMI_RUNE_WHOLE};
+    uint32_t next, c = x->width - 1;
+    if (at < n) {
+      r = tfmi_rune_at(p + at, n - at);
+      c = tfmi_charset_at(x->classes, r.code);
+    }
+    next = x->next[state * x->width + c];
+    if (next & TFMI_REGEX_MATCH) match = at;
+    state = at < n ? next & (TFMI_REGEX_MATCH - 1) : 0;
+    at += r.bytes;
+  }
+  return match;
+}
+
+static tfmi_stretch tfmi_find_regex(const tfmi_step *s, const char *p, size_t n) {
+  size_t at = tfmi_regex_at(s->regex, p, n);
+  if (at) return tfmi_stretch_of(at, true);
+  while (at < n) {
+    at += tfmi_rune_at(p + at, n - at).bytes;
+    if (at < n && tfmi_regex_at(s->regex, p + at, n - at)) break;
+  }
+  return tfmi_stretch_of(at, false);
 }
 
 /* ---- Cutting: patterns ----
@@ -5525,6 +5569,489 @@ static void tfmi_add_form(tfmi_make *m, bool composes, bool compat) {
   s->composes = composes;
 }
 
+/* ---- Making: patterns ----
+   The part of regular expressions that can be done exactly and in linear time: literals, classes,
+   groups, |, greedy repetition, (?i:), and assertions about one character. */
+
+enum {
+  TFMI_REGEX_SETS = 32, TFMI_REGEX_OPS = 1000, TFMI_REGEX_STATES = 2000, TFMI_REGEX_DEPTH = 16
+};
+
+typedef enum tfmi_regex_op {
+  TFMI_OP_SET, TFMI_OP_FORK, TFMI_OP_JUMP, TFMI_OP_NOT_AHEAD, TFMI_OP_AHEAD, TFMI_OP_MATCH
+} tfmi_regex_op;
+
+typedef struct tfmi_regex_code {
+  tfmi_regex_op op;
+  int32_t a, b; /* FORK: tried in this order; JUMP: a; others: set a */
+} tfmi_regex_code;
+
+typedef struct tfmi_regex_item { /* characters of these categories, or from first to last */
+  uint32_t categories, first, last;
+  bool word, negated;            /* \w */
+} tfmi_regex_item;
+
+typedef struct tfmi_regex_set {
+  tfmi_regex_item *item; /* stb array */
+  bool negated;
+} tfmi_regex_set;
+
+typedef struct tfmi_regex_make {
+  tfmi_make *make;
+  const char *pattern, *at, *end;
+  tfmi_regex_set set[TFMI_REGEX_SETS];
+  int32_t sets, depth;
+  bool fold;
+  char folded;             /* the last literal where case does not matter; 0: none */
+  tfmi_regex_code *code;   /* stb array */
+  int32_t *place;          /* stb array: the places of all states, one state after the other */
+  int32_t *begin;          /* stb array: where those of a state begin, and the end */
+  uint32_t *members;       /* stb array: the sets of each class, as bits */
+  uint16_t *next;          /* stb array: [states][width] */
+  int32_t stack[2 * TFMI_REGEX_OPS];
+  bool seen[TFMI_REGEX_OPS + 1];
+} tfmi_regex_make;
+
+static TFMI_NORETURN void tfmi_regex_fail(tfmi_regex_make *x, const char *what) {
+  tfmi_text pattern;
+  pattern.at = x->pattern;
+  pattern.n = (size_t)(x->end - x->pattern);
+  tfmi_fail(&x->make->load, TFM_E_UNSUPPORTED, "the pattern \"%s\" has %s at its byte %llu, which "
+            "cannot be reproduced exactly", tfmi_plain(pattern).text, what,
+            (unsigned long long)(x->at - x->pattern));
+}
+
+static bool tfmi_regex_take(tfmi_regex_make *x, const char *word) {
+  size_t n = strlen(word);
+  if ((size_t)(x->end - x->at) < n || memcmp(x->at, word, n) != 0) return false;
+  x->at += n;
+  return true;
+}
+
+static int32_t tfmi_regex_emit(tfmi_regex_make *x, tfmi_regex_op op, int32_t a, int32_t b) {
+  tfmi_regex_code code;
+  code.op = op;
+  code.a = a;
+  code.b = b;
+  if (stbds_arrlen(x->code) >= TFMI_REGEX_OPS) tfmi_regex_fail(x, "too many parts");
+  stbds_arrput(x->code, code);
+  return (int32_t)stbds_arrlen(x->code) - 1;
+}
+
+static uint32_t tfmi_regex_rune(tfmi_regex_make *x) {
+  tfmi_rune r;
+  if (x->at == x->end) tfmi_regex_fail(x, "its end");
+  r = tfmi_rune_at(x->at, (size_t)(x->end - x->at));
+  if (r.state != TFMI_RUNE_WHOLE) tfmi_regex_fail(x, "no UTF-8");
+  x->at += r.bytes;
+  return r.code;
+}
+
+static const struct tfmi_regex_property {
+  const char *name;
+  uint32_t categories;
+} tfmi_regex_properties[] = {
+  {"L}", 1 << TFMI_CAT_LU | 1 << TFMI_CAT_LL | 1 << TFMI_CAT_LT | 1 << TFMI_CAT_LM |
+         1 << TFMI_CAT_LO},
+  {"Lu}", 1 << TFMI_CAT_LU}, {"Ll}", 1 << TFMI_CAT_LL}, {"Lt}", 1 << TFMI_CAT_LT},
+  {"Lm}", 1 << TFMI_CAT_LM}, {"Lo}", 1 << TFMI_CAT_LO}, {"M}", 1 << TFMI_CAT_M},
+  {"N}", 1 << TFMI_CAT_ND | 1 << TFMI_CAT_NX}, {"Nd}", 1 << TFMI_CAT_ND},
+  {"P}", 1 << TFMI_CAT_PC | 1 << TFMI_CAT_PX}, {"Pc}", 1 << TFMI_CAT_PC},
+  {"S}", 1 << TFMI_CAT_S},
+};
+
+/* After the backslash: a property, a class, or a character by its code. */
+static tfmi_regex_item tfmi_regex_escape(tfmi_regex_make *x) {
+  static const char names[] = "nrtfv", codes[] = "\n\r\t\f\v";
+  tfmi_regex_item item = {0, 1, 0, false, false};
+  uint32_t c = tfmi_regex_rune(x), lower = c | 32;
+  const char *found;
+  int i;
+  item.negated = c == 'P' || c == 'S' || c == 'D' || c == 'W';
+  if (lower == 'p' && tfmi_regex_take(x, "{")) {
+    for (i = 0; i < TFMI_COUNT(tfmi_regex_properties); i++) {
+      item.categories = tfmi_regex_properties[i].categories;
+      if (tfmi_regex_take(x, tfmi_regex_properties[i].name)) return item;
+    }
+    tfmi_regex_fail(x, "a property");
+  }
+  if (lower == 's') item.categories = 1 << TFMI_CAT_SPACE;
+  else if (lower == 'd') item.categories = 1 << TFMI_CAT_ND;
+  else if (lower == 'w') item.word = true;
+  else if (c < 128 && (found = strchr(names, (int)c)) != NULL && c)
+    item.first = item.last = (uint32_t)codes[found - names];
+  else if (c < 128 && !(lower >= 'a' && lower <= 'z') && !(c >= '0' && c <= '9'))
+    item.first = item.last = c;
+  else tfmi_regex_fail(x, "an escape");
+  return item;
+}
+
+static int32_t tfmi_regex_set_new(tfmi_regex_make *x) {
+  if (x->sets == TFMI_REGEX_SETS) tfmi_regex_fail(x, "too many classes");
+  return x->sets++;
+}
+
+/* Adds an item, and what Onigmo takes for the same in another case. */
+static void tfmi_regex_item_add(tfmi_regex_make *x, tfmi_regex_set *set, tfmi_regex_item item) {
+  uint32_t c = item.first, lower = c | 32;
+  stbds_arrput(set->item, item);
+  if (!x->fold || item.categories || item.word) return;
+  if (item.first != item.last || c > 127) tfmi_regex_fail(x, "a class in any case");
+  if (lower < 'a' || lower > 'z') return;
+  item.first = item.last = c ^ 32;
+  stbds_arrput(set->item, item);
+  item.first = item.last = lower == 's' ? 0x17f : 0x212a; /* long s, the sign for kelvin */
+  if (lower == 's' || lower == 'k') stbds_arrput(set->item, item);
+}
+
+static tfmi_regex_item tfmi_regex_member(tfmi_regex_make *x) { /* within [ ] */
+  tfmi_regex_item item = {0, 1, 0, false, false}, last;
+  const char *at = x->at;
+  if (*at == '[' || (*at == '&' && x->end - at > 1 && at[1] == '&'))
+    tfmi_regex_fail(x, "a class within a class");
+  if (tfmi_regex_take(x, "\\")) item = tfmi_regex_escape(x);
+  else item.first = item.last = tfmi_regex_rune(x);
+  if (x->end - x->at < 2 || x->at[0] != '-' || x->at[1] == ']') return item;
+  if (item.categories || item.word) tfmi_regex_fail(x, "a range from a class");
+  x->at++;
+  last = item;
+  if (tfmi_regex_take(x, "\\")) last = tfmi_regex_escape(x);
+  else last.first = last.last = tfmi_regex_rune(x);
+  if (last.categories || last.word || last.first < item.first) tfmi_regex_fail(x, "a range");
+  item.last = last.first;
+  return item;
+}
+
+/* A class, an escape, or a character: the number of its set. */
+static int32_t tfmi_regex_one(tfmi_regex_make *x) {
+  static const char special[] = "^$*+?{}()|]";
+  int32_t number = tfmi_regex_set_new(x);
+  tfmi_regex_set *set = &x->set[number];
+  tfmi_regex_item item = {0, 1, 0, false, false};
+  if (tfmi_regex_take(x, "[")) {
+    set->negated = tfmi_regex_take(x, "^");
+    if (x->at < x->end && *x->at == ']') tfmi_regex_fail(x, "an empty class");
+    while (!tfmi_regex_take(x, "]")) tfmi_regex_item_add(x, set, tfmi_regex_member(x));
+    return number;
+  }
+  if (tfmi_regex_take(x, "\\")) {
+    item = tfmi_regex_escape(x);
+  } else if (tfmi_regex_take(x, ".")) {
+    item.first = item.last = '\n';
+    set->negated = true;
+  } else if (x->at < x->end && *x->at && strchr(special, *x->at)) {
+    tfmi_regex_fail(x, "an operator");
+  } else {
+    item.first = item.last = tfmi_regex_rune(x);
+  }
+  tfmi_regex_item_add(x, set, item);
+  return number;
+}
+
+/* In any case "ss" is also one letter, and so are these. */
+static void tfmi_regex_check_pair(tfmi_regex_make *x, char c) {
+  static const char pairs[][3] = {"ss", "st", "ff", "fi", "fl"};
+  int i;
+  for (i = 0; i < TFMI_COUNT(pairs); i++)
+    if (x->fold && x->folded == pairs[i][0] && (c | 32) == pairs[i][1])
+      tfmi_regex_fail(x, "letters that are one in another case");
+  x->folded = (char)(c | 32);
+}
+
+static void tfmi_regex_choice(tfmi_regex_make *x);
+
+static void tfmi_regex_group(tfmi_regex_make *x) { /* after ( */
+  bool fold = x->fold;
+  if (++x->depth > TFMI_REGEX_DEPTH) tfmi_regex_fail(x, "groups too deep");
+  if (tfmi_regex_take(x, "?")) {
+    if (tfmi_regex_take(x, "i:")) x->fold = true;
+    else if (!tfmi_regex_take(x, ":")) tfmi_regex_fail(x, "a kind of group");
+  }
+  tfmi_regex_choice(x);
+  if (!tfmi_regex_take(x, ")")) tfmi_regex_fail(x, "no )");
+  x->fold = fold;
+  x->depth--;
+}
+
+static void tfmi_regex_atom(tfmi_regex_make *x) {
+  bool not_ahead = tfmi_regex_take(x, "(?!"), ahead = !not_ahead && tfmi_regex_take(x, "(?=");
+  if (not_ahead || ahead) {
+    tfmi_regex_emit(x, not_ahead ? TFMI_OP_NOT_AHEAD : TFMI_OP_AHEAD, tfmi_regex_one(x), 0);
+    if (!tfmi_regex_take(x, ")")) tfmi_regex_fail(x, "an assertion of more than one character");
+  } else if (tfmi_regex_take(x, "(")) {
+    tfmi_regex_group(x);
+  } else {
+    if (x->at < x->end) tfmi_regex_check_pair(x, *x->at);
+    tfmi_regex_emit(x, TFMI_OP_SET, tfmi_regex_one(x), 0);
+  }
+}
+
+/* {2}, {2,} or {2,5}; most -1: without end. False: no repetition follows. */
+static bool tfmi_regex_times(tfmi_regex_make *x, int32_t *least, int32_t *most) {
+  int32_t *to = least;
+  *least = tfmi_regex_take(x, "+");
+  *most = -1;
+  if (*least || tfmi_regex_take(x, "*")) return true;
+  *most = 1;
+  if (tfmi_regex_take(x, "?")) return true;
+  if (!tfmi_regex_take(x, "{")) return false;
+  for (*most = -1; x->at < x->end && *x->at != '}'; x->at++) {
+    if (*x->at == ',' && to == least) to = most;
+    else if (*x->at < '0' || *x->at > '9' || *to > 99) tfmi_regex_fail(x, "a repetition");
+    else *to = (*to < 0 ? 0 : *to * 10) + (*x->at - '0');
+  }
+  if (to == least) *most = *least;
+  if (!tfmi_regex_take(x, "}") || *most == 0 || (*most > 0 && *most < *least))
+    tfmi_regex_fail(x, "a repetition");
+  return true;
+}
+
+/* An atom that has been written from `from` on becomes as many as wanted: x{2,} is xxx*. */
+static void tfmi_regex_repeat(tfmi_regex_make *x, int32_t from, int32_t least, int32_t most) {
+  tfmi_regex_code *copy = NULL;
+  int32_t count = (int32_t)stbds_arrlen(x->code) - from, i, at, k;
+  for (i = 0; i < count; i++) stbds_arrput(copy, x->code[from + i]);
+  stbds_arrsetlen(x->code, (size_t)from);
+  for (k = 0; k < (most < 0 ? least + 1 : most); k++) {
+    int32_t fork = -1, by;
+    if (k >= least) fork = tfmi_regex_emit(x, TFMI_OP_FORK, 0, 0);
+    at = (int32_t)stbds_arrlen(x->code);
+    by = at - from;
+    for (i = 0; i < count; i++) {
+      bool moves = copy[i].op == TFMI_OP_FORK || copy[i].op == TFMI_OP_JUMP;
+      tfmi_regex_emit(x, copy[i].op, copy[i].a + (moves ? by : 0), copy[i].b + (moves ? by : 0));
+    }
+    if (k < least) continue;
+    if (most < 0) tfmi_regex_emit(x, TFMI_OP_JUMP, fork, 0);
+    x->code[fork].a = at;
+    x->code[fork].b = -1; /* to the end, which is known below */
+  }
+  for (i = from; i < (int32_t)stbds_arrlen(x->code); i++)
+    if (x->code[i].op == TFMI_OP_FORK && x->code[i].b == -1)
+      x->code[i].b = (int32_t)stbds_arrlen(x->code);
+  stbds_arrfree(copy);
+}
+
+/* Whether the ops from `from` to the last can be passed without a character. */
+static bool tfmi_regex_empty(tfmi_regex_make *x, int32_t from) {
+  int32_t end = (int32_t)stbds_arrlen(x->code), n = 0;
+  memset(x->seen, 0, sizeof x->seen);
+  for (x->stack[n++] = from; n;) {
+    int32_t i = x->stack[--n];
+    if (i >= end) return true;
+    if (x->seen[i]) continue;
+    x->seen[i] = true;
+    if (x->code[i].op == TFMI_OP_SET) continue;
+    if (x->code[i].op == TFMI_OP_FORK) x->stack[n++] = x->code[i].b;
+    x->stack[n++] = x->code[i].op == TFMI_OP_FORK || x->code[i].op == TFMI_OP_JUMP
+                        ? x->code[i].a : i + 1;
+  }
+  return false;
+}
+
+static void tfmi_regex_sequence(tfmi_regex_make *x) {
+  x->folded = 0;
+  while (x->at < x->end && *x->at != '|' && *x->at != ')') {
+    int32_t from = (int32_t)stbds_arrlen(x->code), least, most;
+    tfmi_regex_atom(x);
+    if (!tfmi_regex_times(x, &least, &most)) continue;
+    if (x->at < x->end && strchr("+*?", *x->at) && *x->at)
+      tfmi_regex_fail(x, "a possessive or lazy repetition");
+    if (tfmi_regex_empty(x, from)) tfmi_regex_fail(x, "a repetition of what can be empty");
+    tfmi_regex_repeat(x, from, least, most);
+    x->folded = 0;
+  }
+}
+
+static void tfmi_regex_choice(tfmi_regex_make *x) {
+  int32_t from = (int32_t)stbds_arrlen(x->code), *jump = NULL;
+  ptrdiff_t i;
+  tfmi_regex_sequence(x);
+  while (tfmi_regex_take(x, "|")) { /* what is there goes behind a fork */
+    int32_t count = (int32_t)stbds_arrlen(x->code) - from;
+    tfmi_regex_emit(x, TFMI_OP_JUMP, 0, 0);
+    memmove(x->code + from + 1, x->code + from, (size_t)count * sizeof *x->code);
+    for (i = from + 1; i <= from + count; i++)
+      if (x->code[i].op == TFMI_OP_FORK || x->code[i].op == TFMI_OP_JUMP) {
+        x->code[i].a++;
+        x->code[i].b++;
+      }
+    x->code[from].op = TFMI_OP_FORK;
+    x->code[from].a = from + 1;
+    stbds_arrput(jump, tfmi_regex_emit(x, TFMI_OP_JUMP, 0, 0));
+    x->code[from].b = (int32_t)stbds_arrlen(x->code);
+    from = x->code[from].b;
+    tfmi_regex_sequence(x);
+  }
+  for (i = 0; i < stbds_arrlen(jump); i++)
+    x->code[jump[i]].a = (int32_t)stbds_arrlen(x->code);
+  stbds_arrfree(jump);
+}
+
+/* Onigmo's \w has the numbers of Latin-1, and not what joins. */
+static bool tfmi_regex_is_word(const tfmi_charset *words, uint32_t c) {
+  if (c == 0xb2 || c == 0xb3 || c == 0xb9 || (c >= 0xbc && c <= 0xbe)) return true;
+  return c != 0x200c && c != 0x200d && tfmi_charset_at(words, c);
+}
+
+static uint32_t tfmi_regex_members(tfmi_regex_make *x, uint32_t code) { /* its sets, as bits */
+  uint32_t category = tfmi_charset_at(x->make->set[TFMI_CHARS_CATEGORY], code), bits = 0;
+  int32_t i;
+  ptrdiff_t k;
+  for (i = 0; i < x->sets; i++) {
+    bool in = false;
+    for (k = 0; k < stbds_arrlen(x->set[i].item) && !in; k++) {
+      const tfmi_regex_item *item = &x->set[i].item[k];
+      in = item->word ? tfmi_regex_is_word(x->make->set[TFMI_CHARS_WORD], code)
+                      : (item->categories >> category & 1) ||
+                            (code >= item->first && code <= item->last);
+      in = in != item->negated;
+    }
+    bits |= (uint32_t)(in != x->set[i].negated) << i;
+  }
+  return bits;
+}
+
+/* Characters of the same sets are one class. */
+static tfmi_charset *tfmi_regex_classes(tfmi_regex_make *x) {
+  tfmi_load *l = &x->make->load;
+  tfmi_charset *classes = TFMI_NEW(tfmi_charset, tfmi_keep(l, 1, sizeof *classes));
+  uint16_t *value = TFMI_NEW(uint16_t, tfmi_scratch(l, TFMI_CODES, sizeof *value));
+  uint32_t code;
+  ptrdiff_t k = 0;
+  tfmi_make_charset(x->make, TFMI_CHARS_CATEGORY);
+  tfmi_make_charset(x->make, TFMI_CHARS_WORD);
+  for (code = 0; code < TFMI_CODES; code++) {
+    uint32_t bits = tfmi_regex_members(x, code);
+    if (k >= stbds_arrlen(x->members) || x->members[k] != bits)
+      for (k = 0; k < stbds_arrlen(x->members); k++)
+        if (x->members[k] == bits) break;
+    if (k == stbds_arrlen(x->members)) stbds_arrput(x->members, bits);
+    if (k > 250) tfmi_regex_fail(x, "too many classes of characters");
+    value[code] = (uint16_t)k;
+  }
+  tfmi_charset_pages(l, classes, value);
+  tfmi_release(l, value);
+  return classes;
+}
+
+/* From a state with the next character's class, or the end: the places after it go to the end of
+   x->place; true when a match ends before it. */
+static bool tfmi_regex_step(tfmi_regex_make *x, int32_t state, uint32_t class_, bool end) {
+  uint32_t members = end ? 0 : x->members[class_];
+  int32_t k, n, i;
+  memset(x->seen, 0, sizeof x->seen);
+  for (k = x->begin[state]; k < x->begin[state + 1]; k++)
+    for (n = 0, x->stack[n++] = x->place[k]; n;) {
+      const tfmi_regex_code *c = &x->code[i = x->stack[--n]];
+      bool in = c->op != TFMI_OP_FORK && members >> (c->a & 31) & 1;
+      if (x->seen[i]) continue;
+      x->seen[i] = true;
+      switch (c->op) {
+        case TFMI_OP_MATCH: return true;
+        case TFMI_OP_FORK: x->stack[n++] = c->b; /* falls through: a is tried first */
+        case TFMI_OP_JUMP: x->stack[n++] = c->a; break;
+        case TFMI_OP_NOT_AHEAD: if (!in) x->stack[n++] = i + 1; break;
+        case TFMI_OP_AHEAD: if (in) x->stack[n++] = i + 1; break;
+        case TFMI_OP_SET: if (in) stbds_arrput(x->place, i + 1); break;
+      }
+    }
+  return false;
+}
+
+/* The state of the places behind all states; a new one, unless it is there. */
+static int32_t tfmi_regex_state(tfmi_regex_make *x) {
+  int32_t states = (int32_t)stbds_arrlen(x->begin) - 1, i;
+  int32_t from = x->begin[states], n = (int32_t)stbds_arrlen(x->place) - from;
+  for (i = 0; i < states; i++)
+    if (x->begin[i + 1] - x->begin[i] == n &&
+        (n == 0 || !memcmp(x->place + x->begin[i], x->place + from, (size_t)n * sizeof n))) {
+      stbds_arrsetlen(x->place, (size_t)from);
+      return i;
+    }
+  if (states == TFMI_REGEX_STATES) tfmi_regex_fail(x, "too many states");
+  stbds_arrput(x->begin, from + n);
+  return states;
+}
+
+/* States in a circle without a match would be gone through again from each place of the text. */
+static void tfmi_regex_check_circles(tfmi_regex_make *x, uint32_t width) {
+  int32_t states = (int32_t)stbds_arrlen(x->begin) - 1, *into = NULL, *free_ = NULL, i, done = 0;
+  uint32_t c;
+  for (i = 0; i < states; i++) stbds_arrput(into, 0);
+  for (i = 1; i < states; i++)
+    for (c = 0; c + 1 < width; c++)
+      if (!(x->next[(uint32_t)i * width + c] & TFMI_REGEX_MATCH))
+        into[x->next[(uint32_t)i * width + c]]++;
+  for (i = 1; i < states; i++)
+    if (!into[i]) stbds_arrput(free_, i);
+  for (done = 0; done < stbds_arrlen(free_); done++)
+    for (c = 0; c + 1 < width; c++) {
+      uint32_t to = x->next[(uint32_t)free_[done] * width + c];
+      if (!(to & TFMI_REGEX_MATCH) && to && --into[to] == 0) stbds_arrput(free_, (int32_t)to);
+    }
+  if (done + 1 < states) tfmi_regex_fail(x, "what may take more than linear time");
+  stbds_arrfree(into);
+  stbds_arrfree(free_);
+}
+
+static void tfmi_regex_automaton(tfmi_regex_make *x, uint32_t width) {
+  int32_t state;
+  uint32_t c;
+  stbds_arrput(x->begin, 0);
+  stbds_arrput(x->begin, 0); /* state 0 has no places */
+  stbds_arrput(x->place, 0);
+  stbds_arrput(x->begin, 1); /* state 1 begins at the first op */
+  for (state = 0; state + 1 < stbds_arrlen(x->begin); state++)
+    for (c = 0; c < width; c++) {
+      bool match = tfmi_regex_step(x, state, c, c + 1 == width);
+      uint16_t next = (uint16_t)tfmi_regex_state(x);
+      stbds_arrput(x->next, (uint16_t)(next | (match ? TFMI_REGEX_MATCH : 0)));
+    }
+}
+
+static tfmi_regex *tfmi_regex_compile(tfmi_make *m, tfmi_text pattern) {
+  tfmi_regex_make *x = TFMI_NEW(tfmi_regex_make, tfmi_scratch(&m->load, 1, sizeof *x));
+  tfmi_regex *regex = TFMI_NEW(tfmi_regex, tfmi_keep(&m->load, 1, sizeof *regex));
+  size_t bytes;
+  int32_t i;
+  x->make = m;
+  x->pattern = x->at = pattern.at;
+  x->end = pattern.at + pattern.n;
+  tfmi_regex_choice(x);
+  if (x->at < x->end) tfmi_regex_fail(x, "an operator");
+  if (tfmi_regex_empty(x, 0)) tfmi_regex_fail(x, "a way to match nothing");
+  tfmi_regex_emit(x, TFMI_OP_MATCH, 0, 0);
+  regex->classes = tfmi_regex_classes(x);
+  regex->width = (uint32_t)stbds_arrlen(x->members) + 1;
+  tfmi_regex_automaton(x, regex->width);
+  tfmi_regex_check_circles(x, regex->width);
+  bytes = (size_t)stbds_arrlen(x->next) * sizeof *x->next;
+  regex->next = TFMI_NEW(uint16_t, tfmi_keep(&m->load, bytes, 1));
+  memcpy(regex->next, x->next, bytes);
+  for (i = 0; i < x->sets; i++) stbds_arrfree(x->set[i].item);
+  stbds_arrfree(x->code);
+  stbds_arrfree(x->place);
+  stbds_arrfree(x->begin);
+  stbds_arrfree(x->members);
+  stbds_arrfree(x->next);
+  tfmi_release(&m->load, x);
+  return regex;
+}
+
+/* What a step looks for: one of the patterns written by hand, or any other. */
+static void tfmi_find_by(tfmi_make *m, tfmi_step *s, tfmi_text pattern) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_patterns); i++)
+    if (tfmi_text_is(pattern, tfmi_patterns[i].pattern)) {
+      s->find = tfmi_find_split;
+      s->split = tfmi_patterns[i].split;
+      return;
+    }
+  s->find = tfmi_find_regex;
+  s->regex = tfmi_regex_compile(m, pattern);
+}
+
 /* ---- Making: phantoms ---- */
 
 static bool tfmi_is_long(tfmi_text text) { /* more than one character */
@@ -6314,22 +6841,10 @@ static TFMI_NORETURN void tfmi_part_refuse(tfmi_json *j, const tfmi_part *part, 
                  "reproduced exactly", stage, tfmi_plain(part->type).text);
 }
 
-static void tfmi_pattern_find(tfmi_json *j, const tfmi_part *part, tfmi_step *s) {
-  int i;
-  s->find = tfmi_find_split;
-  for (i = 0; i < TFMI_COUNT(tfmi_patterns); i++) {
-    s->split = tfmi_patterns[i].split;
-    if (tfmi_text_is(part->pattern, tfmi_patterns[i].pattern)) return;
-  }
-  j->at = part->at;
-  tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the splitting pattern \"%s\" is none of the %d known ones",
-                 tfmi_plain(part->pattern).text, TFMI_COUNT(tfmi_patterns));
-}
-
 /* What a part looks for: a text, or a pattern. */
 static void tfmi_part_find(tfmi_make *m, tfmi_json *j, const tfmi_part *p, tfmi_step *s) {
   if (p->regex) {
-    tfmi_pattern_find(j, p, s);
+    tfmi_find_by(m, s, p->pattern);
     return;
   }
   if (p->pattern.n > TFMI_PIECE_BYTES_MAX) tfmi_part_refuse(j, p, "pattern of");
@@ -6737,14 +7252,15 @@ static double tfmi_json_score(tfmi_json *j) {
   uint64_t digits = 0;
   int places = 0, i;
   bool point = false;
-  for (; kind == TFMI_JSON_NUMBER && p < j->at && (*p == '-' || *p == '.' || (unsigned)(*p - '0') < 10); p++) {
+  for (; kind == TFMI_JSON_NUMBER && p < j->at; p++) {
     if (*p == '.') point = true;
     if (*p == '.' || *p == '-') continue;
+    if (*p < '0' || *p > '9') break;
     if (digits > (UINT64_MAX - (uint64_t)(*p - '0')) / 10) break;
     digits = 10 * digits + (uint64_t)(*p - '0');
     places += point;
   }
-  if (p < j->at && (!point || *p == 'e' || *p == 'E')) return exact;
+  if (p < j->at && (!point || *p < '0' || *p > '9')) return exact;
   if (places > 22) return exact; /* powers of ten are exact up to that one */
   for (i = 0; i < places; i++) power *= 10;
   return (exact < 0 ? -1 : 1) * ((double)digits / power);

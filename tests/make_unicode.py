@@ -25,8 +25,20 @@ from tokenizers.pre_tokenizers import Digits, Punctuation, Split, Whitespace
 
 CLASSES = ((1, r"\p{L}+"), (2, r"\p{N}+"), (3, r"\s+"))
 # In the order of tfmi_category; what none of them matches is 0.
-CATEGORIES = (r"\p{Lu}+", r"\p{Ll}+", r"\p{Lt}+", r"\p{Lm}+", r"\p{Lo}+", r"\p{M}+", r"\p{Nd}+", r"[\p{Nl}\p{No}]+",
-              r"\p{Pc}+", r"[\p{P}&&[^\p{Pc}]]+", r"\p{S}+", r"\s+")
+CATEGORIES = (
+    r"\p{Lu}+",
+    r"\p{Ll}+",
+    r"\p{Lt}+",
+    r"\p{Lm}+",
+    r"\p{Lo}+",
+    r"\p{M}+",
+    r"\p{Nd}+",
+    r"[\p{Nl}\p{No}]+",
+    r"\p{Pc}+",
+    r"[\p{P}&&[^\p{Pc}]]+",
+    r"\p{S}+",
+    r"\s+",
+)
 BLOCK = 0x1000
 ALL = [c for c in range(0x110000) if not 0xD800 <= c < 0xE000]
 BEGIN, END = "/* ---- tables by tests/make_unicode.py ---- */", "/* ---- end of the tables ---- */"
@@ -95,6 +107,7 @@ def mapping(table, flags=()):
 
 
 # --- asking
+
 
 def members(pattern):
     """The code points that a one-class pattern matches."""
@@ -172,6 +185,7 @@ def combining_runs(classes, order):
 
 # --- grapheme clusters: what Precompiled takes as one
 
+
 def charsmap(source, target):
     """A precompiled charsmap with one rule, its trie laid out by hand: each byte leads to a block of 256 cells."""
     cells = [0] * (512 * (len(source) + 1))
@@ -206,14 +220,20 @@ def clusters():
             indic = letter.normalize_str(KA + VIRAMA + c + KA + ACUTE)[-1] != "X"
             pictures = picture.normalize_str(SIGN + c + ZWJ + SIGN + ACUTE)[-1] != "X"
             links = letter.normalize_str(KA + c + KA + ACUTE)[-1] != "X"
-            found[ord(c)] = JOINER if c == ZWJ else LINKER if links else EXTEND if indic and pictures else (
-                NON_JOINER if pictures else SPACING)
+            found[ord(c)] = (
+                JOINER
+                if c == ZWJ
+                else LINKER if links else EXTEND if indic and pictures else (NON_JOINER if pictures else SPACING)
+            )
         elif picture.normalize_str(c + ZWJ + SIGN + ACUTE)[-1] != "X":
             found[ord(c)] = PICT
         elif len(c.encode()) < 4 or 0x11000 <= ord(c) < 0x12000:
             found[ord(c)] = other_cluster(c)
-    for cluster, ranges in ((L, ((0x1100, 0x115F), (0xA960, 0xA97C))), (V, ((0x1160, 0x11A7), (0xD7B0, 0xD7C6))),
-                            (T, ((0x11A8, 0x11FF), (0xD7CB, 0xD7FB)))):
+    for cluster, ranges in (
+        (L, ((0x1100, 0x115F), (0xA960, 0xA97C))),
+        (V, ((0x1160, 0x11A7), (0xD7B0, 0xD7C6))),
+        (T, ((0x11A8, 0x11FF), (0xD7CB, 0xD7FB))),
+    ):
         for first, last in ranges:
             found.update((c, cluster) for c in range(first, last + 1))
     return found
@@ -231,6 +251,7 @@ def other_cluster(c):
 
 
 # --- printing
+
 
 def print_class_starts():
     print("static const uint32_t tfmi_class_starts[] = {")
@@ -265,7 +286,7 @@ def print_all():
 
 def update(path):
     text = path.read_text(encoding="ascii")
-    before, after = text[:text.index(BEGIN)], text[text.index(END) + len(END) + 1:]
+    before, after = text[: text.index(BEGIN)], text[text.index(END) + len(END) + 1 :]
     table = io.StringIO()
     with contextlib.redirect_stdout(table):
         print_all()

@@ -266,6 +266,8 @@ typedef struct tfm_tokenizer tfm_tokenizer; /* immutable, shared by any number o
 typedef struct tfm_tokenizer_config {
   tfm_host host;
   int32_t vocabulary; /* llama2.c's tokenizer.bin does not say its size: expect it; 0: to its end */
+  const char *splitting; /* tiktoken's files do not say how text is split: "gpt2", "cl100k_base",
+                            "o200k_base", "llama3", "qwen"; NULL: the file is named after it */
 } tfm_tokenizer_config;
 
 /* Loads tokenizer.json (byte-level BPE; BPE with byte fallback), vocab.json with merges.txt beside
@@ -4078,28 +4080,49 @@ static size_t tfmi_cluster_at(const tfmi_charset *set, const char *p, size_t n) 
   return at;
 }
 
-/* What the rules make of p: the text of the shortest rule that it begins with, as the reference
-   has it. at NULL: no rule. */
-static tfmi_text tfmi_charsmap_find(const tfmi_charsmap *m, const char *p, size_t n) {
-  tfmi_text none = {NULL, 0}, text;
-  size_t node = 0, i, index;
+/* The text of the rule whose number this is. at NULL: the file is damaged. */
+static tfmi_text tfmi_charsmap_text(const tfmi_charsmap *m, size_t index) {
+  tfmi_text text = {NULL, 0};
+  if (index > m->bytes) return text;
+  text.at = m->texts + index;
+  while (index + text.n < m->bytes && text.at[text.n]) text.n++;
+  return text;
+}
+
+/* What the rules make of p: the text of the shortest rule that it begins with, as the reference has
+   it, or, where `matched` is asked for, of the longest with its bytes. at NULL: no rule. */
+static tfmi_text tfmi_charsmap_find(const tfmi_charsmap *m, const char *p, size_t n,
+                                    size_t *matched) {
+  tfmi_text found = {NULL, 0};
+  size_t node = 0, i;
   uint32_t unit = tfmi_u32(m->units);
   for (i = 0; i < n && p[i]; i++) {
+    size_t leaf;
     node ^= (size_t)(unit >> 10) << ((unit & 512) >> 6) ^ (uint8_t)p[i];
-    if (node >= m->unit_count) return none;
+    if (node >= m->unit_count) return found;
     unit = tfmi_u32(m->units + 4 * node);
-    if ((unit & 0x800000ff) != (uint8_t)p[i]) return none;
+    if ((unit & 0x800000ff) != (uint8_t)p[i]) return found;
+    leaf = node ^ (size_t)(unit >> 10) << ((unit & 512) >> 6);
     if (!(unit >> 8 & 1)) continue;
-    node ^= (size_t)(unit >> 10) << ((unit & 512) >> 6);
-    if (node >= m->unit_count) return none;
-    index = tfmi_u32(m->units + 4 * node) & 0x7fffffff;
-    if (index > m->bytes) return none;
-    text.at = m->texts + index;
-    text.n = 0;
-    while (index + text.n < m->bytes && text.at[text.n]) text.n++;
-    return text;
+    if (leaf >= m->unit_count) return found;
+    found = tfmi_charsmap_text(m, tfmi_u32(m->units + 4 * leaf) & 0x7fffffff);
+    if (!matched) return found;
+    *matched = i + 1;
   }
-  return none;
+  return found;
+}
+
+/* As SentencePiece itself does it: the longest rule at each place. */
+static void tfmi_rewrite_longest(tfmi_work *w, const tfmi_step *s, tfmi_text in,
+                                 tfmi_buffer *out) {
+  size_t at = 0;
+  while (at < in.n && w->status == TFM_OK) {
+    size_t n = tfmi_rune_at(in.at + at, in.n - at).bytes;
+    tfmi_text to = tfmi_charsmap_find(s->map, in.at + at, in.n - at, &n);
+    if (to.at) tfmi_write_text(w, out, to);
+    else tfmi_write(w, out, in.at + at, n);
+    at += n;
+  }
 }
 
 /* A cluster of up to five bytes by one rule, if there is one; else character by character. */
@@ -4109,14 +4132,14 @@ static void tfmi_rewrite_mapped(tfmi_work *w, const tfmi_step *s, tfmi_text in, 
     size_t n = tfmi_cluster_at(s->set, in.at + at, in.n - at);
     tfmi_text to = {NULL, 0};
     stop = at + n;
-    if (n < 6) to = tfmi_charsmap_find(s->map, in.at + at, n);
+    if (n < 6) to = tfmi_charsmap_find(s->map, in.at + at, n, NULL);
     if (to.at) {
       tfmi_write_text(w, out, to);
       continue;
     }
     while (at < stop && w->status == TFM_OK) {
       tfmi_rune r = tfmi_rune_at(in.at + at, stop - at);
-      to = tfmi_charsmap_find(s->map, in.at + at, r.bytes);
+      to = tfmi_charsmap_find(s->map, in.at + at, r.bytes, NULL);
       if (to.at) tfmi_write_text(w, out, to);
       else tfmi_write(w, out, in.at + at, r.bytes);
       at += r.bytes;
@@ -4334,16 +4357,25 @@ static size_t tfmi_split_cl100k(const char *p, size_t n, int digits) {
 static size_t tfmi_split_llama3(const char *p, size_t n) { return tfmi_split_cl100k(p, n, 3); }
 static size_t tfmi_split_qwen2(const char *p, size_t n) { return tfmi_split_cl100k(p, n, 1); }
 
+#define TFMI_GPT2_PATTERN \
+  "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
+#define TFMI_CL100K_PATTERN(digits) \
+  "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}" digits \
+  "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+#define TFMI_CASED_PATTERN(suffix, digits) \
+  "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+" suffix \
+  "|[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*" suffix \
+  "|\\p{N}" digits "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+#define TFMI_O200K_PATTERN TFMI_CASED_PATTERN("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}")
+#define TFMI_TEKKEN_PATTERN TFMI_CASED_PATTERN("", "")
+
 static const struct tfmi_pattern_row {
   const char *pattern;
   tfmi_splitter split;
 } tfmi_patterns[] = {
-  {"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
-   tfmi_split_gpt2},
-  {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}"
-   "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", tfmi_split_llama3},
-  {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}"
-   "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", tfmi_split_qwen2},
+  {TFMI_GPT2_PATTERN, tfmi_split_gpt2},
+  {TFMI_CL100K_PATTERN("{1,3}"), tfmi_split_llama3},
+  {TFMI_CL100K_PATTERN(""), tfmi_split_qwen2},
 };
 
 /* =================================================================================================
@@ -7260,7 +7292,7 @@ static double tfmi_json_score(tfmi_json *j) {
     digits = 10 * digits + (uint64_t)(*p - '0');
     places += point;
   }
-  if (p < j->at && (!point || *p < '0' || *p > '9')) return exact;
+  if (p < j->at && (!point || *p == 'e' || *p == 'E')) return exact;
   if (places > 22) return exact; /* powers of ten are exact up to that one */
   for (i = 0; i < places; i++) power *= 10;
   return (exact < 0 ? -1 : 1) * ((double)digits / power);
@@ -7454,17 +7486,53 @@ static void tfmi_read_gpt2(tfmi_make *m, tfmi_text vocabulary, tfmi_text merges)
 
 /* ---- GGUF ---- */
 
-static const struct tfmi_gguf_pre_row { /* tokenizer.ggml.pre, where its pattern is known */
-  const char *name;
-  tfmi_splitter split;
+typedef struct tfmi_split_row { /* a name for how text is split, and for what goes with it */
+  const char *name, *pattern[3];
+  bool digits;      /* every one by itself, before the patterns */
+  bool composes;    /* NFC comes first */
   bool whole_first;
-  bool adds_bos; /* unless the file says otherwise */
-} tfmi_gguf_pres[] = {
-  {"gpt-2", tfmi_split_gpt2, false, false},
-  {"llama-bpe", tfmi_split_llama3, true, true},
-  {"llama3", tfmi_split_llama3, true, true},
-  {"llama-v3", tfmi_split_llama3, true, true},
+  bool adds_bos;    /* unless the file says otherwise */
+} tfmi_split_row;
+
+/* tokenizer.ggml.pre: what the models of that name have in their tokenizer.json. */
+static const tfmi_split_row tfmi_gguf_pres[] = {
+  {"gpt-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
+  {"default", {TFMI_GPT2_PATTERN}, false, false, false, false},
+  {"phi-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
+  {"mpt", {TFMI_GPT2_PATTERN}, false, true, false, false},
+  {"olmo", {TFMI_GPT2_PATTERN}, false, true, false, false},
+  {"starcoder", {TFMI_GPT2_PATTERN}, true, false, false, false},
+  {"refact", {TFMI_GPT2_PATTERN}, true, false, false, false},
+  {"smollm", {TFMI_GPT2_PATTERN}, true, false, false, false},
+  {"command-r", {TFMI_GPT2_PATTERN}, true, true, false, true},
+  {"llama-bpe", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"llama-v3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"qwen2", {TFMI_CL100K_PATTERN("")}, false, true, false, false},
+  {"deepseek-r1-qwen", {TFMI_CL100K_PATTERN("")}, false, true, false, true},
+  {"gpt-4o", {TFMI_O200K_PATTERN}, false, false, false, false},
+  {"llama4", {TFMI_O200K_PATTERN}, false, false, false, true},
+  {"tekken", {TFMI_TEKKEN_PATTERN}, false, false, true, true},
+  {"deepseek-v3",
+   {"\\p{N}{1,3}", "[\xe4\xb8\x80-\xe9\xbe\xa5\xe3\x81\x80-\xe3\x82\x9f\xe3\x82\xa0-\xe3\x83\xbf]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
+   false, false, false, true},
 };
+
+/* The steps of a byte-level vocabulary whose splitting has a name. */
+static void tfmi_split_as(tfmi_make *m, const tfmi_split_row *row) {
+  int i;
+  m->t->kind = "byte-level BPE";
+  m->t->from_bytes = m->t->says_letters = true;
+  m->whole_first = row->whole_first;
+  if (row->composes) tfmi_add_form(m, true, false);
+  if (row->digits)
+    tfmi_add_cut(m, tfmi_find_character, TFMI_ISOLATED)->set =
+        tfmi_make_charset(m, TFMI_CHARS_NUMERIC);
+  for (i = 0; i < 3 && row->pattern[i]; i++)
+    tfmi_find_by(m, tfmi_add_cut(m, NULL, TFMI_ISOLATED), tfmi_text_of(row->pattern[i]));
+}
 
 static const tfmi_gguf_value *tfmi_gguf_list(tfmi_make *m, const tfmi_gguf *g, const char *key,
                                              uint64_t count) {
@@ -7527,8 +7595,7 @@ static bool tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
              "%s: no tokenizer.ggml.pre; text is split as for GPT-2", m->load.object);
   for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
     if (tfmi_text_is(pre, tfmi_gguf_pres[i].name)) {
-      tfmi_cut_by(m, tfmi_gguf_pres[i].split);
-      m->whole_first = tfmi_gguf_pres[i].whole_first;
+      tfmi_split_as(m, &tfmi_gguf_pres[i]);
       return tfmi_gguf_pres[i].adds_bos;
     }
   tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.pre is \"%s\", whose splitting is not "
@@ -7548,6 +7615,28 @@ static void tfmi_make_spm(tfmi_make *m, bool prefix) { /* what all SentencePiece
   m->scored = true;
   m->says_bytes = true;
   m->says_blanks = true;
+}
+
+/* Unigram in SentencePiece's own files, which its own code reads: in single precision, with rules
+   that take the longest match at each place. */
+static void tfmi_make_spm_unigram(tfmi_make *m, tfmi_text charsmap) {
+  m->t->kind = "Unigram";
+  m->t->model = TFMI_UNIGRAM;
+  m->t->single = true;
+  m->scored = false;
+  if (charsmap.n) tfmi_add_charsmap(m, charsmap, tfmi_rewrite_longest);
+}
+
+static tfmi_text tfmi_gguf_charsmap(tfmi_make *m, const tfmi_gguf *g) { /* n 0: none */
+  static const char key[] = "tokenizer.ggml.precompiled_charsmap";
+  const tfmi_gguf_value *v = tfmi_gguf_find(g, key);
+  tfmi_text map = {NULL, 0};
+  if (!v) return map;
+  if (v->type != TFMI_GGUF_ARRAY || v->bytes != v->count)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "key %s is not an array of bytes", key);
+  map.at = (const char *)v->at;
+  map.n = (size_t)v->bytes;
+  return tfmi_keep_bytes(m, map);
 }
 
 static int32_t tfmi_gguf_id(const tfmi_gguf *g, const char *key) {
@@ -7572,23 +7661,23 @@ static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
 static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   tfmi_gguf g;
   tfmi_text model;
-  bool prefix = true, spm, bos = true;
+  bool prefix = true, spm, bos = true, unigram;
   tfmi_gguf_open(&g, &m->load, file.at, file.n);
   if (!tfmi_gguf_get_text(&g, "tokenizer.ggml.model", &model)) return false;
-  spm = tfmi_text_is(model, "llama");
+  unigram = tfmi_text_is(model, "t5");
+  spm = unigram || tfmi_text_is(model, "llama");
   if (!spm && !tfmi_text_is(model, "gpt2"))
-    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.model is \"%s\", expected gpt2 or llama",
-              tfmi_plain(model).text);
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.model is \"%s\", expected gpt2, llama "
+              "or t5; use the model's tokenizer.json", tfmi_plain(model).text);
   tfmi_gguf_pieces(m, &g);
   if (spm) {
     tfmi_gguf_get_bool(&g, "tokenizer.ggml.add_space_prefix", &prefix);
     tfmi_gguf_get_bool(&g, "tokenizer.ggml.remove_extra_whitespaces", &m->blanks.squeeze);
     tfmi_make_spm(m, prefix);
+    if (unigram) tfmi_make_spm_unigram(m, tfmi_gguf_charsmap(m, &g));
     if (!tfmi_gguf_find(&g, "tokenizer.ggml.scores"))
       tfmi_fail(&m->load, TFM_E_FORMAT, "key tokenizer.ggml.scores is missing");
   } else {
-    m->t->kind = "byte-level BPE";
-    m->t->from_bytes = m->t->says_letters = true;
     bos = tfmi_gguf_pre(m, &g);
     tfmi_gguf_merges(m, &g);
   }
@@ -7597,6 +7686,122 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   m->t->unk = tfmi_known_id(m->t, m->t->unk);
   tfmi_gguf_adds(m, &g, bos);
   return true;
+}
+
+/* ---- tiktoken: lines of a token's bytes in base64, a blank, its rank, which is its id ---- */
+
+static const tfmi_split_row tfmi_tiktokens[] = {
+  {"gpt2", {TFMI_GPT2_PATTERN}, false, false, true, false},
+  {"cl100k_base", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, false},
+  {"o200k_base", {TFMI_O200K_PATTERN}, false, false, true, false},
+  {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"qwen", {TFMI_CL100K_PATTERN("")}, false, true, true, false},
+};
+
+static const struct tfmi_tiktoken_special { /* which the files leave out too */
+  const char *splitting, *text;
+  int32_t id;
+} tfmi_tiktoken_specials[] = {
+  {"gpt2", "<|endoftext|>", 50256},
+  {"cl100k_base", "<|endoftext|>", 100257},
+  {"cl100k_base", "<|fim_prefix|>", 100258},
+  {"cl100k_base", "<|fim_middle|>", 100259},
+  {"cl100k_base", "<|fim_suffix|>", 100260},
+  {"cl100k_base", "<|endofprompt|>", 100276},
+  {"o200k_base", "<|endoftext|>", 199999},
+  {"o200k_base", "<|endofprompt|>", 200018},
+  {"llama3", "<|begin_of_text|>", 128000},
+  {"llama3", "<|end_of_text|>", 128001},
+  {"llama3", "<|start_header_id|>", 128006},
+  {"llama3", "<|end_header_id|>", 128007},
+  {"llama3", "<|eot_id|>", 128009},
+  {"qwen", "<|endoftext|>", 151643},
+  {"qwen", "<|im_start|>", 151644},
+  {"qwen", "<|im_end|>", 151645},
+};
+
+/* The next line's token and rank; false when it is not one. *at goes behind it. */
+static bool tfmi_tiktoken_line(const char **at, const char *end, tfmi_text *token, int64_t *rank) {
+  const char *p = *at;
+  token->at = p;
+  while (p < end && (tfmi_base64_digit(*p) >= 0 || *p == '=')) p++;
+  token->n = (size_t)(p - token->at);
+  if (!token->n || p == end || *p++ != ' ' || p == end || *p < '0' || *p > '9') return false;
+  for (*rank = 0; p < end && *p >= '0' && *p <= '9' && *rank < TFMI_VOCABULARY_MAX; p++)
+    *rank = 10 * *rank + (*p - '0');
+  if (p < end && *p == '\r') p++;
+  if (p < end && *p++ != '\n') return false;
+  *at = p;
+  return true;
+}
+
+static bool tfmi_is_tiktoken(tfmi_text file) {
+  const char *at = file.at;
+  tfmi_text token;
+  int64_t rank;
+  return tfmi_tiktoken_line(&at, file.at + file.n, &token, &rank);
+}
+
+/* The row of a name, or the one that the file is named after: "cl100k_base.tiktoken". */
+static const tfmi_split_row *tfmi_tiktoken_row(tfmi_make *m, const char *path) {
+  const char *name = m->config ? m->config->splitting : NULL, *slash;
+  size_t n;
+  int i;
+  if (!name) name = path ? path : "";
+  while (!(m->config && m->config->splitting) && (slash = strpbrk(name, "/\\")) != NULL)
+    name = slash + 1;
+  n = strcspn(name, ".");
+  for (i = 0; i < TFMI_COUNT(tfmi_tiktokens); i++)
+    if (strlen(tfmi_tiktokens[i].name) == n && memcmp(tfmi_tiktokens[i].name, name, n) == 0)
+      return &tfmi_tiktokens[i];
+  tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a tiktoken file does not say how text is split, and \"%s\" is "
+            "not known; set the config's splitting to gpt2, cl100k_base, o200k_base, llama3 or "
+            "qwen", tfmi_plain(tfmi_text_of(name)).text);
+}
+
+/* Tokens are spelled in letters for bytes, and merge by rank. */
+static void tfmi_tiktoken_pieces(tfmi_make *m, tfmi_text file) {
+  const char *at = file.at, *end = file.at + file.n;
+  char *bytes = (char *)tfmi_scratch(&m->load, file.n, 1);
+  char *letters = (char *)tfmi_scratch(&m->load, 2 * (uint64_t)file.n, 1);
+  while (at < end) {
+    tfmi_text token, piece;
+    int64_t rank;
+    size_t n, i;
+    const char *line = at;
+    bool whole = tfmi_tiktoken_line(&at, end, &token, &rank);
+    n = whole ? tfmi_unbase64(token.at, token.n, bytes) : SIZE_MAX;
+    if (n == SIZE_MAX)
+      tfmi_fail(&m->load, TFM_E_FORMAT, "byte %llu: expected a token in base64, a blank and a rank",
+                (unsigned long long)(line - file.at));
+    piece.at = letters;
+    for (i = 0; i < n; i++)
+      letters = tfmi_put_utf8(letters, tfmi_letter_of_byte((uint8_t)bytes[i]));
+    piece.n = (size_t)(letters - piece.at);
+    tfmi_make_piece(m, piece, rank, TFMI_PIECE_NORMAL, -(double)rank);
+  }
+  m->vocabulary_pieces = (size_t)stbds_arrlen(m->piece);
+}
+
+static void tfmi_read_tiktoken(tfmi_make *m, tfmi_text file, const char *path) {
+  const tfmi_split_row *row = tfmi_tiktoken_row(m, path);
+  tfm_tokenizer *t = m->t;
+  int i;
+  tfmi_tiktoken_pieces(m, file);
+  for (i = 0; i < TFMI_COUNT(tfmi_tiktoken_specials); i++) {
+    const struct tfmi_tiktoken_special *special = &tfmi_tiktoken_specials[i];
+    tfmi_text text = tfmi_text_of(special->text);
+    if (strcmp(special->splitting, row->name) != 0) continue;
+    tfmi_make_piece(m, text, special->id, TFMI_PIECE_ADDED, 0);
+    tfmi_make_added(m, text, special->id, true);
+  }
+  tfmi_split_as(m, row);
+  m->scored = true;
+  tfmi_make_tables(m);
+  for (i = 0; i < 256; i++)
+    if (t->byte_id[i] < 0 || t->byte_id[i] >= t->vocabulary)
+      tfmi_fail(&m->load, TFM_E_FORMAT, "no token for the byte 0x%02X", i);
+  if (row->adds_bos) tfmi_make_before(m, &t->bos, t->bos >= 0);
 }
 
 /* ---- SentencePiece .model: protocol buffers, of which only these fields are read ---- */
@@ -7710,9 +7915,10 @@ static void tfmi_spm_trainer(tfmi_make *m, tfmi_text bytes, int64_t ids[4]) {
     else if (f.number == 24 && f.value)
       tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "treat_whitespace_as_suffix cannot be reproduced");
   }
-  if (model != 2)
-    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the SentencePiece model is %s, expected BPE",
+  if (model != 1 && model != 2)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the SentencePiece model is %s, expected BPE or Unigram",
               model < 5 ? models[model] : "?");
+  if (model == 1) tfmi_make_spm_unigram(m, tfmi_text_of(""));
   m->t->byte_fallback = fallback;
 }
 
@@ -7722,8 +7928,7 @@ static void tfmi_spm_normaliser(tfmi_make *m, tfmi_text bytes) {
   tfm_tokenizer *t = m->t;
   while (tfmi_proto_next(&p, &f)) {
     if (f.number == 2 && f.bytes.n)
-      tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the model normalises characters "
-                "(precompiled_charsmap), which cannot be reproduced");
+      tfmi_add_charsmap(m, tfmi_keep_bytes(m, f.bytes), tfmi_rewrite_longest);
     if (f.number == 3) t->strip = f.value != 0;
     if (f.number == 4) m->blanks.squeeze = f.value != 0;
     if (f.number == 5 && !f.value)
@@ -7946,6 +8151,8 @@ static bool tfmi_read_file(tfmi_make *m, tfmi_text file, const char *path) {
     else tfmi_read_json(m, file);
   } else if (file.n > 2 && file.at[0] == '\n' && file.at[1]) { /* a piece: field 1 with bytes */
     tfmi_read_spm(m, file);
+  } else if (tfmi_is_tiktoken(file)) {
+    tfmi_read_tiktoken(m, file, path);
   } else if (longest > 0 && longest <= TFMI_PIECE_BYTES_MAX) {
     tfmi_read_llama2c(m, file);
   } else {

@@ -8,6 +8,8 @@
 
 #define GOLDEN DATA "tokenizers/"
 
+static void check_refused(const char *text, size_t bytes, int status, const char *part);
+
 /* ---- Goldens ---- */
 
 typedef struct lines {
@@ -349,6 +351,55 @@ TEST(tokenizer_vectors) {
   check_vectors("gpt-2");
   check_vectors("llama-spm");
   check_vectors("phi-3");
+  check_vectors("refact");
+}
+
+/* ---- tiktoken ---- */
+
+static size_t put_base64(char *out, const uint8_t *p, size_t n) {
+  static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  size_t i, size = 0;
+  for (i = 0; i < n; i += 3) {
+    uint32_t bits = (uint32_t)p[i] << 16 | (i + 1 < n ? (uint32_t)p[i + 1] << 8 : 0) |
+                    (i + 2 < n ? p[i + 2] : 0);
+    out[size++] = digits[bits >> 18];
+    out[size++] = digits[bits >> 12 & 63];
+    out[size++] = i + 1 < n ? digits[bits >> 6 & 63] : '=';
+    out[size++] = i + 2 < n ? digits[bits & 63] : '=';
+  }
+  return size;
+}
+
+/* GPT-2's vocabulary in this form: its ids are its ranks. */
+TEST(tokenizer_tiktoken) {
+  tfm_tokenizer *t;
+  tfm_tokenizer_config config;
+  char *file, *at, said[1024];
+  int32_t id;
+  if (!is_there(SHARED "gpt2/tokenizer.json")) SKIP("no " SHARED "gpt2");
+  t = load(SHARED "gpt2/tokenizer.json");
+  file = at = (char *)malloc(4 << 20);
+  for (id = 0; id < 50256; id++) {
+    const tfmi_token *token = &t->token[id];
+    at += put_base64(at, (const uint8_t *)t->arena + token->said_at, token->said_n);
+    at += sprintf(at, " %d\n", (int)id);
+  }
+  tfm_tokenizer_free(t);
+  check_refused(file, (size_t)(at - file), TFM_E_UNSUPPORTED, "splitting");
+  memset(&config, 0, sizeof config);
+  config.splitting = "gpt2";
+  t = tfm_tokenizer_load_memory(file, (size_t)(at - file), &config);
+  if (!t) CHECK_STR(tfm_error(), "");
+  check_goldens(t, "gpt2", "plain", 0);
+  check_goldens(t, "gpt2", "special", TFM_ENCODE_PARSE_SPECIAL);
+  id = 50256;
+  CHECK_EQ_INT(tfm_decode(t, &id, 1, said, sizeof said), 13);
+  tfm_tokenizer_free(t);
+  CHECK(!tfm_tokenizer_load_memory("YQ== 0\n", 7, &config));
+  CHECK_STR_HAS(tfm_error(), "no token for the byte");
+  CHECK(!tfm_tokenizer_load_memory("YQ== 0\nYg 1\n", 12, &config));
+  CHECK_STR_HAS(tfm_error(), "byte 7");
+  free(file);
 }
 
 /* ---- Characters ---- */
@@ -760,7 +811,7 @@ TEST(tokenizer_bad_model) {
   static const char wire[] = "\n\x05\n\x01" "a\x13\x01";
   static const char group[] = "\n\x03\n\x01" "a\x0b";
   static const char no_trainer[] = "\n\x03\n\x01" "a";
-  static const char unigram[] = "\n\x05\n\x01" "a\x18\x02\x12\x02\x18\x01";
+  static const char words[] = "\n\x05\n\x01" "a\x18\x02\x12\x02\x18\x03";
   static const char no_unk[] = "\n\x03\n\x01" "a\x12\x02\x18\x02";
   static const char charsmap[] = "\n\x05\n\x01" "a\x18\x02\x12\x02\x18\x02\x1a\x03\x12\x01x";
   static const char not_a_number[] =
@@ -770,9 +821,9 @@ TEST(tokenizer_bad_model) {
   check_refused(wire, sizeof wire - 1, TFM_E_FORMAT, "wire type");
   check_refused(group, sizeof group - 1, TFM_E_FORMAT, "wire type");
   check_refused(no_trainer, sizeof no_trainer - 1, TFM_E_FORMAT, "trainer_spec");
-  check_refused(unigram, sizeof unigram - 1, TFM_E_UNSUPPORTED, "Unigram");
+  check_refused(words, sizeof words - 1, TFM_E_UNSUPPORTED, "is words");
   check_refused(no_unk, sizeof no_unk - 1, TFM_E_FORMAT, "unknown piece");
-  check_refused(charsmap, sizeof charsmap - 1, TFM_E_UNSUPPORTED, "charsmap");
+  check_refused(charsmap, sizeof charsmap - 1, TFM_E_FORMAT, "precompiled_charsmap of 1 bytes");
   check_refused(not_a_number, sizeof not_a_number - 1, TFM_E_FORMAT, "not a number");
 }
 

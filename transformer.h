@@ -4362,9 +4362,11 @@ static size_t tfmi_split_qwen2(const char *p, size_t n) { return tfmi_split_cl10
 #define TFMI_CL100K_PATTERN(digits) \
   "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}" digits \
   "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+#define TFMI_UPPER "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
+#define TFMI_LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
 #define TFMI_CASED_PATTERN(suffix, digits) \
-  "[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]*[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]+" suffix \
-  "|[^\\r\\n\\p{L}\\p{N}]?[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]+[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]*" suffix \
+  "[^\\r\\n\\p{L}\\p{N}]?" TFMI_UPPER "*" TFMI_LOWER "+" suffix \
+  "|[^\\r\\n\\p{L}\\p{N}]?" TFMI_UPPER "+" TFMI_LOWER "*" suffix \
   "|\\p{N}" digits "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
 #define TFMI_O200K_PATTERN TFMI_CASED_PATTERN("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}")
 #define TFMI_TEKKEN_PATTERN TFMI_CASED_PATTERN("", "")
@@ -7515,7 +7517,8 @@ static const tfmi_split_row tfmi_gguf_pres[] = {
   {"tekken", {TFMI_TEKKEN_PATTERN}, false, false, true, true},
   {"deepseek-v3",
    {"\\p{N}{1,3}", "[\xe4\xb8\x80-\xe9\xbe\xa5\xe3\x81\x80-\xe3\x82\x9f\xe3\x82\xa0-\xe3\x83\xbf]+",
-    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
+    "|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
     "| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
    false, false, false, true},
 };
@@ -7754,8 +7757,8 @@ static const tfmi_split_row *tfmi_tiktoken_row(tfmi_make *m, const char *path) {
   for (i = 0; i < TFMI_COUNT(tfmi_tiktokens); i++)
     if (strlen(tfmi_tiktokens[i].name) == n && memcmp(tfmi_tiktokens[i].name, name, n) == 0)
       return &tfmi_tiktokens[i];
-  tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a tiktoken file does not say how text is split, and \"%s\" is "
-            "not known; set the config's splitting to gpt2, cl100k_base, o200k_base, llama3 or "
+  tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a tiktoken file does not say how text is split, and "
+            "\"%s\" is not known; set the config's splitting to gpt2, cl100k_base, o200k_base, llama3 or "
             "qwen", tfmi_plain(tfmi_text_of(name)).text);
 }
 

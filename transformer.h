@@ -7758,8 +7758,8 @@ static const tfmi_split_row *tfmi_tiktoken_row(tfmi_make *m, const char *path) {
     if (strlen(tfmi_tiktokens[i].name) == n && memcmp(tfmi_tiktokens[i].name, name, n) == 0)
       return &tfmi_tiktokens[i];
   tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a tiktoken file does not say how text is split, and "
-            "\"%s\" is not known; set the config's splitting to gpt2, cl100k_base, o200k_base, llama3 or "
-            "qwen", tfmi_plain(tfmi_text_of(name)).text);
+            "\"%s\" is not known; set the config's splitting to gpt2, cl100k_base, o200k_base, "
+            "llama3 or qwen", tfmi_plain(tfmi_text_of(name)).text);
 }
 
 /* Tokens are spelled in letters for bytes, and merge by rank. */

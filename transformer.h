@@ -6527,6 +6527,9 @@ static void tfmi_make_patterns(tfmi_make *m) {
                 TFMI_PIECE_BYTES_MAX);
     a->pattern = a->text;
     if (a->normalised && !a->verbatim) a->pattern = tfmi_make_rewritten(m, a->text);
+    if (!a->pattern.n)
+      tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "nothing is left of the added token \"%s\" when it is "
+                "normalised", tfmi_plain(a->text).text);
   }
 }
 

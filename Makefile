@@ -15,11 +15,11 @@ SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 VERSION := $(shell sed -n 's/^.define TFM_VERSION "\(.*\)"/\1/p' transformer.h 2>/dev/null)
 
 B        = build
-HEADERS  = transformer.h examples/common.h $(wildcard tests/*.h)
+HEADERS  = transformer.h $(wildcard examples/*.h) $(wildcard tests/*.h)
 EXAMPLES = $(patsubst examples/%.c,$B/%,$(wildcard examples/*.c)) $B/cpp
 UNITS    = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 FUZZERS  = $(patsubst tests/%.c,%,$(wildcard tests/fuzz_*.c))
-TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels
+TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels $B/avx2/test_gradients
 LIBRARY  = $B/libtransformer.a
 
 # What the tools are linked with. A companion that declines its kernels is passed over at run time.

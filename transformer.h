@@ -44,8 +44,8 @@
      >>gguf       the GGUF container                >>session    feeding, choosing, text
      >>steps      text rewritten, cut to pieces     >>generate   prompt in, text out
      >>tokenizer  text to ids and back              >>train      backward pass, optimiser, trainer
-     >>formats    safetensors, shards, llama2.c     >>export     folders, checkpoints
-                                                    >>data       text files to sequences
+     >>vocabulary built from text, saved            >>export     folders, checkpoints
+     >>formats    safetensors, shards, llama2.c     >>data       text files to sequences
 
    Options, defined before the include:
      TRANSFORMER_IMPLEMENTATION         this file gets the code
@@ -280,14 +280,39 @@ TFM_API tfm_tokenizer *tfm_tokenizer_load(const char *path, const tfm_tokenizer_
 /* The same from memory, which may be released afterwards; the kind is recognised by its bytes. */
 TFM_API tfm_tokenizer *tfm_tokenizer_load_memory(const void *data, size_t bytes,
                                                  const tfm_tokenizer_config *config);
-/* One token per distinct code point of `text`, in code point order; others are an error to
-   encode. */
-TFM_API tfm_tokenizer *tfm_tokenizer_from_text(const char *text, size_t bytes,
-                                               const tfm_tokenizer_config *config);
+
+typedef enum tfm_vocabulary { /* what tokens are, in a vocabulary built from text */
+  TFM_BPE = 0,       /* bytes, merged by frequency */
+  TFM_WORDS = 1,     /* what the pattern cuts out, blanks included: the most frequent */
+  TFM_CHARACTERS = 2 /* code points, in their order */
+} tfm_vocabulary;
+
+typedef struct tfm_vocabulary_config {
+  tfm_host host;
+  tfm_vocabulary kind;
+  int32_t size;          /* tokens at most; 0: 4096 of BPE, 32768 words, every character */
+  int64_t min_frequency; /* a token's, in the texts; 0: 2 of BPE, else 1 */
+  const char *pattern;   /* how BPE and words cut text: "gpt2", "llama3", "qwen2"; NULL: "gpt2" */
+  /* Texts of special tokens, which get the first ids. Their names make them BOS ("<s>", "<bos>"),
+     EOS ("</s>", "<eos>"), both ("<|endoftext|>"), PAD ("<pad>") and, for words and characters, UNK
+     ("<unk>"), without which unknown ones are an error to encode. */
+  const char *const *special;
+  int32_t special_count;
+  bool adds_bos, adds_eos; /* what TFM_ENCODE_SPECIAL adds */
+  int32_t threads;       /* workers; 0: one per core. The result is the same */
+} tfm_vocabulary_config;
+
+/* Builds a vocabulary from `count` texts of UTF-8; bytes NULL: each ends with a NUL. NULL config:
+   byte-level BPE. Merges and ids are those of Hugging Face's BpeTrainer, fed the same texts. */
+TFM_API tfm_tokenizer *tfm_tokenizer_train(const char *const *texts, const size_t *bytes,
+                                           size_t count, const tfm_vocabulary_config *config);
+/* Writes tokenizer.json, which Hugging Face's tokenizers loads with the same ids: of what was built
+   from text and of any byte-level BPE. Others are refused: copy their file. */
+TFM_API tfm_status tfm_tokenizer_save(const tfm_tokenizer *tokenizer, const char *path);
 TFM_API void tfm_tokenizer_free(tfm_tokenizer *tokenizer);
 
 typedef struct tfm_tokenizer_info {
-  const char *kind;    /* "byte-level BPE", "SentencePiece BPE", "characters" */
+  const char *kind;    /* "byte-level BPE", "SentencePiece BPE", "words", "characters" */
   int32_t vocabulary;  /* ids are 0 .. vocabulary-1; gaps have no text */
   int32_t bos, eos, unk, pad; /* -1: none */
   bool adds_bos, adds_eos;    /* what TFM_ENCODE_SPECIAL adds */
@@ -309,6 +334,19 @@ enum {
    memory limit holds for each call by itself. */
 TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
                            unsigned flags, int32_t *ids, size_t cap);
+typedef struct tfm_encoding { /* one text of a batch */
+  const char *text;
+  size_t bytes;
+  int32_t *ids;  /* [cap] */
+  size_t cap;
+  int64_t count; /* out: what tfm_encode returns */
+} tfm_encoding;
+
+/* tfm_encode for n texts over `threads` threads (0: one per core), each text by one of them. What
+   went wrong first, in the order of the texts, is returned; the others are encoded all the same.
+   host.alloc is called by all of these threads. */
+TFM_API tfm_status tfm_encode_batch(const tfm_tokenizer *tokenizer, tfm_encoding *batch, size_t n,
+                                    unsigned flags, int32_t threads);
 /* The text of n ids as UTF-8, snprintf fashion: returns its length in bytes, writes at most cap - 1
    and a terminating NUL. Bytes that form no character become U+FFFD. Special tokens are written
    out. A negative status when an id is outside the vocabulary. */
@@ -483,6 +521,15 @@ typedef enum tfm_schedule { /* of the learning rate after the warm-up */
   TFM_WSD = 3      /* warm-up, stable, decay: linear over the last decay_steps */
 } tfm_schedule;
 
+enum { /* parts of a network, for tfm_trainer_config.freeze */
+  TFM_EMBEDDINGS = 1,    /* of tokens and positions; the head too, where it is tied */
+  TFM_HEAD = 2,
+  TFM_NORMS = 4,
+  TFM_ATTENTION = 8,     /* projections and their biases, as the next */
+  TFM_FEED_FORWARD = 16,
+  TFM_EXPERTS = 32       /* and their router */
+};
+
 typedef struct tfm_trainer_config {
   tfm_host host;
   tfm_device device;     /* of tfm_trainer_init; 0: the first. tfm_trainer_create takes the model's.
@@ -500,6 +547,15 @@ typedef struct tfm_trainer_config {
   int32_t warmup;        /* steps of a linear start */
   int32_t steps;         /* in all, for the schedules that end */
   int32_t decay_steps;   /* of TFM_WSD; 0: a fifth of steps */
+  /* Shares that a step drops at random, as GPT-2's embd_pdrop, attn_pdrop and resid_pdrop; what
+     stays is scaled up. Drawn by seed, sequence and place, so the same whatever the batch, the
+     threads and the device. */
+  float drop_embed, drop_attn, drop_residual;
+  uint64_t seed;         /* of these */
+  bool recompute;        /* keep one layer's activations and compute them again: less memory, a
+                            quarter more time, the same bits */
+  unsigned freeze;       /* parts that are not trained, TFM_EMBEDDINGS | TFM_NORMS ... */
+  int32_t first_layer;   /* layers below it are not trained either, nor are the embeddings */
   int32_t keep;          /* newest checkpoints that saving leaves: PATH, PATH.1 ...; 0: 1 */
   uint64_t data;         /* tfm_data.mark: checkpoints of other data are refused; 0: of none */
 } tfm_trainer_config;
@@ -512,6 +568,7 @@ typedef struct tfm_shape { /* a model to be made; what is 0 is as the family has
   int32_t ffn_width;     /* 0: 4 width; llama: 8/3 width, up to a multiple of 32 */
   bool untied;           /* a head of its own instead of the embedding table */
   uint64_t seed;
+  const tfm_tokenizer *tokenizer; /* its BOS and EOS are the model's; NULL: there are none */
 } tfm_shape;
 
 typedef struct tfm_step {
@@ -656,7 +713,7 @@ typedef struct tfm_dev {
   bool host_visible;      /* memory from `alloc` must be addressable by the host (for override) */
   tfm_status status;      /* sticky until sync */
   char message[256];
-  void *work; /* an engine's: work_bytes of device memory for temporaries of entries; else NULL */
+  void *work; /* an engine's or a trainer's: work_bytes for temporaries of entries; else NULL */
   void *state; /* the backend's own, from open to close */
 } tfm_dev;
 
@@ -803,6 +860,9 @@ typedef struct tfm_routing { /* T tokens to E experts; device arrays owned by th
   int32_t *order;   /* [T * top_k] slots t * top_k + j sorted by expert, then t */
   int32_t *begin;   /* [E + 1] range of each expert in order */
   float *probs;     /* [T, E] softmax of the router's logits, for its backward */
+  /* [E], or NULL: route adds the slots of each expert and the sum of its probs, layer by layer, for
+     the balance of all layers together */
+  float *count, *mass;
 } tfm_routing;
 
 typedef struct tfm_sampler { /* one row of logits each; device arrays */
@@ -833,6 +893,9 @@ typedef struct tfm_layer {
   tfm_weight router, expert_up, expert_down, shared_gate; /* mixture of experts; rows 0: dense */
   tfm_rope rope;            /* rot 0: none */
   tfm_attn attn;
+  /* Of experts: [E, N]. With a router, up and down are of the expert for all tokens, behind
+     shared_gate [1, C]. */
+  const float *expert_up_bias, *expert_down_bias;
 } tfm_layer;
 
 typedef struct tfm_net {
@@ -867,7 +930,7 @@ typedef struct tfm_run_ahead {
 
 /* ---- The table ---- */
 
-#define TFM_BACKEND_ABI 1
+#define TFM_BACKEND_ABI 2
 
 struct tfm_backend {
   uint32_t abi; /* TFM_BACKEND_ABI */
@@ -893,7 +956,8 @@ struct tfm_backend {
   /* Memory that the host and the device both address; NULL: out of memory. */
   void *(*alloc_shared)(tfm_dev *d, size_t bytes);
   void (*release_shared)(tfm_dev *d, void *p, size_t bytes);
-  /* Bytes of tfm_dev.work that entries want for passes of up to `rows` rows over a context. */
+  /* Bytes of tfm_dev.work that entries want for passes of up to `rows` rows over a context; for
+     backward and the optimiser too when net->embed has TFM_ROLE_GRADIENT. */
   size_t (*work_bytes)(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
                        int32_t context);
   /* Graphs. replay runs what was recorded under a key; false: nothing was. record(begin) starts a
@@ -941,7 +1005,8 @@ struct tfm_backend {
      (x [T, K]), else s (x [T * top_k, K]). y [T * top_k, N]. */
   void (*matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w, const tfm_routing *r,
                      bool spread);
-  /* y[t] = residual[t] + sum over j of weight[t, j] * x[t * top_k + j], in order of j. */
+  /* y[t] = residual[t] + sum over j of weight[t, j] * x[t * top_k + j], in order of j. y may alias
+     residual. */
   void (*combine)(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual, const tfm_routing *r);
   /* ids[r] chosen from logits [R, V], which are left as they were. logprobs optional [R]. Two
      tables agree but where the random number lies within 1e-6 of a step of the cumulative sum. */
@@ -985,8 +1050,9 @@ struct tfm_backend {
   void (*embed_bwd)(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_mat dy,
                     const tfm_rows *rows, float scale);
   /* dlogits [T, E] from dweight [T, top_k], plus the load-balancing loss's gradient times balance;
-     balance_loss[0] += that loss: E * sum over e of (slots of e / T) * (mean of probs[, e]), as
-     Fedus et al. 2021 have it for top_k 1. */
+     balance_loss[0], if not NULL, += that loss: E * sum over e of (slots of e / T) * (mean of
+     probs[, e]), as Fedus et al. 2021 have it for top_k 1. Where r->count is, both are taken over
+     all rows that were counted, not over this layer's, as transformers does it. */
   void (*route_bwd)(tfm_dev *d, tfm_mat dlogits, const float *dweight, const tfm_routing *r,
                     const tfm_moe *p, float balance, float *balance_loss);
   /* dx[s] = weight[s] * dy[s / top_k]; dweight[s] = dy[s / top_k] . x[s]: slots s [T * top_k]. */
@@ -1006,12 +1072,24 @@ struct tfm_backend {
      master when it is F32). */
   void (*adamw)(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
                 const void *g, tfm_type gtype, int64_t n, const float *sumsq, const tfm_adamw *p);
+
+  /* Experts' small change: required for models that have them. */
+  /* y[s] = act(x[s] + bias[e]), e the expert of slot s: slots [T * top_k, N], bias [E, N] or NULL;
+     y may alias x. */
+  void (*moe_bias)(tfm_dev *d, tfm_mat y, tfm_mat x, const float *bias, const tfm_routing *r,
+                   tfm_act act);
+  /* y[t] += x[t] / (1 + e^-gate[t]): gate [T, 1], F32. */
+  void (*add_gated)(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat gate);
+  /* db [E, N] += sums of dy over each expert's slots, in their order. */
+  void (*moe_bias_bwd)(tfm_dev *d, float *db, tfm_mat dy, const tfm_routing *r);
+  /* Backward of add_gated: dx and dgate overwrite; y's gradient is dy. */
+  void (*add_gated_bwd)(tfm_dev *d, tfm_mat dx, tfm_mat dgate, tfm_mat dy, tfm_mat x, tfm_mat gate);
 };
 
 /* The reference; and the companions, when they are linked (TFM_USE_CPU, TFM_USE_CUDA). A companion
    built against another layout of the table does not link: its name carries the number. */
-#define tfm_backend_cpu tfm_backend_cpu_abi1
-#define tfm_backend_cuda tfm_backend_cuda_abi1
+#define tfm_backend_cpu tfm_backend_cpu_abi2
+#define tfm_backend_cuda tfm_backend_cuda_abi2
 TFM_API const tfm_backend *tfm_backend_ref(void);
 extern const tfm_backend *tfm_backend_cpu(void);
 extern const tfm_backend *tfm_backend_cuda(void);
@@ -1836,11 +1914,23 @@ static float tfmi_uniform(uint64_t seed, uint64_t sequence, uint64_t position) {
    >>objects   what the sections below share
    ============================================================================================== */
 
+typedef enum tfmi_rope_kind {
+  TFMI_ROPE_DEFAULT, TFMI_ROPE_LINEAR, TFMI_ROPE_DYNAMIC, TFMI_ROPE_LLAMA3, TFMI_ROPE_YARN,
+  TFMI_ROPE_LONG
+} tfmi_rope_kind;
+
+enum { TFMI_ROPE_PIECE = 128 }; /* frequencies made at a time */
+
 typedef struct tfmi_rotation { /* what the frequencies are computed from */
-  double theta;
-  bool llama3;
-  double factor, low, high, original; /* of llama3's scaling */
-  bool factors; /* GGUF's, beside these */
+  tfmi_rope_kind kind;
+  double theta, factor;
+  double low, high;        /* llama3's factors; yarn's turns over the original context */
+  double original;         /* context that scaling starts from */
+  double scale;            /* of cosines and sines */
+  int32_t rot;             /* 0: no rotation */
+  int32_t trained;         /* positions, before dynamic scaling */
+  bool truncate;           /* yarn's range is of whole pairs */
+  const float *divisor[2]; /* [rot/2] of frequencies: up to the original context, beyond; or NULL */
 } tfmi_rotation;
 
 struct tfm_model {
@@ -1851,7 +1941,8 @@ struct tfm_model {
   const char *family, *format;
   tfm_type weights;   /* type of most weight bytes */
   bool tied;
-  tfmi_rotation rotation;
+  tfmi_rotation rotation[2]; /* of full attention, of windows */
+  double balance;     /* weight of the experts' balance in training, as the model's files say */
   int32_t bos;        /* -1: none */
   int32_t end[16], end_count;
   uint64_t parameters, token_bytes, mapped_bytes;
@@ -1870,7 +1961,11 @@ static bool tfmi_is_llama2(const uint8_t *data, size_t bytes);
 static tfm_status tfmi_dev_open(tfm_dev *d, tfmi_heap *heap, tfm_device which, int32_t index,
                                 int32_t threads, const char *override, bool no_fallback);
 static void tfmi_dev_close(tfm_dev *d, tfmi_heap *heap);
-static void tfmi_pool_close(tfm_dev *d, tfmi_heap *heap); /* only its threads */
+static tfm_status tfmi_pool_open(tfm_dev *d, tfmi_heap *heap, int32_t threads); /* only threads */
+static void tfmi_pool_close(tfm_dev *d, tfmi_heap *heap);
+static int32_t tfmi_cores(void);
+/* The name of an entry that models with experts need and the table has not; NULL: it has all. */
+static const char *tfmi_experts_missing(const tfm_backend *table);
 
 /* >>kernels: y[i] = x[i] from type to type, n values that fill whole blocks, at any alignment. */
 static void tfmi_convert(tfm_type to, uint8_t *y, tfm_type from, const uint8_t *x, int32_t n);
@@ -3690,9 +3785,9 @@ typedef enum tfmi_behavior {
   TFMI_ISOLATED, TFMI_REMOVED, TFMI_CONTIGUOUS, TFMI_WITH_PREVIOUS, TFMI_WITH_NEXT
 } tfmi_behavior;
 
-typedef struct tfmi_pair_slot { /* two characters that compose to one */
+typedef struct tfmi_composed { /* two characters that compose to one */
   uint32_t first, second, whole;
-} tfmi_pair_slot;
+} tfmi_composed;
 
 enum { TFMI_PAIR_SLOTS = 4096 };
 
@@ -3720,7 +3815,7 @@ struct tfmi_step {
   tfmi_text text;        /* looked for, or put before */
   tfmi_text content;     /* put in its place */
   const tfmi_charset *set, *compat, *combining;
-  const tfmi_pair_slot *pairs;
+  const tfmi_composed *pairs;
   const tfmi_charsmap *map;
   const struct tfmi_regex *regex;
 };
@@ -3978,7 +4073,7 @@ static void tfmi_order_marks(tfmi_work *w, const tfmi_step *s) {
   }
 }
 
-static size_t tfmi_pair_slot_of(const tfmi_pair_slot *pairs, uint32_t first, uint32_t second) {
+static size_t tfmi_composed_slot(const tfmi_composed *pairs, uint32_t first, uint32_t second) {
   size_t i = (first * 31 + second * 2654435761u) >> 7 & (TFMI_PAIR_SLOTS - 1);
   while (pairs[i].whole && (pairs[i].first != first || pairs[i].second != second))
     i = (i + 1) & (TFMI_PAIR_SLOTS - 1);
@@ -3993,7 +4088,7 @@ static uint32_t tfmi_compose(const tfmi_step *s, uint32_t first, uint32_t second
   if (k < TFMI_HANGUL_COUNT && k % TFMI_HANGUL_PER_V == 0 && second > TFMI_HANGUL_T &&
       second < TFMI_HANGUL_T + TFMI_HANGUL_PER_V)
     return first + second - TFMI_HANGUL_T;
-  return s->pairs[tfmi_pair_slot_of(s->pairs, first, second)].whole;
+  return s->pairs[tfmi_composed_slot(s->pairs, first, second)].whole;
 }
 
 /* A character composes with the last starter when nothing between them has its class or none. */
@@ -5011,11 +5106,24 @@ static void tfmi_encode_unigram(tfmi_encoder *e, const char *p, size_t n) {
   if (unknown) tfmi_emit_unknown(e, p + n - unknown, unknown);
 }
 
+static void tfmi_encode_word(tfmi_encoder *e, const char *p, size_t n) {
+  tfmi_text word = {p, n};
+  int32_t id = tfmi_own_id(e->t, p, n);
+  if (id < 0 && e->t->strict)
+    e->work.status = tfmi_report(TFM_E_ARG, "tfm_encode: the word \"%s\" is not in this "
+                                 "vocabulary; remove it from the text", tfmi_plain(word).text);
+  else tfmi_emit(e, id < 0 ? e->t->unk : id);
+}
+
 static void tfmi_encode_piece(tfmi_encoder *e, const char *p, size_t n) { /* one pre-token */
   const tfm_tokenizer *t = e->t;
   int32_t id;
   e->last = -1;
   if (n == 0) return;
+  if (t->model == TFMI_WHOLE) {
+    tfmi_encode_word(e, p, n);
+    return;
+  }
   if (t->whole.slot) {
     id = tfmi_text_find(&t->whole, p, n);
     if (id >= 0) {
@@ -5029,7 +5137,6 @@ static void tfmi_encode_piece(tfmi_encoder *e, const char *p, size_t n) { /* one
     return;
   }
   if (t->model == TFMI_UNIGRAM) tfmi_encode_unigram(e, p, n);
-  else if (t->model == TFMI_WHOLE) tfmi_emit(e, t->unk);
   else if (t->from_bytes) tfmi_encode_bytes(e, p, n);
   else tfmi_encode_characters(e, p, n);
   if (e->work.status == TFM_OK) tfmi_symbols_done(e);
@@ -5407,7 +5514,7 @@ typedef struct tfmi_make { /* a load of a tokenizer */
   bool no_blanks;               /* steps leave no blank in the text */
   tfmi_step blanks;             /* the step that SentencePiece files share; rewrite NULL: none */
   tfmi_charset *set[TFMI_CHARSETS];
-  tfmi_pair_slot *pairs;
+  tfmi_composed *pairs;
   tfmi_encoder *work;           /* for rewriting while loading */
 } tfmi_make;
 
@@ -5572,7 +5679,7 @@ static void tfmi_make_pair(tfmi_make *m, const uint32_t *part, uint32_t n, uint3
   uint32_t first = part[0], i;
   size_t slot = 0;
   for (i = 1; i < n; i++) {
-    slot = tfmi_pair_slot_of(m->pairs, first, part[i]);
+    slot = tfmi_composed_slot(m->pairs, first, part[i]);
     if (i + 1 < n) first = m->pairs[slot].whole;
   }
   m->pairs[slot].first = first;
@@ -5581,11 +5688,11 @@ static void tfmi_make_pair(tfmi_make *m, const uint32_t *part, uint32_t n, uint3
 }
 
 /* From canonical decompositions, which are complete: those of fewer parts first. */
-static const tfmi_pair_slot *tfmi_make_pairs(tfmi_make *m) {
+static const tfmi_composed *tfmi_make_pairs(tfmi_make *m) {
   const tfmi_charset *nfd = tfmi_make_charset(m, TFMI_CHARS_NFD);
   uint32_t code, n, v;
   if (m->pairs) return m->pairs;
-  m->pairs = TFMI_NEW(tfmi_pair_slot, tfmi_keep(&m->load, TFMI_PAIR_SLOTS, sizeof *m->pairs));
+  m->pairs = TFMI_NEW(tfmi_composed, tfmi_keep(&m->load, TFMI_PAIR_SLOTS, sizeof *m->pairs));
   for (n = 2; n <= 4; n++)
     for (code = 0; code < TFMI_CODES; code++)
       if ((v = tfmi_charset_at(nfd, code)) != 0 && !nfd->flag[v - 1] &&
@@ -7445,11 +7552,11 @@ static void tfmi_read_json(tfmi_make *m, tfmi_text file) {
   if (m->t->from_bytes && m->t->byte_fallback)
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "byte_fallback together with byte-level BPE");
   if (m->t->from_bytes) m->t->kind = "byte-level BPE";
-  if (m->t->model == TFMI_WHOLE) m->whole_first = true;
-  if (m->t->model == TFMI_WHOLE && !m->unk.n)
-    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a WordLevel model without an unk_token");
   tfmi_json_added_ids(m);
   tfmi_make_tables(m);
+  if (!m->t->from_bytes && m->t->model == TFMI_MERGES && !m->merge_count)
+    m->t->kind = "characters";
+  m->t->strict = m->t->model == TFMI_WHOLE && m->t->unk < 0;
   tfmi_json_check_template(m);
 }
 
@@ -8015,28 +8122,6 @@ static void tfmi_read_llama2c(tfmi_make *m, tfmi_text file) {
   tfmi_make_before(m, &t->bos, 1);
 }
 
-/* ---- Characters of a text ---- */
-
-static void tfmi_read_characters(tfmi_make *m) {
-  const char *text = (const char *)m->data;
-  uint8_t *seen = (uint8_t *)tfmi_scratch(&m->load, TFMI_CODES, 1);
-  uint32_t code;
-  int32_t id = 0;
-  tfmi_rune r;
-  size_t at;
-  for (at = 0; at < m->bytes; at += r.bytes) {
-    r = tfmi_rune_at(text + at, m->bytes - at);
-    if (r.state != TFMI_RUNE_WHOLE)
-      tfmi_fail(&m->load, TFM_E_ARG, "byte %llu of the text is not UTF-8", (unsigned long long)at);
-    seen[r.code] = 1;
-  }
-  for (code = 0; code < TFMI_CODES; code++)
-    if (seen[code]) tfmi_make_character(m, code, id++, TFMI_PIECE_NORMAL);
-  m->t->kind = "characters";
-  m->t->strict = true;
-  tfmi_make_tables(m);
-}
-
 /* ---- Finding the file, knowing its kind ---- */
 
 static tfmi_text tfmi_make_file(tfmi_make *m, const char *path) {
@@ -8261,19 +8346,6 @@ TFM_API tfm_tokenizer *tfm_tokenizer_load_memory(const void *data, size_t bytes,
   return tfmi_make_tokenizer(&m, "tokenizer in memory", config, tfmi_read_memory);
 }
 
-TFM_API tfm_tokenizer *tfm_tokenizer_from_text(const char *text, size_t bytes,
-                                               const tfm_tokenizer_config *config) {
-  tfmi_make m;
-  memset(&m, 0, sizeof m);
-  m.data = text;
-  m.bytes = bytes;
-  if (!text || !bytes) {
-    tfmi_report(TFM_E_ARG, "tfm_tokenizer_from_text: the text is empty");
-    return NULL;
-  }
-  return tfmi_make_tokenizer(&m, "tfm_tokenizer_from_text", config, tfmi_read_characters);
-}
-
 TFM_API void tfm_tokenizer_free(tfm_tokenizer *tokenizer) {
   tfmi_heap heap;
   tfmi_block kept;
@@ -8283,6 +8355,947 @@ TFM_API void tfm_tokenizer_free(tfm_tokenizer *tokenizer) {
   kept.next->prev = kept.prev->next = &kept;
   tfmi_ring_free(&heap, &kept);
 }
+/* =================================================================================================
+   >>vocabulary   vocabularies built from text, and written to files
+   =================================================================================================
+
+   Texts are cut into pre-tokens and these counted, by several workers: each counts a share of the
+   bytes in a table of its own, whose entries point into the texts. Workers take no memory: one
+   whose table is full, or whose stretch is done, returns; the caller makes room, tells the progress
+   and sends all on. Shares begin between a letter and white space, where every pattern cuts. The
+   tables are then joined and sorted by count and bytes: from here on, and in the result, nothing
+   depends on the number of workers.
+
+   Byte-level BPE merges the most frequent pair of symbols, again and again. A queue holds pairs by
+   count, each with the words that it was found in; when a pair comes up whose count has changed it
+   is put back with the right one. So one merge costs what its words do, not a pass over all. Among
+   equal counts the pair of lowest ids is first: the merges are those of Hugging Face's BpeTrainer.
+   One case is open there: when two pairs spell one token, so that a pair can be queued twice with
+   one count, its heap does not tell which of the two is first; here it is the earlier one. */
+
+typedef struct tfmi_word { /* a pre-token of the texts */
+  const char *at;
+  int64_t count; /* 0: a free slot */
+  uint32_t n, hash;
+} tfmi_word;
+
+typedef struct tfmi_counter { /* a worker */
+  tfmi_word *slot;
+  uint64_t mask, used;
+  size_t text, at, last, end; /* it is at byte `at` of a text, and stops at `end` of the last one */
+  uint64_t counted;           /* bytes */
+  bool full, broken;          /* broken: a pre-token of 2^32 bytes, told by the caller */
+} tfmi_counter;
+
+typedef struct tfmi_training { /* one call */
+  const char *const *texts;
+  const size_t *bytes; /* NULL: each text ends with a NUL */
+  size_t count;
+  uint64_t total;      /* bytes of all texts */
+  const tfm_vocabulary_config *config;
+  tfmi_heap heap;      /* of the pool */
+  tfm_dev dev;         /* has nothing but the pool */
+  tfmi_splitter split;
+  int32_t size;        /* of the vocabulary */
+  int64_t least;       /* occurrences */
+  tfmi_counter *counter;
+  tfmi_word *word;     /* [words] once they are sorted */
+  int32_t words;
+} tfmi_training;
+
+enum { TFMI_STRETCH_BYTES = 1 << 21 }; /* that a worker counts before it comes back */
+
+static size_t tfmi_text_bytes(const tfmi_training *r, size_t i) {
+  return r->bytes ? r->bytes[i] : strlen(r->texts[i]);
+}
+
+static void tfmi_training_goes_on(tfmi_make *m, const char *phase, double done) {
+  if (!tfmi_goes_on(&m->heap.host, phase, done))
+    tfmi_fail(&m->load, TFM_E_CANCELLED, "cancelled while %s", phase);
+}
+
+/* ---- Counting words ---- */
+
+/* The slot of the word, or the free one where it belongs. */
+static tfmi_word *tfmi_word_slot_of(const tfmi_counter *c, const char *p, uint32_t n,
+                                    uint32_t hash) {
+  uint64_t i = hash & c->mask;
+  for (;; i = (i + 1) & c->mask) {
+    tfmi_word *w = &c->slot[i];
+    if (!w->count || (w->hash == hash && w->n == n && memcmp(w->at, p, n) == 0)) return w;
+  }
+}
+
+/* False when the table is too full to take a new word. */
+static bool tfmi_word_count(tfmi_counter *c, const char *p, uint32_t n, uint32_t hash,
+                            int64_t times) {
+  tfmi_word *w = tfmi_word_slot_of(c, p, n, hash);
+  if (!w->count) {
+    if (2 * c->used > c->mask) return false;
+    c->used++;
+    w->at = p;
+    w->n = n;
+    w->hash = hash;
+  }
+  w->count += times;
+  return true;
+}
+
+/* Counts on, until the share, the stretch or the table's room is at its end. */
+static void tfmi_counter_run(const tfmi_training *r, tfmi_counter *c) {
+  uint64_t stop = c->counted + TFMI_STRETCH_BYTES;
+  while (c->text < r->count && c->counted < stop) {
+    const char *text = r->texts[c->text];
+    size_t end = c->text == c->last ? c->end : tfmi_text_bytes(r, c->text);
+    while (c->at < end && c->counted < stop) {
+      size_t n = r->split(text + c->at, end - c->at);
+      c->broken = n > UINT32_MAX;
+      c->full = !c->broken && !tfmi_word_count(c, text + c->at, (uint32_t)n,
+                                               tfmi_text_hash(text + c->at, n), 1);
+      if (c->broken || c->full) return;
+      c->at += n;
+      c->counted += n;
+    }
+    if (c->at < end) return;
+    c->text = c->text == c->last ? r->count : c->text + 1;
+    c->at = 0;
+  }
+}
+
+static void tfmi_counters_run(void *context, int32_t begin, int32_t end, int32_t worker) {
+  tfmi_training *r = (tfmi_training *)context;
+  int32_t i;
+  (void)worker;
+  for (i = begin; i < end; i++) tfmi_counter_run(r, &r->counter[i]);
+}
+
+static void tfmi_counter_grow(tfmi_make *m, tfmi_counter *c) {
+  tfmi_counter old = *c;
+  uint64_t slots = old.slot ? 2 * (old.mask + 1) : 1 << 14, i;
+  c->slot = TFMI_NEW(tfmi_word, tfmi_scratch(&m->load, slots, sizeof *c->slot));
+  c->mask = slots - 1;
+  c->used = 0;
+  c->full = false;
+  for (i = 0; old.slot && i <= old.mask; i++) {
+    const tfmi_word *w = &old.slot[i];
+    if (w->count) tfmi_word_count(c, w->at, w->n, w->hash, w->count);
+  }
+  tfmi_release(&m->load, old.slot);
+}
+
+/* The first place from `at` on where a share can begin: before white space that follows a letter.
+   Whatever the pattern, the letter ends its pre-token, and what follows is cut as if it were the
+   text's beginning. */
+static size_t tfmi_share_begin(const char *p, size_t n, size_t at) {
+  for (; at && at < n; at++) {
+    unsigned letter = (unsigned)((uint8_t)p[at - 1] | 32) - 'a';
+    if (letter < 26 && (p[at] == ' ' || p[at] == '\n')) break;
+  }
+  return at;
+}
+
+/* Cuts the texts into shares of about the same size. */
+static void tfmi_counters_start(tfmi_training *r, int32_t workers) {
+  uint64_t before = 0; /* bytes of the texts before `text` */
+  size_t text = 0;
+  int32_t i;
+  for (i = 0; i < workers; i++) {
+    tfmi_counter *c = &r->counter[i];
+    uint64_t from = r->total / (uint64_t)workers * (uint64_t)i;
+    while (text + 1 < r->count && before + tfmi_text_bytes(r, text) <= from)
+      before += tfmi_text_bytes(r, text++);
+    c->text = text;
+    c->at = tfmi_share_begin(r->texts[text], tfmi_text_bytes(r, text), (size_t)(from - before));
+    if (i) {
+      c[-1].last = text;
+      c[-1].end = c->at;
+    }
+  }
+  r->counter[workers - 1].last = r->count - 1;
+  r->counter[workers - 1].end = tfmi_text_bytes(r, r->count - 1);
+}
+
+static int tfmi_word_order(const void *a, const void *b) { /* most frequent first, then by bytes */
+  const tfmi_word *v = (const tfmi_word *)a, *w = (const tfmi_word *)b;
+  size_t n = v->n < w->n ? v->n : w->n;
+  int order;
+  if (v->count != w->count) return v->count > w->count ? -1 : 1;
+  order = memcmp(v->at, w->at, n);
+  return order ? order : v->n < w->n ? -1 : v->n > w->n;
+}
+
+/* Joins the workers' tables into the first and makes a sorted list of it. */
+static void tfmi_words_join(tfmi_make *m, tfmi_training *r, int32_t workers) {
+  tfmi_counter *all = &r->counter[0];
+  uint64_t k, n = 0;
+  int32_t i;
+  for (i = 1; i < workers; i++) {
+    tfmi_counter *c = &r->counter[i];
+    for (k = 0; k <= c->mask; k++) {
+      const tfmi_word *w = &c->slot[k];
+      while (w->count && !tfmi_word_count(all, w->at, w->n, w->hash, w->count))
+        tfmi_counter_grow(m, all);
+    }
+    tfmi_release(&m->load, c->slot);
+  }
+  for (k = 0; k <= all->mask; k++)
+    if (all->slot[k].count) all->slot[n++] = all->slot[k];
+  if (n > INT32_MAX)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the texts have %llu different words, expected less "
+              "than 2^31", (unsigned long long)n);
+  tfmi_sort(all->slot, (size_t)n, sizeof *all->slot, tfmi_word_order);
+  r->word = all->slot;
+  r->words = (int32_t)n;
+}
+
+static void tfmi_count_words(tfmi_make *m, tfmi_training *r) {
+  int32_t workers = r->dev.threads, i;
+  bool more = true;
+  uint64_t counted;
+  r->counter = TFMI_NEW(tfmi_counter, tfmi_scratch(&m->load, (uint64_t)workers,
+                                                   sizeof *r->counter));
+  for (i = 0; i < workers; i++) tfmi_counter_grow(m, &r->counter[i]);
+  tfmi_counters_start(r, workers);
+  while (more) {
+    tfm_parallel_for(&r->dev, workers, 1, tfmi_counters_run, r);
+    for (more = false, counted = 0, i = 0; i < workers; i++) {
+      if (r->counter[i].broken)
+        tfmi_fail(&m->load, TFM_E_ARG, "text %llu cannot be cut within 2^32 bytes",
+                  (unsigned long long)r->counter[i].text);
+      if (r->counter[i].full) tfmi_counter_grow(m, &r->counter[i]);
+      more = more || r->counter[i].text < r->count;
+      counted += r->counter[i].counted;
+    }
+    tfmi_training_goes_on(m, "counting words", (double)counted / (double)r->total);
+  }
+  tfmi_words_join(m, r, workers);
+}
+
+/* ---- Byte-level BPE ---- */
+
+typedef struct tfmi_spelling { /* a token's, in the arena of tfmi_bpe */
+  uint32_t at, n;
+} tfmi_spelling;
+
+typedef struct tfmi_symbols { /* a word that is being merged */
+  size_t at; /* in the list of all symbols */
+  int64_t count;
+  int32_t n;
+} tfmi_symbols;
+
+typedef struct tfmi_pair {
+  int32_t left, right;
+  int64_t count;
+  int32_t *words; /* stb array: where it has come up since it was queued last; ascending */
+} tfmi_pair;
+
+typedef struct tfmi_queued {
+  int64_t count; /* when it was queued */
+  int32_t pair, order;
+  int32_t *words;
+} tfmi_queued;
+
+typedef struct tfmi_bpe {
+  tfmi_make *make;
+  char *arena;             /* stb arrays, all but the tables */
+  tfmi_spelling *token;    /* by id */
+  tfmi_text_table spelled; /* whose arena moves */
+  int32_t *symbol;
+  tfmi_symbols *word;
+  tfmi_pair *pair;
+  int32_t *merged;         /* pairs, in order */
+  int32_t *touched;        /* pairs to be queued */
+  tfmi_queued *queue;      /* a heap */
+  int32_t *pair_slot;      /* by ids; -1: free */
+  uint64_t pair_mask;
+  int32_t queued;          /* so far */
+} tfmi_bpe;
+
+/* The id of a spelling, which is a new one when there was none. */
+static int32_t tfmi_bpe_token(tfmi_bpe *b, const char *p, size_t n) {
+  size_t at = (size_t)stbds_arrlen(b->arena);
+  int32_t id = (int32_t)stbds_arrlen(b->token), known;
+  tfmi_spelling s;
+  if (at + n > UINT32_MAX)
+    tfmi_fail(&b->make->load, TFM_E_UNSUPPORTED, "the vocabulary's texts take more than 2^32 bytes;"
+              " expected a smaller size");
+  stbds_arrsetlen(b->arena, at + n);
+  memcpy(b->arena + at, p, n);
+  b->spelled.arena = b->arena;
+  s.at = (uint32_t)at;
+  s.n = (uint32_t)n;
+  known = tfmi_text_table_put(b->make, &b->spelled, s.at, s.n, id);
+  if (known < 0) stbds_arrput(b->token, s);
+  else stbds_arrsetlen(b->arena, at);
+  return known < 0 ? id : known;
+}
+
+static tfmi_text tfmi_bpe_text(const tfmi_bpe *b, int32_t id) {
+  tfmi_text text;
+  text.at = b->arena + b->token[id].at;
+  text.n = b->token[id].n;
+  return text;
+}
+
+static int32_t tfmi_bpe_joined(tfmi_bpe *b, int32_t left, int32_t right) {
+  tfmi_text l = tfmi_bpe_text(b, left), r = tfmi_bpe_text(b, right);
+  char *both = (char *)tfmi_scratch(&b->make->load, l.n + r.n, 1);
+  int32_t id = tfmi_bpe_token(b, both, tfmi_append(both, tfmi_append(both, 0, l), r));
+  tfmi_release(&b->make->load, both);
+  return id;
+}
+
+static int32_t *tfmi_pair_slot(tfmi_bpe *b, int32_t left, int32_t right) {
+  uint64_t i = tfmi_mix(tfmi_pair_key(left, right)) & b->pair_mask;
+  for (;; i = (i + 1) & b->pair_mask) {
+    int32_t *slot = &b->pair_slot[i];
+    if (*slot < 0 || (b->pair[*slot].left == left && b->pair[*slot].right == right)) return slot;
+  }
+}
+
+static void tfmi_pairs_grow(tfmi_bpe *b) {
+  uint64_t slots = b->pair_slot ? 2 * (b->pair_mask + 1) : 1 << 16;
+  ptrdiff_t i;
+  tfmi_release(&b->make->load, b->pair_slot);
+  b->pair_slot = TFMI_NEW(int32_t, tfmi_scratch(&b->make->load, slots, sizeof *b->pair_slot));
+  b->pair_mask = slots - 1;
+  memset(b->pair_slot, 0xff, slots * sizeof *b->pair_slot);
+  for (i = 0; i < stbds_arrlen(b->pair); i++)
+    *tfmi_pair_slot(b, b->pair[i].left, b->pair[i].right) = (int32_t)i;
+}
+
+/* The pair has become more or less frequent by one place of a word. */
+static void tfmi_pair_count(tfmi_bpe *b, int32_t left, int32_t right, int32_t word, bool more) {
+  int64_t count = b->word[word].count;
+  int32_t *slot = tfmi_pair_slot(b, left, right);
+  tfmi_pair *p;
+  if (*slot < 0) {
+    tfmi_pair fresh = {left, right, 0, NULL};
+    if (2 * (uint64_t)stbds_arrlen(b->pair) > b->pair_mask) {
+      tfmi_pairs_grow(b);
+      slot = tfmi_pair_slot(b, left, right);
+    }
+    *slot = (int32_t)stbds_arrlen(b->pair);
+    stbds_arrput(b->pair, fresh);
+  }
+  p = &b->pair[*slot];
+  p->count += more ? count : -count;
+  if (!more) return;
+  if (!p->words) stbds_arrput(b->touched, *slot);
+  if (!p->words || stbds_arrlast(p->words) != word) stbds_arrput(p->words, word);
+}
+
+static bool tfmi_queued_before(const tfmi_bpe *b, const tfmi_queued *x, const tfmi_queued *y) {
+  const tfmi_pair *p = &b->pair[x->pair], *q = &b->pair[y->pair];
+  if (x->count != y->count) return x->count > y->count;
+  if (p->left != q->left) return p->left < q->left;
+  return p->right != q->right ? p->right < q->right : x->order < y->order;
+}
+
+static void tfmi_pair_queue(tfmi_bpe *b, tfmi_queued entry) {
+  size_t i = (size_t)stbds_arrlen(b->queue);
+  stbds_arrput(b->queue, entry);
+  for (; i > 0 && tfmi_queued_before(b, &entry, &b->queue[(i - 1) / 2]); i = (i - 1) / 2)
+    b->queue[i] = b->queue[(i - 1) / 2];
+  b->queue[i] = entry;
+}
+
+static tfmi_queued tfmi_pair_unqueue(tfmi_bpe *b) {
+  tfmi_queued top = b->queue[0], last = stbds_arrpop(b->queue);
+  size_t i = 0, child, n = (size_t)stbds_arrlen(b->queue);
+  while ((child = 2 * i + 1) < n) {
+    child += child + 1 < n && tfmi_queued_before(b, &b->queue[child + 1], &b->queue[child]);
+    if (!tfmi_queued_before(b, &b->queue[child], &last)) break;
+    b->queue[i] = b->queue[child];
+    i = child;
+  }
+  if (n) b->queue[i] = last;
+  return top;
+}
+
+static void tfmi_queue_touched(tfmi_bpe *b) {
+  while (stbds_arrlen(b->touched)) {
+    tfmi_queued entry;
+    tfmi_pair *p;
+    entry.pair = stbds_arrpop(b->touched);
+    p = &b->pair[entry.pair];
+    entry.count = p->count;
+    entry.words = p->words;
+    entry.order = b->queued++;
+    p->words = NULL;
+    if (entry.count > 0) tfmi_pair_queue(b, entry);
+    else stbds_arrfree(entry.words);
+  }
+}
+
+/* Merges the pair wherever the word has it. Its own count stays: it is not asked for again. */
+static void tfmi_word_merge(tfmi_bpe *b, int32_t word, int32_t left, int32_t right, int32_t into) {
+  tfmi_symbols *w = &b->word[word];
+  int32_t *s = b->symbol + w->at, n = w->n, from = 0, to = 0;
+  while (from < n) {
+    if (from + 1 == n || s[from] != left || s[from + 1] != right) {
+      s[to++] = s[from++];
+      continue;
+    }
+    if (to) {
+      tfmi_pair_count(b, s[to - 1], left, word, false);
+      tfmi_pair_count(b, s[to - 1], into, word, true);
+    }
+    from += 2;
+    s[to++] = into;
+    if (from < n) {
+      tfmi_pair_count(b, right, s[from], word, false);
+      tfmi_pair_count(b, into, s[from], word, true);
+    }
+  }
+  w->n = to;
+}
+
+/* The words as symbols, and their pairs counted. */
+static void tfmi_bpe_words(tfmi_bpe *b, const tfmi_training *r, const int32_t byte_id[256]) {
+  int32_t i, k;
+  for (i = 0; i < r->words; i++) {
+    const tfmi_word *from = &r->word[i];
+    tfmi_symbols w;
+    uint32_t j;
+    w.at = (size_t)stbds_arrlen(b->symbol);
+    w.n = (int32_t)from->n;
+    w.count = from->count;
+    if (from->n > INT32_MAX)
+      tfmi_fail(&b->make->load, TFM_E_ARG, "a word of the texts has more than 2^31 bytes");
+    stbds_arrput(b->word, w);
+    for (j = 0; j < from->n; j++) stbds_arrput(b->symbol, byte_id[(uint8_t)from->at[j]]);
+    for (k = 1; k < w.n; k++)
+      tfmi_pair_count(b, b->symbol[w.at + (size_t)k - 1], b->symbol[w.at + (size_t)k], i, true);
+  }
+  tfmi_queue_touched(b);
+}
+
+/* The next merge, or false: no pair is frequent enough. */
+static bool tfmi_bpe_merge(tfmi_bpe *b, int64_t least) {
+  tfmi_queued top;
+  tfmi_pair p;
+  int32_t into;
+  ptrdiff_t i;
+  for (;;) {
+    if (!stbds_arrlen(b->queue)) return false;
+    top = tfmi_pair_unqueue(b);
+    p = b->pair[top.pair];
+    if (p.count == top.count) break;
+    top.count = p.count;
+    tfmi_pair_queue(b, top);
+  }
+  if (p.count < 1 || p.count < least) return false;
+  into = tfmi_bpe_joined(b, p.left, p.right);
+  stbds_arrput(b->merged, top.pair);
+  for (i = 0; i < stbds_arrlen(top.words); i++)
+    tfmi_word_merge(b, top.words[i], p.left, p.right, into);
+  stbds_arrfree(top.words);
+  tfmi_queue_touched(b);
+  return true;
+}
+
+/* Letters stand for bytes; their ids follow the letters' order. */
+static void tfmi_bpe_alphabet(tfmi_bpe *b, int32_t byte_id[256]) {
+  uint32_t letter;
+  char spelled[4];
+  for (letter = 0; letter < 0x144; letter++) {
+    int byte = tfmi_byte_of(letter);
+    if (byte < 0) continue;
+    byte_id[byte] = tfmi_bpe_token(b, spelled, (size_t)(tfmi_put_utf8(spelled, letter) - spelled));
+  }
+}
+
+static void tfmi_train_bpe(tfmi_make *m, tfmi_training *r) {
+  int32_t byte_id[256], i;
+  tfmi_merge_text merge;
+  tfmi_bpe b;
+  memset(&b, 0, sizeof b);
+  b.make = m;
+  tfmi_text_table_make(m, &b.spelled, (uint64_t)r->size);
+  tfmi_pairs_grow(&b);
+  for (i = 0; i < (int32_t)stbds_arrlen(m->piece); i++)
+    tfmi_bpe_token(&b, m->piece[i].text.at, m->piece[i].text.n);
+  tfmi_bpe_alphabet(&b, byte_id);
+  if (stbds_arrlen(b.token) > r->size)
+    tfmi_fail(&m->load, TFM_E_ARG, "size is %d, expected at least %lld: 256 bytes and the special "
+              "tokens", (int)r->size, (long long)stbds_arrlen(b.token));
+  tfmi_count_words(m, r);
+  tfmi_bpe_words(&b, r, byte_id);
+  while ((int32_t)stbds_arrlen(b.token) < r->size && tfmi_bpe_merge(&b, r->least))
+    if (stbds_arrlen(b.token) % 64 == 0)
+      tfmi_training_goes_on(m, "merging", (double)stbds_arrlen(b.token) / (double)r->size);
+  for (i = (int32_t)stbds_arrlen(m->piece); i < (int32_t)stbds_arrlen(b.token); i++)
+    tfmi_make_piece(m, tfmi_bpe_text(&b, i), i, TFMI_PIECE_NORMAL, 0);
+  for (i = 0; i < (int32_t)stbds_arrlen(b.merged); i++) {
+    merge.left = tfmi_bpe_text(&b, b.pair[b.merged[i]].left);
+    merge.right = tfmi_bpe_text(&b, b.pair[b.merged[i]].right);
+    stbds_arrput(m->merge, merge);
+  }
+  m->t->kind = "byte-level BPE";
+  m->t->from_bytes = m->t->says_letters = true;
+  if (r->split) tfmi_cut_by(m, r->split);
+}
+
+/* ---- Words, characters ---- */
+
+static void tfmi_check_texts(tfmi_make *m, const tfmi_training *r) { /* are UTF-8 */
+  size_t i, at;
+  for (i = 0; i < r->count; i++) {
+    size_t n = tfmi_text_bytes(r, i);
+    for (at = 0; at < n;) {
+      tfmi_rune c = tfmi_rune_at(r->texts[i] + at, n - at);
+      if (c.state != TFMI_RUNE_WHOLE)
+        tfmi_fail(&m->load, TFM_E_ARG, "byte %llu of text %llu is not UTF-8; convert the text",
+                  (unsigned long long)at, (unsigned long long)i);
+      at += c.bytes;
+    }
+  }
+}
+
+static bool tfmi_is_special(const tfmi_make *m, tfmi_text text) {
+  ptrdiff_t i;
+  for (i = 0; i < stbds_arrlen(m->added); i++)
+    if (tfmi_text_order(m->added[i].text, text) == 0) return true;
+  return false;
+}
+
+static void tfmi_train_words(tfmi_make *m, tfmi_training *r) {
+  int32_t i, id = (int32_t)stbds_arrlen(m->piece);
+  tfmi_check_texts(m, r);
+  tfmi_count_words(m, r);
+  for (i = 0; i < r->words && id < r->size && r->word[i].count >= r->least; i++) {
+    tfmi_text text;
+    text.at = r->word[i].at;
+    text.n = r->word[i].n;
+    if (!tfmi_is_special(m, text)) tfmi_make_piece(m, text, id++, TFMI_PIECE_NORMAL, 0);
+  }
+  m->t->kind = "words";
+  m->t->model = TFMI_WHOLE;
+  if (r->split) tfmi_cut_by(m, r->split);
+}
+
+typedef struct tfmi_character {
+  int64_t count;
+  uint32_t code;
+} tfmi_character;
+
+static int tfmi_character_order(const void *a, const void *b) { /* most frequent first */
+  const tfmi_character *c = (const tfmi_character *)a, *d = (const tfmi_character *)b;
+  if (c->count != d->count) return c->count > d->count ? -1 : 1;
+  return c->code < d->code ? -1 : c->code > d->code;
+}
+
+static int tfmi_code_order(const void *a, const void *b) {
+  const tfmi_character *c = (const tfmi_character *)a, *d = (const tfmi_character *)b;
+  return c->code < d->code ? -1 : c->code > d->code;
+}
+
+static tfmi_character *tfmi_count_characters(tfmi_make *m, const tfmi_training *r) {
+  int64_t *count = TFMI_NEW(int64_t, tfmi_scratch(&m->load, TFMI_CODES, sizeof *count));
+  tfmi_character *found = NULL, c;
+  size_t i, at;
+  for (i = 0; i < r->count; i++) {
+    size_t n = tfmi_text_bytes(r, i);
+    tfmi_rune rune;
+    for (at = 0; at < n; at += rune.bytes) {
+      rune = tfmi_rune_at(r->texts[i] + at, n - at);
+      count[rune.code]++;
+    }
+    tfmi_training_goes_on(m, "counting characters", (double)(i + 1) / (double)r->count);
+  }
+  for (c.code = 0; c.code < TFMI_CODES; c.code++) {
+    c.count = count[c.code];
+    if (c.count >= r->least) stbds_arrput(found, c);
+  }
+  return found;
+}
+
+static void tfmi_train_characters(tfmi_make *m, tfmi_training *r) {
+  int32_t id = (int32_t)stbds_arrlen(m->piece);
+  ptrdiff_t room = r->size - id, i;
+  tfmi_character *c;
+  tfmi_check_texts(m, r);
+  c = tfmi_count_characters(m, r);
+  tfmi_sort(c, (size_t)stbds_arrlen(c), sizeof *c, tfmi_character_order);
+  if (stbds_arrlen(c) > room) stbds_arrsetlen(c, (size_t)(room > 0 ? room : 0));
+  tfmi_sort(c, (size_t)stbds_arrlen(c), sizeof *c, tfmi_code_order);
+  for (i = 0; i < stbds_arrlen(c); i++)
+    tfmi_make_character(m, c[i].code, id++, TFMI_PIECE_NORMAL);
+  m->t->kind = "characters";
+}
+
+/* ---- Training ---- */
+
+static const struct tfmi_vocabulary_row {
+  void (*train)(tfmi_make *m, tfmi_training *r);
+  int32_t size;
+  int64_t least;
+} tfmi_vocabularies[] = { /* by tfm_vocabulary, with what 0 means */
+  {tfmi_train_bpe, 4096, 2},
+  {tfmi_train_words, 32768, 1},
+  {tfmi_train_characters, TFMI_VOCABULARY_MAX, 1},
+};
+
+static const struct tfmi_named_split { const char *name; tfmi_splitter split; } tfmi_splits[] = {
+  {"gpt2", tfmi_split_gpt2}, {"llama3", tfmi_split_llama3}, {"qwen2", tfmi_split_qwen2}};
+
+static tfmi_splitter tfmi_split_named(tfmi_make *m, const char *name) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_splits); i++)
+    if (!strcmp(name ? name : "gpt2", tfmi_splits[i].name)) return tfmi_splits[i].split;
+  tfmi_fail(&m->load, TFM_E_ARG, "pattern is \"%s\", expected gpt2, llama3 or qwen2", name);
+}
+
+static void tfmi_training_special(tfmi_make *m, const tfm_vocabulary_config *c) {
+  int32_t i;
+  for (i = 0; i < c->special_count; i++) {
+    tfmi_text text = c->special && c->special[i] ? tfmi_text_of(c->special[i]) : tfmi_text_of("");
+    if (!text.n) tfmi_fail(&m->load, TFM_E_ARG, "special[%d] is NULL or empty", (int)i);
+    if (tfmi_is_special(m, text))
+      tfmi_fail(&m->load, TFM_E_ARG, "special[%d] is \"%s\" again; name it once", (int)i,
+                tfmi_plain(text).text);
+    tfmi_make_piece(m, text, i, TFMI_PIECE_NORMAL, 0);
+    tfmi_make_added(m, text, i, true);
+  }
+}
+
+/* What TFM_ENCODE_SPECIAL adds. */
+static void tfmi_training_template(tfmi_make *m, const tfm_vocabulary_config *c) {
+  tfm_tokenizer *t = m->t;
+  if ((c->adds_bos && t->bos < 0) || (c->adds_eos && t->eos < 0))
+    tfmi_fail(&m->load, TFM_E_ARG, "adds_%s: no special token is named like one; expected %s",
+              c->adds_bos && t->bos < 0 ? "bos" : "eos",
+              c->adds_bos && t->bos < 0 ? "\"<s>\" or \"<bos>\"" : "\"</s>\" or \"<eos>\"");
+  tfmi_make_before(m, &t->bos, c->adds_bos);
+  tfmi_make_after(m, &t->eos, c->adds_eos);
+}
+
+static void tfmi_training_check(tfmi_make *m, tfmi_training *r) {
+  const tfm_vocabulary_config *c = r->config;
+  size_t i;
+  if ((int)c->kind < 0 || (int)c->kind >= TFMI_COUNT(tfmi_vocabularies))
+    tfmi_fail(&m->load, TFM_E_ARG, "kind is %d, expected 0 to %d", (int)c->kind,
+              TFMI_COUNT(tfmi_vocabularies) - 1);
+  if (c->size < 0 || c->size > TFMI_VOCABULARY_MAX || c->min_frequency < 0 || c->special_count < 0)
+    tfmi_fail(&m->load, TFM_E_ARG, "size is %d, min_frequency %lld, special_count %d; expected 0 to"
+              " %d, and no negative number", (int)c->size, (long long)c->min_frequency,
+              (int)c->special_count, TFMI_VOCABULARY_MAX);
+  for (i = 0; i < r->count; i++) {
+    if (!r->texts[i])
+      tfmi_fail(&m->load, TFM_E_ARG, "text %llu is NULL", (unsigned long long)i);
+    r->total += tfmi_text_bytes(r, i);
+  }
+  if (!r->total) tfmi_fail(&m->load, TFM_E_ARG, "the texts are empty");
+}
+
+static void tfmi_read_texts(tfmi_make *m) {
+  tfmi_training *r = (tfmi_training *)(uintptr_t)m->data;
+  const struct tfmi_vocabulary_row *row;
+  static const char *const unk[] = {"<unk>", "[UNK]"};
+  tfmi_training_check(m, r);
+  row = &tfmi_vocabularies[r->config->kind];
+  r->size = r->config->size ? r->config->size : row->size;
+  r->least = r->config->min_frequency ? r->config->min_frequency : row->least;
+  r->split = tfmi_split_named(m, r->config->pattern);
+  if (tfmi_pool_open(&r->dev, &r->heap, r->config->threads) != TFM_OK) tfmi_fail_again(&m->load);
+  tfmi_training_special(m, r->config);
+  row->train(m, r);
+  m->vocabulary_pieces = (size_t)stbds_arrlen(m->piece);
+  if (!m->t->from_bytes) m->t->unk = tfmi_guess_id(m, unk, TFMI_COUNT(unk));
+  m->t->strict = !m->t->from_bytes && m->t->unk < 0;
+  tfmi_make_tables(m);
+  tfmi_training_template(m, r->config);
+}
+
+TFM_API tfm_tokenizer *tfm_tokenizer_train(const char *const *texts, const size_t *bytes,
+                                           size_t count, const tfm_vocabulary_config *config) {
+  tfm_vocabulary_config none;
+  tfm_tokenizer_config c;
+  tfmi_training r;
+  tfmi_make m;
+  tfm_tokenizer *t;
+  if (!texts || !count) {
+    tfmi_report(TFM_E_ARG, "tfm_tokenizer_train: there are no texts");
+    return NULL;
+  }
+  memset(&none, 0, sizeof none);
+  memset(&c, 0, sizeof c);
+  memset(&r, 0, sizeof r);
+  memset(&m, 0, sizeof m);
+  r.config = config ? config : &none;
+  r.heap.host = c.host = r.config->host;
+  r.dev.host = &r.heap.host;
+  r.texts = texts;
+  r.bytes = bytes;
+  r.count = count;
+  m.data = &r;
+  t = tfmi_make_tokenizer(&m, "tfm_tokenizer_train", &c, tfmi_read_texts);
+  tfmi_pool_close(&r.dev, &r.heap);
+  return t;
+}
+
+/* ---- Saving: Hugging Face's tokenizer.json ----
+   Of vocabularies that are tables of merges, or of whole words, as they are there too. Those of
+   scored pieces are not: their ranks are equal where their scores are. */
+
+typedef struct tfmi_saving {
+  const tfm_tokenizer *t;
+  const char *pattern;  /* NULL: GPT-2's, or none */
+  int32_t *slot;        /* of the merges, by rank; -1: none */
+} tfmi_saving;
+
+static void tfmi_save_string(tfmi_out *o, const char *p, size_t n) {
+  size_t i;
+  tfmi_out_bytes(o, "\"", 1);
+  for (i = 0; i < n; i++)
+    if ((uint8_t)p[i] < 0x20 || p[i] == '"' || p[i] == '\\')
+      tfmi_out_text(o, "\\u%04x", (unsigned)(uint8_t)p[i]);
+    else tfmi_out_bytes(o, p + i, 1);
+  tfmi_out_bytes(o, "\"", 1);
+}
+
+static void tfmi_save_token(const tfm_tokenizer *t, tfmi_out *o, int32_t id) {
+  tfmi_save_string(o, t->arena + t->token[id].at, t->token[id].n);
+}
+
+static const char *tfmi_save_bool(bool value) { return value ? "true" : "false"; }
+
+/* The added token of this id and the set it is in, or NULL. */
+static const tfmi_added *tfmi_added_of(const tfm_tokenizer *t, int32_t id, int *set) {
+  int32_t i;
+  for (*set = 0; *set < 2; ++*set)
+    for (i = 0; i < t->added[*set].count; i++)
+      if (t->added[*set].token[i].id == id) return &t->added[*set].token[i];
+  return NULL;
+}
+
+static void tfmi_save_added(const tfm_tokenizer *t, tfmi_out *o) {
+  int32_t id, count = 0;
+  int set;
+  tfmi_out_text(o, ",\n  \"added_tokens\": [");
+  for (id = 0; id < t->vocabulary; id++) { /* the order of ids is asked for */
+    const tfmi_added *a = tfmi_added_of(t, id, &set);
+    if (!a) continue;
+    tfmi_out_text(o, "%s\n    {\"id\": %d, \"content\": ", count++ ? "," : "", (int)id);
+    tfmi_save_token(t, o, id);
+    tfmi_out_text(o, ", \"single_word\": %s, \"lstrip\": %s, \"rstrip\": %s, "
+                  "\"normalized\": %s, \"special\": %s}", tfmi_save_bool(a->word),
+                  tfmi_save_bool(a->left_blanks),
+                  tfmi_save_bool(a->right_blanks), tfmi_save_bool(set == 1),
+                  tfmi_save_bool(a->special));
+  }
+  tfmi_out_text(o, "]");
+}
+
+/* Whether a blank is put before the text, and then the pattern that cuts it; NULL: none does. */
+static bool tfmi_save_prefix(const tfm_tokenizer *t) {
+  return t->cuts && t->cut[0].rewrite == tfmi_rewrite_lead && !t->cut[0].content.n;
+}
+
+static tfmi_splitter tfmi_save_splitter(const tfm_tokenizer *t) {
+  const tfmi_step *last = t->cuts ? &t->cut[t->cuts - 1] : NULL;
+  return last && last->find == tfmi_find_split ? last->split : NULL;
+}
+
+/* Pre-tokenizer and decoder. */
+static void tfmi_save_split(const tfmi_saving *s, tfmi_out *o) {
+  const tfm_tokenizer *t = s->t;
+  tfmi_out_text(o, ",\n  \"normalizer\": null,\n  \"pre_tokenizer\": ");
+  if (s->pattern) {
+    tfmi_out_text(o, "{\"type\": \"Sequence\", \"pretokenizers\": [{\"type\": \"Split\", "
+                  "\"pattern\": {\"Regex\": ");
+    tfmi_save_string(o, s->pattern, strlen(s->pattern));
+    tfmi_out_text(o, "}, \"behavior\": \"Isolated\", \"invert\": false}%s",
+                  t->from_bytes ? ", " : "]}");
+  }
+  if (t->from_bytes)
+    tfmi_out_text(o, "{\"type\": \"ByteLevel\", \"add_prefix_space\": %s, \"trim_offsets\": false, "
+                  "\"use_regex\": %s}%s", tfmi_save_bool(tfmi_save_prefix(t)),
+                  tfmi_save_bool(!s->pattern && tfmi_save_splitter(t)), s->pattern ? "]}" : "");
+  else if (!s->pattern) tfmi_out_text(o, "null");
+  if (t->from_bytes)
+    tfmi_out_text(o, ",\n  \"decoder\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false, "
+                  "\"trim_offsets\": false, \"use_regex\": false}");
+  else tfmi_out_text(o, ",\n  \"decoder\": {\"type\": \"Fuse\"}");
+}
+
+/* One token of the template, with what separates it from its neighbours. */
+static void tfmi_save_template_token(const tfm_tokenizer *t, tfmi_out *o, const char *before,
+                                     int32_t id, const char *behind) {
+  tfmi_out_text(o, "%s{\"SpecialToken\": {\"id\": ", before);
+  tfmi_save_token(t, o, id);
+  tfmi_out_text(o, ", \"type_id\": 0}}%s", behind);
+}
+
+static void tfmi_save_template(const tfm_tokenizer *t, tfmi_out *o) {
+  int32_t i, k, count = t->before_count + t->after_count;
+  tfmi_out_text(o, ",\n  \"post_processor\": ");
+  if (!count) {
+    tfmi_out_text(o, "null");
+    return;
+  }
+  tfmi_out_text(o, "{\"type\": \"TemplateProcessing\", \"single\": [");
+  for (i = 0; i < t->before_count; i++) tfmi_save_template_token(t, o, "", t->before[i], ", ");
+  tfmi_out_text(o, "{\"Sequence\": {\"id\": \"A\", \"type_id\": 0}}");
+  for (i = 0; i < t->after_count; i++) tfmi_save_template_token(t, o, ", ", t->after[i], "");
+  tfmi_out_text(o, "], \"pair\": [{\"Sequence\": {\"id\": \"A\", \"type_id\": 0}}, "
+                "{\"Sequence\": {\"id\": \"B\", \"type_id\": 1}}], \"special_tokens\": {");
+  for (i = 0; i < count; i++) {
+    int32_t id = i < t->before_count ? t->before[i] : t->after[i - t->before_count];
+    for (k = 0; k < i; k++) /* once each */
+      if ((k < t->before_count ? t->before[k] : t->after[k - t->before_count]) == id) break;
+    if (k < i) continue;
+    tfmi_out_text(o, i ? ", " : "");
+    tfmi_save_token(t, o, id);
+    tfmi_out_text(o, ": {\"id\": ");
+    tfmi_save_token(t, o, id);
+    tfmi_out_text(o, ", \"ids\": [%d], \"tokens\": [", (int)id);
+    tfmi_save_token(t, o, id);
+    tfmi_out_text(o, "]}");
+  }
+  tfmi_out_text(o, "}}");
+}
+
+static void tfmi_save_model(const tfmi_saving *s, tfmi_out *o) {
+  const tfm_tokenizer *t = s->t;
+  int32_t id, count = 0;
+  int64_t i, merges = 0;
+  tfmi_out_text(o, ",\n  \"model\": {\n    \"type\": \"%s\"",
+                t->model == TFMI_WHOLE ? "WordLevel" : "BPE");
+  if (t->unk >= 0 || t->model == TFMI_WHOLE) {
+    tfmi_out_text(o, ",\n    \"unk_token\": ");
+    if (t->unk >= 0) tfmi_save_token(t, o, t->unk);
+    else tfmi_out_text(o, "\"\""); /* the reference wants one, and fails where it is missing */
+  }
+  if (t->model != TFMI_WHOLE)
+    tfmi_out_text(o, ",\n    \"dropout\": null,\n    \"fuse_unk\": %s,\n    \"byte_fallback\": "
+                  "false,\n    \"ignore_merges\": %s", tfmi_save_bool(t->fuse_unk),
+                  tfmi_save_bool(t->whole.slot != NULL));
+  tfmi_out_text(o, ",\n    \"vocab\": {");
+  for (id = 0; id < t->vocabulary; id++) {
+    if (t->token[id].speech == TFMI_SPEECH_NONE || t->token[id].added) continue;
+    tfmi_out_text(o, "%s\n      ", count++ ? "," : "");
+    tfmi_save_token(t, o, id);
+    tfmi_out_text(o, ": %d", (int)id);
+  }
+  tfmi_out_text(o, "\n    }");
+  if (t->model != TFMI_WHOLE) tfmi_out_text(o, ",\n    \"merges\": [");
+  for (i = 0; i < t->merges.ranks; i++) {
+    const tfmi_merge *merge = &t->merges.slot[s->slot[i] < 0 ? 0 : s->slot[i]];
+    if (s->slot[i] < 0) continue;
+    tfmi_out_text(o, "%s\n      [", merges++ ? "," : "");
+    tfmi_save_token(t, o, merge->left);
+    tfmi_out_text(o, ", ");
+    tfmi_save_token(t, o, merge->right);
+    tfmi_out_text(o, "]");
+  }
+  tfmi_out_text(o, "%s\n  }\n}\n", t->model == TFMI_WHOLE ? "" : "]");
+}
+
+static void tfmi_save_json(void *context, tfmi_out *o) {
+  const tfmi_saving *s = (const tfmi_saving *)context;
+  tfmi_out_text(o, "{\n  \"version\": \"1.0\",\n  \"truncation\": null,\n  \"padding\": null");
+  tfmi_save_added(s->t, o);
+  tfmi_save_split(s, o);
+  tfmi_save_template(s->t, o);
+  tfmi_save_model(s, o);
+}
+
+/* The pattern that splits the text; false when there is one that has no name in the file. */
+static bool tfmi_save_pattern(const tfm_tokenizer *t, const char **pattern) {
+  int i;
+  *pattern = NULL;
+  tfmi_splitter split = tfmi_save_splitter(t);
+  if (!split || (t->from_bytes && split == tfmi_split_gpt2)) return true;
+  for (i = 0; i < TFMI_COUNT(tfmi_patterns) && !*pattern; i++)
+    if (tfmi_patterns[i].split == split) *pattern = tfmi_patterns[i].pattern;
+  return *pattern && !(t->from_bytes && tfmi_save_prefix(t));
+}
+
+static bool tfmi_can_save(const tfm_tokenizer *t) {
+  bool cuts = t->cuts == tfmi_save_prefix(t) + (tfmi_save_splitter(t) != NULL);
+  bool says = t->from_bytes || !(t->says_letters || t->says_gaps || t->blank.n);
+  return cuts && says && !t->rewrites && !t->byte_fallback && !t->strip &&
+         (t->from_bytes || t->model == TFMI_WHOLE ||
+          (t->model == TFMI_MERGES && t->merges.ranks == 0));
+}
+
+TFM_API tfm_status tfm_tokenizer_save(const tfm_tokenizer *tokenizer, const char *path) {
+  const tfm_tokenizer *t = tokenizer;
+  tfmi_saving s;
+  tfmi_heap heap;
+  tfm_status status;
+  size_t bytes;
+  uint64_t i;
+  if (!t) return tfmi_null_object("tfm_tokenizer_save");
+  if (!path) return tfmi_report(TFM_E_ARG, "tfm_tokenizer_save: path is NULL");
+  s.t = t;
+  if (!tfmi_can_save(t) || !tfmi_save_pattern(t, &s.pattern))
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_tokenizer_save: a %s vocabulary that was not built "
+                       "from text cannot be written as tokenizer.json; copy its own file", t->kind);
+  heap = t->heap;
+  bytes = (size_t)t->merges.ranks * sizeof *s.slot;
+  s.slot = TFMI_NEW(int32_t, tfmi_heap_get(&heap, bytes));
+  if (!s.slot) return TFM_E_MEMORY;
+  memset(s.slot, 0xff, bytes);
+  for (i = 0; i <= t->merges.mask; i++)
+    if (t->merges.slot[i].into >= 0) s.slot[t->merges.slot[i].rank] = (int32_t)i;
+  status = tfmi_out_file(path, tfmi_save_json, &s);
+  tfmi_heap_put(&heap, s.slot, bytes);
+  return status;
+}
+
+/* ---- Many texts ---- */
+
+typedef struct tfmi_encodings {
+  const tfm_tokenizer *t;
+  tfm_encoding *item;
+  size_t count, next; /* atomic: the first that nobody has taken */
+  unsigned flags;
+} tfmi_encodings;
+
+static void tfmi_encodings_run(void *context, int32_t begin, int32_t end, int32_t worker) {
+  tfmi_encodings *b = (tfmi_encodings *)context;
+  const volatile int32_t *cancel = b->t->heap.host.cancel;
+  (void)begin, (void)end, (void)worker; /* whoever is free takes the next text */
+  for (;;) {
+    size_t i = __atomic_fetch_add(&b->next, 1, __ATOMIC_RELAXED);
+    tfm_encoding *e;
+    if (i >= b->count) return;
+    e = &b->item[i];
+    e->count = cancel && *cancel ? (int64_t)TFM_E_CANCELLED
+                                 : tfm_encode(b->t, e->text, e->bytes, b->flags, e->ids, e->cap);
+  }
+}
+
+TFM_API tfm_status tfm_encode_batch(const tfm_tokenizer *tokenizer, tfm_encoding *batch, size_t n,
+                                    unsigned flags, int32_t threads) {
+  tfmi_encodings b = {tokenizer, batch, n, 0, flags};
+  tfmi_heap heap;
+  tfm_status status;
+  tfm_dev dev;
+  size_t i;
+  if (!tokenizer) return tfmi_null_object("tfm_encode_batch");
+  if (n && !batch) return tfmi_report(TFM_E_ARG, "tfm_encode_batch: batch is NULL, n is not 0");
+  heap = tokenizer->heap;
+  memset(&dev, 0, sizeof dev);
+  dev.host = &heap.host;
+  if (threads == 0) threads = tfmi_cores();
+  if (threads > 0 && (uint64_t)threads > n) threads = n ? (int32_t)n : 1;
+  status = tfmi_pool_open(&dev, &heap, threads);
+  if (status != TFM_OK) return status;
+  tfm_parallel_for(&dev, dev.threads, 1, tfmi_encodings_run, &b);
+  tfmi_pool_close(&dev, &heap);
+  for (i = 0; i < n && batch[i].count >= 0; i++) continue;
+  if (i == n) return TFM_OK;
+  if (batch[i].count == TFM_E_CANCELLED)
+    return tfmi_report(TFM_E_CANCELLED, "tfm_encode_batch: cancelled at text %llu",
+                       (unsigned long long)i);
+  /* the sentence was another thread's */
+  return (tfm_status)tfm_encode(tokenizer, batch[i].text, batch[i].bytes, flags, NULL, 0);
+}
+
 /* =================================================================================================
    >>formats   safetensors, shards, GGUF and llama2.c files become one directory of tensors
    =================================================================================================
@@ -8294,7 +9307,7 @@ TFM_API void tfm_tokenizer_free(tfm_tokenizer *tokenizer) {
 
    Kinds of files are told apart by their first bytes. Every rule of the formats is checked here, in
    the order of the reference implementations; where those are lax (duplicate names, unknown
-   fields), we are not. Settings are found by name: nested ones, one level deep, by
+   fields), we are not. Settings are found by name: nested ones, two levels deep, by
    "rope_scaling.factor". */
 
 typedef struct tfmi_setting { /* of config.json */
@@ -8347,27 +9360,32 @@ static tfmi_setting tfmi_setting_read(tfmi_json *j, tfmi_text key) {
   return s;
 }
 
+/* All members, and those of objects among them, two levels deep. */
+static void tfmi_settings_object(tfmi_load *l, tfmi_json *j, tfmi_text outer, int depth,
+                                 tfmi_setting **all) {
+  tfmi_json inner;
+  tfmi_setting s;
+  tfmi_text name;
+  tfmi_json_object(j);
+  while (tfmi_json_member(j, &name)) {
+    inner = *j;
+    s = tfmi_setting_read(j, depth ? tfmi_text_join(l, outer, name) : name);
+    stbds_arrput(*all, s);
+    if (s.kind == TFMI_JSON_OBJECT && depth < 2 && name.n <= 64) /* inner keys repeat the name */
+      tfmi_settings_object(l, &inner, s.key, depth + 1, all);
+  }
+}
+
 static tfmi_settings tfmi_settings_read(tfmi_load *l, const char *what, const void *text,
                                         size_t n) {
-  tfmi_json outer, inner;
-  tfmi_setting *all = NULL, s;
-  tfmi_text key, name;
+  tfmi_setting *all = NULL;
   tfmi_settings out;
+  tfmi_json j;
+  tfmi_text none = {"", 0};
   uint64_t i;
-  tfmi_json_init(&outer, l, what, text, n);
-  tfmi_json_object(&outer);
-  while (tfmi_json_member(&outer, &name)) {
-    inner = outer;
-    s = tfmi_setting_read(&outer, name);
-    stbds_arrput(all, s);
-    if (s.kind != TFMI_JSON_OBJECT || name.n > 64) continue; /* each inner key repeats the name */
-    tfmi_json_object(&inner);
-    while (tfmi_json_member(&inner, &key)) {
-      s = tfmi_setting_read(&inner, tfmi_text_join(l, name, key));
-      stbds_arrput(all, s);
-    }
-  }
-  tfmi_json_finish(&outer);
+  tfmi_json_init(&j, l, what, text, n);
+  tfmi_settings_object(l, &j, none, 0, &all);
+  tfmi_json_finish(&j);
   out.at = all;
   out.count = (uint64_t)stbds_arrlen(all);
   tfmi_sort(all, (size_t)out.count, sizeof *all, tfmi_setting_order);
@@ -8988,19 +10006,41 @@ static void tfmi_source_read(tfmi_source *s, const char *path, const void *data,
    =================================================================================================
 
    A family is a row of tfmi_families: how its numbers are called in config.json and GGUF and what
-   they may be, how its tensors are called, and how it differs: the norm, the activation, biases,
-   positions. Whatever no row describes exactly is refused by name, never guessed.
+   they may be, how its tensors are called, and how it differs: norms, biases, windows, rotation,
+   experts. Whatever no row describes exactly is refused by name, never guessed: tfmi_rules lists
+   what other models say in config.json that would change the arithmetic.
 
    tfmi_network walks the network twice by the same code. The first pass measures: it finds every
    tensor, checks its shape and type, and adds up what the table wants for the packed weights and
    what vectors take. Then come one block from the heap and one from the device, and the second pass
    fills them. The memory plan is a load on a dry heap that stops in between. Vectors (norms,
-   biases, frequencies) are converted to F32 and lie in the device's block too. */
+   biases) are converted to F32 and lie in the device's block too. Frequencies are not there: some
+   depend on the context, so an engine or a trainer makes its own.
 
-typedef struct tfmi_key { /* a number of a model */
-  const char *hf, *gguf; /* gguf: behind the "llama." of the architecture; NULL: not told there */
-  double low, high;
-  double fallback;       /* when absent; NAN: it must be there */
+   gpt2_moe is ours: GPT-2 whose feed-forward is a choice of experts. config.json is GPT-2's, with
+   n_expert (8), n_expert_used (2), n_expert_inner (0: n_inner) and router_aux_loss_coef. In every
+   layer h.%d.mlp.router.weight [E, C], a plain matrix, gives the logits; the best n_expert_used
+   are weighted by the softmax over their own logits. Experts are stored together: h.%d.mlp.
+   experts.c_fc.weight [E, F, C] and .bias [E, F], h.%d.mlp.experts.c_proj.weight [E, C, F] and
+   .bias [E, C]: y = c_proj(act(c_fc(x))), rows by outputs (not turned as Conv1D's are). */
+
+typedef enum tfmi_quantity { /* the first nine every family has */
+  TFMI_N_LAYERS, TFMI_N_WIDTH, TFMI_N_HEADS, TFMI_N_KV_HEADS, TFMI_N_HEAD_WIDTH, TFMI_N_FFN,
+  TFMI_N_VOCABULARY, TFMI_N_CONTEXT, TFMI_N_EPS,
+  TFMI_N_THETA, TFMI_N_LOCAL_THETA, TFMI_N_PARTIAL, TFMI_N_ORIGINAL, /* rotation */
+  TFMI_N_WINDOW, TFMI_N_WINDOW_LAYERS, TFMI_N_WINDOW_EVERY, /* every so many layers one sees all */
+  TFMI_N_QUERY_SCALAR, TFMI_N_ATTN_CAP, TFMI_N_LOGIT_CAP,
+  TFMI_N_EXPERTS, TFMI_N_EXPERTS_USED, TFMI_N_EXPERT_FFN, TFMI_N_SHARED_FFN, TFMI_N_SPARSE_STEP,
+  TFMI_N_BALANCE,
+  TFMI_QUANTITIES
+} tfmi_quantity;
+
+typedef struct tfmi_key { /* what a number is called and may be */
+  const char *hf[2]; /* spellings in config.json; NULL: not told there */
+  const char *gguf;  /* behind the "llama." of the architecture */
+  bool whole;
+  double low, high;  /* null means 0 where 0 is allowed, else the same as absence */
+  double fallback;   /* when absent; NAN: it must be there */
 } tfmi_key;
 
 typedef struct tfmi_flag { /* whether something is there, in Hugging Face's models */
@@ -9009,84 +10049,288 @@ typedef struct tfmi_flag { /* whether something is there, in Hugging Face's mode
 } tfmi_flag;
 
 typedef enum tfmi_slot { /* tensors, without ".weight" and ".bias" */
-  TFMI_EMBED, TFMI_POSITIONS, TFMI_HEAD, TFMI_FINAL_NORM, TFMI_NORM1, TFMI_NORM2,
+  TFMI_EMBED, TFMI_POSITIONS, TFMI_HEAD, TFMI_FINAL_NORM, TFMI_NORM1, TFMI_NORM2, TFMI_POST1,
+  TFMI_POST2, TFMI_Q_NORM, TFMI_K_NORM,
   TFMI_QKV, TFMI_Q, TFMI_K, TFMI_V, TFMI_OUT, TFMI_GATE_UP, TFMI_GATE, TFMI_UP, TFMI_DOWN,
+  TFMI_ROUTER, TFMI_EXPERT_GATE_UP, TFMI_EXPERT_GATE, TFMI_EXPERT_UP, TFMI_EXPERT_DOWN,
+  TFMI_SHARED_ROUTER, TFMI_SHARED_GATE_UP, TFMI_SHARED_GATE, TFMI_SHARED_UP, TFMI_SHARED_DOWN,
   TFMI_SLOTS
 } tfmi_slot;
 
+enum { /* what a family has */
+  TFMI_GATED = 1,          /* y = act(gate) * up */
+  TFMI_ROTARY = 2,         /* else learned positions */
+  TFMI_LAYER_NORM = 4,     /* else RMS */
+  TFMI_CONV1D = 8,         /* Hugging Face stores matrices of layers as [in, out] */
+  TFMI_LAYER_SCALE = 16,   /* honours GPT-2's scale_attn_... */
+  TFMI_ONE_PLUS = 32,      /* norms multiply by 1 + w, where GGUF has stored 1 + w */
+  TFMI_SCALED_EMBED = 64,  /* by the root of the width, rounded to the model's type */
+  TFMI_HEAD_NORMS = 128,   /* of each query and key head, before rotation */
+  TFMI_POST_NORMS = 256,   /* of what a layer adds to the stream */
+  TFMI_MOE = 512,          /* experts; a layer without them is told by config.json */
+  TFMI_SHARED = 1024,      /* ... and one for all tokens, behind a gate */
+  TFMI_SOFTMAX_AFTER = 2048, /* the softmax is over the chosen experts' logits only */
+  TFMI_LONGROPE = 4096,    /* every rotation that is scaled is longrope, "yarn" included */
+  TFMI_PAIRS = 8192        /* GGUF keeps rows of q and k in Meta's order */
+};
+
+/* Which layers see a window only. Without layer_types: those from the first until the last of
+   max_window_layers on, as the family has it, but for every TFMI_N_WINDOW_EVERY-th. */
+typedef struct tfmi_windows {
+  const char *use; /* a flag that must be set; NULL: none */
+  bool from, until, types;
+} tfmi_windows;
+
+typedef struct tfmi_said {
+  tfmi_quantity what;
+  double fallback;
+} tfmi_said;
+
 typedef struct tfmi_family {
-  const char *name;       /* model_type; GGUF's general.architecture */
-  const char *classes[2]; /* of config.json's "architectures" */
-  const char *prefix;     /* that names have in some files; the head never */
-  const char *slot[TFMI_SLOTS];
-  tfmi_key layers, width, heads, kv_heads, head_width, ffn, vocabulary, context, eps;
-  tfmi_key neutral[2];         /* these must have their fallback's value, or be absent */
-  const char *refused[2];      /* these flags may not be set */
+  const char *name, *gguf;     /* model_type; general.architecture, which TFMI_MOE tells apart */
+  const char *classes[2];      /* of config.json's "architectures" */
+  const char *prefix;          /* that names have in some files; the head never */
+  const char *const *slot;     /* [TFMI_SLOTS] */
+  const tfmi_key *key;         /* [TFMI_QUANTITIES] */
+  unsigned is;
   const char *act_key, *act;   /* and the activation when it is absent */
-  tfmi_flag qkv_bias, out_bias, up_bias, down_bias, tied;
-  tfm_norm_kind norm;
-  float norm_offset;
-  bool gated, rotary;          /* not rotary: learned positions */
-  bool conv1d;                 /* Hugging Face stores matrices as [in, out] */
-  bool inverse_layer_scale;    /* honours GPT-2's scale_attn_... */
+  tfmi_flag qkv_bias, out_bias, up_bias, down_bias, tied, normalise;
+  tfmi_windows windows;
+  int32_t wide_layers;         /* a GGUF with so many layers scales scores by width / heads */
+  tfmi_said said[13];          /* numbers beside the first nine, and other fallbacks; 0s end it */
 } tfmi_family;
 
 #define TFMI_BIG 16777216.0
 
-static const tfmi_family tfmi_families[] = {
-  {"gpt2",
-   {"GPT2LMHeadModel", "GPT2Model"},
-   "transformer.",
-   {"wte", "wpe", "lm_head", "ln_f", "h.%d.ln_1", "h.%d.ln_2", "h.%d.attn.c_attn", NULL, NULL,
-    NULL, "h.%d.attn.c_proj", NULL, NULL, "h.%d.mlp.c_fc", "h.%d.mlp.c_proj"},
-   {"n_layer", "block_count", 1, 4096, NAN},
-   {"n_embd", "embedding_length", 1, TFMI_BIG, NAN},
-   {"n_head", "attention.head_count", 1, 65536, NAN},
-   {NULL, "attention.head_count_kv", 1, 65536, 0},
-   {NULL, NULL, 1, 65536, 0},
-   {"n_inner", "feed_forward_length", 1, TFMI_BIG, 0},
-   {"vocab_size", "vocab_size", 1, TFMI_BIG, 0},
-   {"n_positions", "context_length", 1, TFMI_BIG, NAN},
-   {"layer_norm_epsilon", "attention.layer_norm_epsilon", 1e-30, 1, 1e-5},
-   {{NULL, NULL, 0, 0, 0}, {NULL, NULL, 0, 0, 0}},
-   {"add_cross_attention", NULL},
-   "activation_function", "gelu_new",
-   {NULL, true}, {NULL, true}, {NULL, true}, {NULL, true}, {"tie_word_embeddings", true},
-   TFM_NORM_LAYER, 0, false, false, true, true},
-  {"llama",
-   {"LlamaForCausalLM", "LlamaModel"},
-   "model.",
-   {"embed_tokens", NULL, "lm_head", "norm", "layers.%d.input_layernorm",
-    "layers.%d.post_attention_layernorm", NULL, "layers.%d.self_attn.q_proj",
-    "layers.%d.self_attn.k_proj", "layers.%d.self_attn.v_proj", "layers.%d.self_attn.o_proj", NULL,
-    "layers.%d.mlp.gate_proj", "layers.%d.mlp.up_proj", "layers.%d.mlp.down_proj"},
-   {"num_hidden_layers", "block_count", 1, 4096, NAN},
-   {"hidden_size", "embedding_length", 1, TFMI_BIG, NAN},
-   {"num_attention_heads", "attention.head_count", 1, 65536, NAN},
-   {"num_key_value_heads", "attention.head_count_kv", 1, 65536, 0},
-   {"head_dim", "attention.key_length", 1, 65536, 0},
-   {"intermediate_size", "feed_forward_length", 1, TFMI_BIG, NAN},
-   {"vocab_size", "vocab_size", 1, TFMI_BIG, 0},
-   {"max_position_embeddings", "context_length", 1, TFMI_BIG, 2048},
-   {"rms_norm_eps", "attention.layer_norm_rms_epsilon", 1e-30, 1, 1e-6},
-   {{"partial_rotary_factor", NULL, 1, 1, 1}, {NULL, "expert_count", 0, 0, 0}},
-   {NULL, NULL},
-   "hidden_act", "silu",
-   {"attention_bias", false}, {"attention_bias", false}, {"mlp_bias", false}, {"mlp_bias", false},
-   {"tie_word_embeddings", false},
-   TFM_NORM_RMS, 0, true, true, false, false},
+static const tfmi_key tfmi_llama_keys[TFMI_QUANTITIES] = {
+  {{"num_hidden_layers", NULL}, "block_count", true, 1, 4096, NAN},
+  {{"hidden_size", NULL}, "embedding_length", true, 1, TFMI_BIG, NAN},
+  {{"num_attention_heads", NULL}, "attention.head_count", true, 1, 65536, NAN},
+  {{"num_key_value_heads", NULL}, "attention.head_count_kv", true, 1, 65536, 0},
+  {{"head_dim", NULL}, "attention.key_length", true, 1, 65536, 0},
+  {{"intermediate_size", NULL}, "feed_forward_length", true, 1, TFMI_BIG, NAN},
+  {{"vocab_size", NULL}, "vocab_size", true, 1, TFMI_BIG, 0},
+  {{"max_position_embeddings", NULL}, "context_length", true, 1, TFMI_BIG, 2048},
+  {{"rms_norm_eps", NULL}, "attention.layer_norm_rms_epsilon", false, 1e-30, 1, 1e-6},
+  {{"rope_theta", NULL}, "rope.freq_base", false, 1e-3, 1e12, 10000},
+  {{"rope_local_base_freq", NULL}, "rope.freq_base_swa", false, 1e-3, 1e12, 10000},
+  {{"partial_rotary_factor", NULL}, NULL, false, 1e-3, 1, 1},
+  {{"original_max_position_embeddings", NULL}, "rope.scaling.original_context_length", true, 2,
+   TFMI_BIG, 0},
+  {{"sliding_window", NULL}, "attention.sliding_window", true, 0, TFMI_BIG, 0},
+  {{"max_window_layers", NULL}, NULL, true, 0, TFMI_BIG, 28},
+  {{"sliding_window_pattern", "_sliding_window_pattern"}, NULL, true, 1, 4096, 0},
+  {{"query_pre_attn_scalar", NULL}, NULL, false, 1e-3, TFMI_BIG, 0},
+  {{"attn_logit_softcapping", NULL}, "attn_logit_softcapping", false, 0, 1e9, 0},
+  {{"final_logit_softcapping", NULL}, "final_logit_softcapping", false, 0, 1e9, 0},
+  {{"num_experts", "num_local_experts"}, "expert_count", true, 1, 65536, NAN},
+  {{"num_experts_per_tok", NULL}, "expert_used_count", true, 1, 65536, 2},
+  {{"moe_intermediate_size", NULL}, "expert_feed_forward_length", true, 1, TFMI_BIG, 0},
+  {{"shared_expert_intermediate_size", NULL}, "expert_shared_feed_forward_length", true, 1,
+   TFMI_BIG, NAN},
+  {{"decoder_sparse_step", NULL}, NULL, true, 1, TFMI_BIG, 1},
+  {{"router_aux_loss_coef", NULL}, NULL, false, 0, 1e9, 0.001},
 };
 
-static const tfmi_key tfmi_gguf_neutral[] = { /* as `neutral`, for every family */
-  {NULL, "attention.scale", 0, 0, 0},
-  {NULL, "rope.scaling.factor", 1, 1, 1},
-  {NULL, "rope.scale_linear", 1, 1, 1},
+static const tfmi_key tfmi_gpt2_keys[TFMI_QUANTITIES] = {
+  {{"n_layer", NULL}, "block_count", true, 1, 4096, NAN},
+  {{"n_embd", NULL}, "embedding_length", true, 1, TFMI_BIG, NAN},
+  {{"n_head", NULL}, "attention.head_count", true, 1, 65536, NAN},
+  {{NULL, NULL}, "attention.head_count_kv", true, 1, 65536, 0},
+  {{NULL, NULL}, NULL, true, 1, 65536, 0},
+  {{"n_inner", NULL}, "feed_forward_length", true, 1, TFMI_BIG, 0},
+  {{"vocab_size", NULL}, "vocab_size", true, 1, TFMI_BIG, 0},
+  {{"n_positions", NULL}, "context_length", true, 1, TFMI_BIG, NAN},
+  {{"layer_norm_epsilon", NULL}, "attention.layer_norm_epsilon", false, 1e-30, 1, 1e-5},
+  {{NULL, NULL}, NULL, false, 0, 0, 0}, {{NULL, NULL}, NULL, false, 0, 0, 0},
+  {{NULL, NULL}, NULL, false, 0, 0, 0}, {{NULL, NULL}, NULL, false, 0, 0, 0},
+  {{NULL, NULL}, NULL, false, 0, 0, 0}, {{NULL, NULL}, NULL, false, 0, 0, 0},
+  {{NULL, NULL}, NULL, false, 0, 0, 0}, {{NULL, NULL}, NULL, false, 0, 0, 0},
+  {{NULL, NULL}, NULL, false, 0, 0, 0}, {{NULL, NULL}, NULL, false, 0, 0, 0},
+  {{"n_expert", NULL}, "expert_count", true, 1, 65536, 8},
+  {{"n_expert_used", NULL}, "expert_used_count", true, 1, 65536, 2},
+  {{"n_expert_inner", NULL}, "expert_feed_forward_length", true, 0, TFMI_BIG, 0},
+  {{NULL, NULL}, NULL, false, 0, 0, 0},
+  {{NULL, NULL}, NULL, false, 1, 1, 1},
+  {{"router_aux_loss_coef", NULL}, NULL, false, 0, 1e9, 0.001},
 };
+
+/* Names, in tfmi_slot's order. */
+#define TFMI_ATTENTION_NAMES "layers.%d.self_attn.q_proj", "layers.%d.self_attn.k_proj",           \
+                             "layers.%d.self_attn.v_proj", "layers.%d.self_attn.o_proj"
+#define TFMI_MLP_NAMES "layers.%d.mlp.gate_proj", "layers.%d.mlp.up_proj", "layers.%d.mlp.down_proj"
+
+static const char *const tfmi_gpt2_slots[TFMI_SLOTS] = {
+  "wte", "wpe", "lm_head", "ln_f", "h.%d.ln_1", "h.%d.ln_2", NULL, NULL, NULL, NULL,
+  "h.%d.attn.c_attn", NULL, NULL, NULL, "h.%d.attn.c_proj", NULL, NULL, "h.%d.mlp.c_fc",
+  "h.%d.mlp.c_proj", "h.%d.mlp.router", NULL, NULL, "h.%d.mlp.experts.c_fc",
+  "h.%d.mlp.experts.c_proj", NULL, NULL, NULL, NULL, NULL};
+
+static const char *const tfmi_llama_slots[TFMI_SLOTS] = {
+  "embed_tokens", NULL, "lm_head", "norm", "layers.%d.input_layernorm",
+  "layers.%d.post_attention_layernorm", NULL, NULL, "layers.%d.self_attn.q_norm",
+  "layers.%d.self_attn.k_norm", NULL, TFMI_ATTENTION_NAMES, NULL, TFMI_MLP_NAMES,
+  "layers.%d.mlp.gate", NULL, "layers.%d.mlp.experts.%e.gate_proj",
+  "layers.%d.mlp.experts.%e.up_proj", "layers.%d.mlp.experts.%e.down_proj",
+  "layers.%d.mlp.shared_expert_gate", NULL, "layers.%d.mlp.shared_expert.gate_proj",
+  "layers.%d.mlp.shared_expert.up_proj", "layers.%d.mlp.shared_expert.down_proj"};
+
+static const char *const tfmi_gemma2_slots[TFMI_SLOTS] = {
+  "embed_tokens", NULL, "lm_head", "norm", "layers.%d.input_layernorm",
+  "layers.%d.pre_feedforward_layernorm", "layers.%d.post_attention_layernorm",
+  "layers.%d.post_feedforward_layernorm", "layers.%d.self_attn.q_norm",
+  "layers.%d.self_attn.k_norm", NULL, TFMI_ATTENTION_NAMES, NULL, TFMI_MLP_NAMES, NULL, NULL,
+  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+
+static const char *const tfmi_phi3_slots[TFMI_SLOTS] = {
+  "embed_tokens", NULL, "lm_head", "norm", "layers.%d.input_layernorm",
+  "layers.%d.post_attention_layernorm", NULL, NULL, NULL, NULL, "layers.%d.self_attn.qkv_proj",
+  NULL, NULL, NULL, "layers.%d.self_attn.o_proj", "layers.%d.mlp.gate_up_proj", NULL, NULL,
+  "layers.%d.mlp.down_proj", NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+
+static const char *const tfmi_mixtral_slots[TFMI_SLOTS] = {
+  "embed_tokens", NULL, "lm_head", "norm", "layers.%d.input_layernorm",
+  "layers.%d.post_attention_layernorm", NULL, NULL, NULL, NULL, NULL, TFMI_ATTENTION_NAMES, NULL,
+  TFMI_MLP_NAMES, "layers.%d.block_sparse_moe.gate", NULL,
+  "layers.%d.block_sparse_moe.experts.%e.w1", "layers.%d.block_sparse_moe.experts.%e.w3",
+  "layers.%d.block_sparse_moe.experts.%e.w2", NULL, NULL, NULL, NULL, NULL};
 
 static const char *const tfmi_gguf_slots[TFMI_SLOTS] = { /* the same for every family */
   "token_embd", "position_embd", "output", "output_norm", "blk.%d.attn_norm", "blk.%d.ffn_norm",
-  "blk.%d.attn_qkv", "blk.%d.attn_q", "blk.%d.attn_k", "blk.%d.attn_v", "blk.%d.attn_output", NULL,
-  "blk.%d.ffn_gate", "blk.%d.ffn_up", "blk.%d.ffn_down",
+  "blk.%d.post_attention_norm", "blk.%d.post_ffw_norm", "blk.%d.attn_q_norm",
+  "blk.%d.attn_k_norm", "blk.%d.attn_qkv", "blk.%d.attn_q", "blk.%d.attn_k", "blk.%d.attn_v",
+  "blk.%d.attn_output", "blk.%d.ffn_up", /* both in one, where there is no ffn_gate */
+  "blk.%d.ffn_gate", "blk.%d.ffn_up", "blk.%d.ffn_down", "blk.%d.ffn_gate_inp", NULL,
+  "blk.%d.ffn_gate_exps", "blk.%d.ffn_up_exps", "blk.%d.ffn_down_exps",
+  "blk.%d.ffn_gate_inp_shexp", NULL, "blk.%d.ffn_gate_shexp", "blk.%d.ffn_up_shexp",
+  "blk.%d.ffn_down_shexp"};
+
+static const tfmi_family tfmi_families[] = {
+  {"gpt2", "gpt2", {"GPT2LMHeadModel", "GPT2Model"}, "transformer.", tfmi_gpt2_slots,
+   tfmi_gpt2_keys, TFMI_LAYER_NORM | TFMI_CONV1D | TFMI_LAYER_SCALE,
+   "activation_function", "gelu_new",
+   {NULL, true}, {NULL, true}, {NULL, true}, {NULL, true}, {"tie_word_embeddings", true},
+   {NULL, false}, {NULL, false, false, false}, 0, {{TFMI_N_LAYERS, 0}}},
+  {"llama", "llama", {"LlamaForCausalLM", "LlamaModel"}, "model.", tfmi_llama_slots,
+   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_PAIRS, "hidden_act", "silu",
+   {"attention_bias", false}, {"attention_bias", false}, {"mlp_bias", false}, {"mlp_bias", false},
+   {"tie_word_embeddings", false}, {NULL, false}, {NULL, false, false, false}, 0,
+   {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}}},
+  {"mistral", NULL, {"MistralForCausalLM", "MistralModel"}, "model.", tfmi_llama_slots,
+   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY, "hidden_act", "silu",
+   {NULL, false}, {NULL, false}, {NULL, false}, {NULL, false}, {"tie_word_embeddings", false},
+   {NULL, false}, {NULL, false, false, false}, 0,
+   {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_WINDOW, 4096}}},
+  {"qwen2", "qwen2", {"Qwen2ForCausalLM", "Qwen2Model"}, "model.", tfmi_llama_slots,
+   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY, "hidden_act", "silu",
+   {NULL, true}, {NULL, false}, {NULL, false}, {NULL, false}, {"tie_word_embeddings", false},
+   {NULL, false}, {"use_sliding_window", true, false, true}, 0,
+   {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_WINDOW, 4096},
+    {TFMI_N_WINDOW_LAYERS, 28}}},
+  {"qwen3", "qwen3", {"Qwen3ForCausalLM", "Qwen3Model"}, "model.", tfmi_llama_slots,
+   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_HEAD_NORMS, "hidden_act", "silu",
+   {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
+   {"tie_word_embeddings", false}, {NULL, false}, {"use_sliding_window", true, false, true}, 0,
+   {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_WINDOW, 4096}, {TFMI_N_WINDOW_LAYERS, 28},
+    {TFMI_N_HEAD_WIDTH, 128}}},
+  {"gemma", "gemma", {"GemmaForCausalLM", "GemmaModel"}, "model.", tfmi_llama_slots,
+   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_ONE_PLUS | TFMI_SCALED_EMBED,
+   "hidden_act", "gelu_pytorch_tanh",
+   {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
+   {"tie_word_embeddings", true}, {NULL, false}, {NULL, false, false, false}, 0,
+   {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_HEAD_WIDTH, 256}}},
+  {"gemma2", "gemma2", {"Gemma2ForCausalLM", "Gemma2Model"}, "model.", tfmi_gemma2_slots,
+   tfmi_llama_keys,
+   TFMI_GATED | TFMI_ROTARY | TFMI_ONE_PLUS | TFMI_SCALED_EMBED | TFMI_POST_NORMS,
+   "hidden_activation", "gelu_pytorch_tanh",
+   {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
+   {"tie_word_embeddings", true}, {NULL, false}, {NULL, false, false, true}, 46,
+   {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_HEAD_WIDTH, 256}, {TFMI_N_WINDOW, 4096},
+    {TFMI_N_WINDOW_EVERY, 2}, {TFMI_N_QUERY_SCALAR, 256}, {TFMI_N_ATTN_CAP, 50},
+    {TFMI_N_LOGIT_CAP, 30}}},
+  {"gemma3_text", "gemma3", {"Gemma3ForCausalLM", "Gemma3TextModel"}, "model.",
+   tfmi_gemma2_slots, tfmi_llama_keys,
+   TFMI_GATED | TFMI_ROTARY | TFMI_ONE_PLUS | TFMI_SCALED_EMBED | TFMI_POST_NORMS |
+       TFMI_HEAD_NORMS,
+   "hidden_activation", "gelu_pytorch_tanh",
+   {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
+   {"tie_word_embeddings", true}, {NULL, false}, {NULL, false, false, true}, 62,
+   {{TFMI_N_THETA, 1e6}, {TFMI_N_LOCAL_THETA, 10000}, {TFMI_N_ORIGINAL, 0},
+    {TFMI_N_HEAD_WIDTH, 256}, {TFMI_N_WINDOW, 4096}, {TFMI_N_WINDOW_EVERY, 6},
+    {TFMI_N_QUERY_SCALAR, 256}, {TFMI_N_LOGIT_CAP, 0}}},
+  {"phi3", "phi3", {"Phi3ForCausalLM", "Phi3Model"}, "model.", tfmi_phi3_slots, tfmi_llama_keys,
+   TFMI_GATED | TFMI_ROTARY | TFMI_LONGROPE, "hidden_act", "silu",
+   {NULL, false}, {NULL, false}, {NULL, false}, {NULL, false}, {"tie_word_embeddings", false},
+   {NULL, false}, {NULL, false, false, false}, 0,
+   {{TFMI_N_THETA, 10000}, {TFMI_N_PARTIAL, 1}, {TFMI_N_ORIGINAL, 4096}, {TFMI_N_WINDOW, 0},
+    {TFMI_N_EPS, 1e-5}}},
+  {"mixtral", "llama", {"MixtralForCausalLM", "MixtralModel"}, "model.", tfmi_mixtral_slots,
+   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_PAIRS | TFMI_MOE, "hidden_act", "silu",
+   {NULL, false}, {NULL, false}, {NULL, false}, {NULL, false}, {"tie_word_embeddings", false},
+   {NULL, true}, {NULL, false, false, false}, 0,
+   {{TFMI_N_THETA, 1e6}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_WINDOW, 0}, {TFMI_N_EPS, 1e-5},
+    {TFMI_N_EXPERTS, 8}, {TFMI_N_EXPERTS_USED, 2}, {TFMI_N_BALANCE, 0.001}}},
+  {"qwen2_moe", "qwen2moe", {"Qwen2MoeForCausalLM", "Qwen2MoeModel"}, "model.", tfmi_llama_slots,
+   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_MOE | TFMI_SHARED, "hidden_act", "silu",
+   {"qkv_bias", true}, {NULL, false}, {NULL, false}, {NULL, false},
+   {"tie_word_embeddings", false}, {"norm_topk_prob", false},
+   {"use_sliding_window", false, true, true}, 0,
+   {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_WINDOW, 4096}, {TFMI_N_WINDOW_LAYERS, 28},
+    {TFMI_N_WINDOW_EVERY, 2}, {TFMI_N_EXPERTS, 60}, {TFMI_N_EXPERTS_USED, 4},
+    {TFMI_N_EXPERT_FFN, 1408}, {TFMI_N_SHARED_FFN, 5632}, {TFMI_N_SPARSE_STEP, 1},
+    {TFMI_N_BALANCE, 0.001}}},
+  {"qwen3_moe", "qwen3moe", {"Qwen3MoeForCausalLM", "Qwen3MoeModel"}, "model.", tfmi_llama_slots,
+   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_HEAD_NORMS | TFMI_MOE, "hidden_act", "silu",
+   {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
+   {"tie_word_embeddings", false}, {"norm_topk_prob", false},
+   {"use_sliding_window", false, false, false}, 0,
+   {{TFMI_N_THETA, 10000}, {TFMI_N_ORIGINAL, 0}, {TFMI_N_WINDOW, 4096}, {TFMI_N_EXPERTS, 128},
+    {TFMI_N_EXPERTS_USED, 8}, {TFMI_N_EXPERT_FFN, 768}, {TFMI_N_SPARSE_STEP, 1},
+    {TFMI_N_BALANCE, 0.001}}},
+  {"gpt2_moe", NULL, {"GPT2MoeLMHeadModel", "GPT2MoeModel"}, "transformer.", tfmi_gpt2_slots,
+   tfmi_gpt2_keys,
+   TFMI_LAYER_NORM | TFMI_CONV1D | TFMI_LAYER_SCALE | TFMI_MOE | TFMI_SOFTMAX_AFTER,
+   "activation_function", "gelu_new",
+   {NULL, true}, {NULL, true}, {NULL, true}, {NULL, true}, {"tie_word_embeddings", true},
+   {NULL, true}, {NULL, false, false, false}, 0,
+   {{TFMI_N_EXPERTS, 8}, {TFMI_N_EXPERTS_USED, 2}, {TFMI_N_EXPERT_FFN, 0}, {TFMI_N_SPARSE_STEP, 1},
+    {TFMI_N_BALANCE, 0.001}}},
+};
+
+/* What config.json may say only so: nothing, null, false, or this number. A family that reads a
+   key has its own bounds for it. Sub-objects' keys come behind a dot. */
+static const struct tfmi_rule {
+  const char *key;
+  double only; /* NAN: no number */
+} tfmi_rules[] = {
+  {"quantization_config", NAN}, {"is_encoder_decoder", NAN}, {"add_cross_attention", NAN},
+  {"use_bidirectional_attention", NAN}, {"attention_bias", NAN}, {"qkv_bias", NAN},
+  {"mlp_bias", NAN}, {"use_bias", NAN}, {"partial_rotary_factor", 1}, {"rotary_pct", 1},
+  {"rope_parameters.partial_rotary_factor", 1}, {"rope_scaling.mrope_section", NAN},
+  {"rope_parameters.mrope_section", NAN}, {"rope_parameters.full_attention", NAN},
+  {"rope_parameters.sliding_attention", NAN}, {"rope_local_base_freq", NAN},
+  {"rope_interleave", NAN}, {"no_rope_layers", NAN}, {"alibi", NAN},
+  {"sliding_window", 0}, {"attention_chunk_size", NAN}, {"attention_sinks", NAN},
+  {"attn_temperature_tuning", NAN}, {"query_pre_attn_scalar", NAN}, {"attention_multiplier", NAN},
+  {"attn_logit_softcapping", 0}, {"final_logit_softcapping", 0}, {"logit_scale", 1},
+  {"logits_scaling", 1}, {"embedding_multiplier", 1}, {"residual_multiplier", 1},
+  {"qk_layernorm", NAN}, {"use_qk_norm", NAN}, {"qk_norm", NAN}, {"clip_qkv", NAN},
+  {"parallel_attn", NAN}, {"use_parallel_residual", NAN}, {"num_experts", 0},
+  {"num_local_experts", 0}, {"n_routed_experts", 0}, {"n_shared_experts", 0},
+  {"n_group", 1}, {"first_k_dense_replace", 0}, {"shared_expert_intermediate_size", 0},
+  {"norm_topk_prob", NAN}, {"routed_scaling_factor", 1}, {"num_nextn_predict_layers", 0},
+};
+
+static const tfmi_key tfmi_gguf_neutral[] = { /* likewise in GGUF, for every family */
+  {{NULL, NULL}, "rope.scale_linear", false, 1, 1, 1},
+  {{NULL, NULL}, "attention.scale", false, 0, 0, 0},
+  {{NULL, NULL}, "attention.key_length_mla", false, 0, 0, 0},
+  {{NULL, NULL}, "logit_scale", false, 1, 1, 1},
+  {{NULL, NULL}, "embedding_scale", false, 1, 1, 1},
+  {{NULL, NULL}, "residual_scale", false, 1, 1, 1},
+  {{NULL, NULL}, "expert_weights_scale", false, 1, 1, 1},
+  {{NULL, NULL}, "expert_gating_func", true, 1, 1, 1}, /* a softmax */
+  {{NULL, NULL}, "leading_dense_block_count", true, 0, 0, 0},
 };
 
 static const struct tfmi_act_name {
@@ -9097,20 +10341,32 @@ static const struct tfmi_act_name {
   {"gelu", TFM_ACT_GELU}, {"relu", TFM_ACT_RELU}, {"silu", TFM_ACT_SILU}, {"swish", TFM_ACT_SILU},
 };
 
+static bool tfmi_has(const tfmi_family *f, unsigned what) { return (f->is & what) == what; }
+
 /* ---- Settings by name ---- */
 
-/* NULL when absent or null, which mean the same in a config.json. */
-static const tfmi_setting *tfmi_setting_find(const tfmi_settings *s, const char *key) {
+static const tfmi_setting *tfmi_setting_at(const tfmi_settings *s, const char *key) {
   tfmi_text name = tfmi_text_of(key);
   uint64_t low = 0, high = s->count;
   while (low < high) {
     uint64_t middle = low + (high - low) / 2;
     int order = tfmi_text_order(name, s->at[middle].key);
-    if (order == 0) return s->at[middle].kind == TFMI_JSON_NULL ? NULL : &s->at[middle];
+    if (order == 0) return &s->at[middle];
     if (order < 0) high = middle;
     else low = middle + 1;
   }
   return NULL;
+}
+
+/* NULL when absent or null, which nearly always mean the same in a config.json. */
+static const tfmi_setting *tfmi_setting_find(const tfmi_settings *s, const char *key) {
+  const tfmi_setting *v = tfmi_setting_at(s, key);
+  return v && v->kind != TFMI_JSON_NULL ? v : NULL;
+}
+
+static bool tfmi_setting_null(const tfmi_settings *s, const char *key) {
+  const tfmi_setting *v = tfmi_setting_at(s, key);
+  return v && v->kind == TFMI_JSON_NULL;
 }
 
 static tfmi_json tfmi_setting_json(const tfmi_source *s, const tfmi_setting *v,
@@ -9163,26 +10419,46 @@ static bool tfmi_gguf_number(const tfmi_source *s, const char *key, bool whole, 
   return true;
 }
 
-/* The number of a key wherever it is told, checked. */
-static double tfmi_number(const tfmi_source *s, const tfmi_family *f, const tfmi_key *k,
-                          bool whole) {
-  const char *key = s->gguf ? k->gguf : k->hf;
-  char name[96];
-  double value = k->fallback;
-  bool there;
-  if (!key) return value;
-  if (s->gguf) snprintf(name, sizeof name, "%s.%s", f->name, key);
-  else snprintf(name, sizeof name, "%s", key);
-  there = s->gguf ? tfmi_gguf_number(s, name, whole, &value)
-                  : tfmi_setting_number(s, name, whole, &value);
-  if (!there && isnan(value)) tfmi_fail(s->load, TFM_E_FORMAT, "%s is missing", name);
+/* A key's number wherever it is told, checked. */
+static double tfmi_key_number(const tfmi_source *s, const tfmi_family *f, const tfmi_key *k,
+                              double fallback) {
+  char name[160];
+  double value = fallback;
+  bool there = false;
+  int i;
+  if (s->gguf && k->gguf) {
+    snprintf(name, sizeof name, "%s.%s", f->gguf, k->gguf);
+    there = tfmi_gguf_number(s, name, k->whole, &value);
+  }
+  for (i = 0; !s->gguf && !there && i < 2 && k->hf[i]; i++) {
+    snprintf(name, sizeof name, "%s", k->hf[i]);
+    there = tfmi_setting_number(s, name, k->whole, &value);
+    if (!there && k->low == 0 && tfmi_setting_null(&s->config, name)) return 0;
+  }
+  if (!there && isnan(value))
+    tfmi_fail(s->load, TFM_E_FORMAT, "%s is missing", s->gguf ? name : k->hf[0]);
   if (there && !(value >= k->low && value <= k->high))
     tfmi_fail(s->load, TFM_E_FORMAT, "%s is %g, expected %g to %g", name, value, k->low, k->high);
   return value;
 }
 
-static int32_t tfmi_whole(const tfmi_source *s, const tfmi_family *f, const tfmi_key *k) {
-  return (int32_t)tfmi_number(s, f, k, true);
+/* What the family says of a quantity beside the common ones; NULL: nothing. */
+static const tfmi_said *tfmi_family_said(const tfmi_family *f, tfmi_quantity what) {
+  int i;
+  for (i = 0; f->said[i].what != TFMI_N_LAYERS; i++)
+    if (f->said[i].what == what) return &f->said[i];
+  return NULL;
+}
+
+/* A number of the model; 0 where its family has no such thing. */
+static double tfmi_number(const tfmi_source *s, const tfmi_family *f, tfmi_quantity what) {
+  const tfmi_said *said = tfmi_family_said(f, what);
+  if (!said && what > TFMI_N_EPS) return 0;
+  return tfmi_key_number(s, f, &f->key[what], said ? said->fallback : f->key[what].fallback);
+}
+
+static int32_t tfmi_whole(const tfmi_source *s, const tfmi_family *f, tfmi_quantity what) {
+  return (int32_t)tfmi_number(s, f, what);
 }
 
 /* ---- Which family ---- */
@@ -9191,6 +10467,20 @@ static const tfmi_family *tfmi_family_named(tfmi_text name) {
   int i;
   for (i = 0; i < TFMI_COUNT(tfmi_families); i++)
     if (tfmi_text_is(name, tfmi_families[i].name)) return &tfmi_families[i];
+  return NULL;
+}
+
+/* GGUF has one architecture for a family with and without experts. */
+static const tfmi_family *tfmi_family_of_gguf(const tfmi_source *s, tfmi_text name) {
+  char key[96];
+  int64_t experts = 0;
+  int i;
+  snprintf(key, sizeof key, "%.*s.expert_count", (int)(name.n < 64 ? name.n : 64), name.at);
+  if (name.n < 64) tfmi_gguf_get_int(s->gguf, key, &experts);
+  for (i = 0; i < TFMI_COUNT(tfmi_families); i++) {
+    const tfmi_family *f = &tfmi_families[i];
+    if (f->gguf && tfmi_text_is(name, f->gguf) && tfmi_has(f, TFMI_MOE) == (experts > 0)) return f;
+  }
   return NULL;
 }
 
@@ -9203,8 +10493,14 @@ static const tfmi_family *tfmi_family_of_class(tfmi_text name) {
 }
 
 static TFMI_NORETURN void tfmi_refuse(const tfmi_source *s, const char *what, tfmi_text name) {
-  tfmi_fail(s->load, TFM_E_UNSUPPORTED, "%s \"%s\" is not supported; gpt2 and llama are", what,
-            tfmi_plain(name).text);
+  char known[256] = "";
+  size_t n = 0;
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_families) && n < sizeof known; i++)
+    n += (size_t)snprintf(known + n, sizeof known - n, "%s%s", i ? ", " : "",
+                          tfmi_families[i].name);
+  tfmi_fail(s->load, TFM_E_UNSUPPORTED, "%s \"%s\" is not supported; expected %s", what,
+            tfmi_plain(name).text, known);
 }
 
 /* By model_type, or where that is missing by architectures; these must agree. */
@@ -9216,7 +10512,7 @@ static const tfmi_family *tfmi_family_find(const tfmi_source *s) {
   if (s->gguf) {
     if (!tfmi_gguf_get_text(s->gguf, "general.architecture", &name))
       tfmi_fail(s->load, TFM_E_FORMAT, "key general.architecture is missing");
-    f = tfmi_family_named(name);
+    f = tfmi_family_of_gguf(s, name);
     if (!f) tfmi_refuse(s, "architecture", name);
     return f;
   }
@@ -9238,27 +10534,50 @@ static const tfmi_family *tfmi_family_find(const tfmi_source *s) {
   return f ? f : by_class;
 }
 
+/* ---- What is refused ---- */
+
+/* Whether the family gives a key of config.json a meaning of its own. */
+static bool tfmi_family_reads(const tfmi_family *f, const char *key) {
+  const tfmi_flag *flags[] = {&f->qkv_bias, &f->out_bias, &f->up_bias,
+                              &f->down_bias, &f->tied, &f->normalise};
+  int i, k;
+  if (strncmp(key, "rope_parameters.", 16) == 0) {
+    key += 16;
+    if (strstr(key, "_attention")) return tfmi_family_said(f, TFMI_N_LOCAL_THETA) != NULL;
+  }
+  for (i = 0; i < TFMI_COUNT(flags); i++)
+    if (flags[i]->key && strcmp(flags[i]->key, key) == 0) return true;
+  for (i = 0; i < TFMI_QUANTITIES; i++)
+    for (k = 0; k < 2 && (i <= TFMI_N_EPS || tfmi_family_said(f, (tfmi_quantity)i)); k++)
+      if (f->key[i].hf[k] && strcmp(f->key[i].hf[k], key) == 0) return true;
+  return false;
+}
+
+static void tfmi_rule_check(const tfmi_source *s, const struct tfmi_rule *rule) {
+  const tfmi_setting *v = tfmi_setting_find(&s->config, rule->key);
+  double value;
+  if (!v || v->kind == TFMI_JSON_FALSE) return;
+  if (v->kind == TFMI_JSON_NUMBER && tfmi_setting_number(s, rule->key, false, &value) &&
+      value == rule->only)
+    return;
+  tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: %s is %s, which is not supported", rule->key,
+            tfmi_plain(v->value).text);
+}
+
 static void tfmi_family_check(const tfmi_source *s, const tfmi_family *f) {
-  const tfmi_setting *quantised = tfmi_setting_find(&s->config, "quantization_config");
   int i;
-  if (quantised)
-    tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: quantization_config is not supported: %s",
-              tfmi_plain(quantised->value).text);
-  for (i = 0; i < 2; i++) tfmi_number(s, f, &f->neutral[i], s->gguf != NULL);
+  for (i = 0; !s->gguf && i < TFMI_COUNT(tfmi_rules); i++)
+    if (!tfmi_family_reads(f, tfmi_rules[i].key)) tfmi_rule_check(s, &tfmi_rules[i]);
   for (i = 0; s->gguf && i < TFMI_COUNT(tfmi_gguf_neutral); i++)
-    tfmi_number(s, f, &tfmi_gguf_neutral[i], false);
-  for (i = 0; i < 2; i++)
-    if (f->refused[i] && tfmi_setting_flag(s, f->refused[i], false))
-      tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: %s is true, which is not supported",
-                f->refused[i]);
+    tfmi_key_number(s, f, &tfmi_gguf_neutral[i], tfmi_gguf_neutral[i].fallback);
 }
 
 /* ---- The shape of the network ---- */
 
 static void tfmi_net_heads(const tfmi_source *s, const tfmi_family *f, tfm_net *net) {
-  net->heads = tfmi_whole(s, f, &f->heads);
-  net->kv_heads = tfmi_whole(s, f, &f->kv_heads);
-  net->head_width = tfmi_whole(s, f, &f->head_width);
+  net->heads = tfmi_whole(s, f, TFMI_N_HEADS);
+  net->kv_heads = tfmi_whole(s, f, TFMI_N_KV_HEADS);
+  net->head_width = tfmi_whole(s, f, TFMI_N_HEAD_WIDTH);
   if (net->kv_heads == 0) net->kv_heads = net->heads;
   if (net->head_width == 0 && net->width % net->heads)
     tfmi_fail(s->load, TFM_E_FORMAT, "width %d is not divisible by %d heads", (int)net->width,
@@ -9269,9 +10588,6 @@ static void tfmi_net_heads(const tfmi_source *s, const tfmi_family *f, tfm_net *
               (int)net->heads, (int)net->kv_heads);
   if ((double)net->heads * net->head_width > TFMI_BIG)
     tfmi_fail(s->load, TFM_E_FORMAT, "%d heads of width %d are wider than 2^24", (int)net->heads,
-              (int)net->head_width);
-  if (f->rotary && net->head_width % 2)
-    tfmi_fail(s->load, TFM_E_FORMAT, "head width %d is odd, expected pairs to rotate",
               (int)net->head_width);
 }
 
@@ -9286,110 +10602,371 @@ static tfm_act tfmi_net_act(const tfmi_source *s, const tfmi_family *f) {
 }
 
 /* The scale of the scores of one layer. */
-static float tfmi_net_attn_scale(const tfmi_source *s, const tfmi_family *f, int32_t layer,
-                                 int32_t head_width) {
-  double scale = 1.0 / sqrt((double)head_width);
-  if (f->inverse_layer_scale) {
+static float tfmi_net_attn_scale(const tfmi_source *s, const tfmi_family *f, const tfm_net *net,
+                                 int32_t layer) {
+  double scalar = tfmi_number(s, f, TFMI_N_QUERY_SCALAR), scale;
+  if (scalar == 0 || s->gguf) scalar = net->head_width;
+  if (s->gguf && f->wide_layers == net->layers) scalar = net->width / net->heads;
+  scale = 1.0 / sqrt(scalar);
+  if (tfmi_has(f, TFMI_LAYER_SCALE)) {
     if (!tfmi_setting_flag(s, "scale_attn_weights", true)) scale = 1;
     if (tfmi_setting_flag(s, "scale_attn_by_inverse_layer_idx", false)) scale /= layer + 1;
   }
   return (float)scale;
 }
 
+/* Rounded to the type that the model was trained in, as transformers does with its weights. */
+static float tfmi_net_embed_scale(const tfmi_source *s, const tfmi_family *f, const tfm_net *net,
+                                  const tfmi_tensor *embed) {
+  float scale = (float)sqrt((double)net->width);
+  tfmi_text type = tfmi_text_of(s->gguf ? "float32" : embed->type == TFM_F16 ? "float16"
+                                : embed->type == TFM_BF16 ? "bfloat16" : "float32");
+  if (!tfmi_has(f, TFMI_SCALED_EMBED)) return 0;
+  tfmi_setting_text(s, "torch_dtype", &type);
+  tfmi_setting_text(s, "dtype", &type);
+  if (tfmi_text_is(type, "bfloat16")) return tfmi_from_bf16(tfmi_to_bf16(scale));
+  if (tfmi_text_is(type, "float16")) return tfmi_from_f16(tfmi_to_f16(scale));
+  return scale;
+}
+
+/* ---- Windows ---- */
+
+static bool tfmi_windows_at(const tfmi_source *s, const tfmi_family *f, int32_t layer) {
+  int32_t every = tfmi_whole(s, f, TFMI_N_WINDOW_EVERY);
+  int32_t last = tfmi_whole(s, f, TFMI_N_WINDOW_LAYERS);
+  return (!f->windows.from || layer >= last) && (!f->windows.until || layer < last) &&
+         (every == 0 || (layer + 1) % every != 0);
+}
+
+/* layer_types names every layer; where the family does not read it, it must say what is done. */
+static void tfmi_windows_named(const tfmi_source *s, const tfmi_family *f, tfm_net *net,
+                               int32_t window) {
+  const tfmi_setting *v = tfmi_setting_find(&s->config, "layer_types");
+  tfmi_json j;
+  int32_t i;
+  if (!v) return;
+  j = tfmi_setting_json(s, v, TFMI_JSON_ARRAY);
+  tfmi_json_array(&j);
+  for (i = 0; tfmi_json_element(&j); i++) {
+    tfmi_text type = tfmi_json_string(&j);
+    bool sliding = tfmi_text_is(type, "sliding_attention");
+    if (i == net->layers) {
+      i++;
+      break;
+    }
+    if ((!sliding && !tfmi_text_is(type, "full_attention")) || (sliding && window == 0) ||
+        (!f->windows.types && sliding != (net->layer[i].attn.window != 0)))
+      tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: layer_types has \"%s\" for layer %d, "
+                "which is not supported with a sliding_window of %d", tfmi_plain(type).text, (int)i,
+                (int)window);
+    net->layer[i].attn.window = sliding ? window : 0;
+  }
+  if (i != net->layers)
+    tfmi_fail(s->load, TFM_E_FORMAT, "config.json: layer_types does not name the %d layers",
+              (int)net->layers);
+}
+
+static void tfmi_windows_of(const tfmi_source *s, const tfmi_family *f, tfm_net *net) {
+  bool use = !f->windows.use || (!s->gguf && tfmi_setting_flag(s, f->windows.use, false));
+  int32_t window = use ? tfmi_whole(s, f, TFMI_N_WINDOW) : 0, i;
+  for (i = 0; i < net->layers; i++)
+    net->layer[i].attn.window = tfmi_windows_at(s, f, i) ? window : 0;
+  if (!s->gguf) tfmi_windows_named(s, f, net, window);
+}
+
+/* ---- Experts ---- */
+
+static void tfmi_net_experts(const tfmi_source *s, const tfmi_family *f, tfm_net *net) {
+  if (!tfmi_has(f, TFMI_MOE)) return;
+  net->experts = net->moe.experts = tfmi_whole(s, f, TFMI_N_EXPERTS);
+  net->experts_used = net->moe.top_k = tfmi_whole(s, f, TFMI_N_EXPERTS_USED);
+  net->expert_width = tfmi_whole(s, f, TFMI_N_EXPERT_FFN);
+  if (net->expert_width == 0) net->expert_width = net->ffn_width;
+  net->moe.softmax_after = tfmi_has(f, TFMI_SOFTMAX_AFTER);
+  net->moe.normalise = f->normalise.fallback;
+  if (f->normalise.key && !s->gguf)
+    net->moe.normalise = tfmi_setting_flag(s, f->normalise.key, f->normalise.fallback);
+  if (net->experts_used > net->experts)
+    tfmi_fail(s->load, TFM_E_FORMAT, "%d experts of %d are used by each token, expected at most "
+              "all", (int)net->experts_used, (int)net->experts);
+}
+
+/* Whether config.json gives a layer experts, or a feed-forward like any other model's. */
+static bool tfmi_is_sparse(const tfmi_source *s, const tfmi_family *f, int32_t layer) {
+  const tfmi_setting *v = tfmi_setting_find(&s->config, "mlp_only_layers");
+  int32_t step = tfmi_whole(s, f, TFMI_N_SPARSE_STEP);
+  bool sparse = step == 0 || (layer + 1) % step == 0;
+  tfmi_json j;
+  if (!tfmi_has(f, TFMI_MOE)) return false;
+  if (!v || step == 0) return sparse;
+  j = tfmi_setting_json(s, v, TFMI_JSON_ARRAY);
+  tfmi_json_array(&j);
+  while (tfmi_json_element(&j))
+    if (tfmi_json_integer(&j, 0, INT32_MAX) == layer) sparse = false;
+  return sparse;
+}
+
 static void tfmi_net_shape(const tfmi_source *s, const tfmi_family *f, tfm_net *net) {
   int32_t i;
-  net->layers = tfmi_whole(s, f, &f->layers);
-  net->width = tfmi_whole(s, f, &f->width);
+  net->layers = tfmi_whole(s, f, TFMI_N_LAYERS);
+  net->width = tfmi_whole(s, f, TFMI_N_WIDTH);
   tfmi_net_heads(s, f, net);
-  net->ffn_width = tfmi_whole(s, f, &f->ffn);
+  net->ffn_width = tfmi_whole(s, f, TFMI_N_FFN);
   if (net->ffn_width == 0) net->ffn_width = 4 * net->width;
-  net->vocabulary = tfmi_whole(s, f, &f->vocabulary);
-  net->context = tfmi_whole(s, f, &f->context);
-  net->norm.kind = f->norm;
-  net->norm.eps = (float)tfmi_number(s, f, &f->eps, false);
-  net->norm.offset = f->norm_offset;
+  net->vocabulary = tfmi_whole(s, f, TFMI_N_VOCABULARY);
+  net->context = tfmi_whole(s, f, TFMI_N_CONTEXT);
+  net->norm.kind = tfmi_has(f, TFMI_LAYER_NORM) ? TFM_NORM_LAYER : TFM_NORM_RMS;
+  net->norm.eps = (float)tfmi_number(s, f, TFMI_N_EPS);
+  net->norm.offset = tfmi_has(f, TFMI_ONE_PLUS) && !s->gguf ? 1.0f : 0.0f;
+  net->head_norm = net->norm;
   net->act = tfmi_net_act(s, f);
-  net->gated = f->gated;
+  net->gated = tfmi_has(f, TFMI_GATED);
+  net->logit_softcap = (float)tfmi_number(s, f, TFMI_N_LOGIT_CAP);
+  tfmi_net_experts(s, f, net);
   net->layer = TFMI_NEW(tfm_layer, tfmi_keep(s->load, (uint64_t)net->layers, sizeof *net->layer));
   for (i = 0; i < net->layers; i++) {
     net->layer[i].attn.heads = net->heads;
-    net->layer[i].attn.scale = tfmi_net_attn_scale(s, f, i, net->head_width);
+    net->layer[i].attn.scale = tfmi_net_attn_scale(s, f, net, i);
+    net->layer[i].attn.softcap = (float)tfmi_number(s, f, TFMI_N_ATTN_CAP);
   }
+  tfmi_windows_of(s, f, net);
 }
 
 /* ---- Rotation ---- */
 
-static const tfmi_key tfmi_rotation_theta[] = {
-  {"rope_theta", "rope.freq_base", 1e-3, 1e12, 10000},
-  {"rope_parameters.rope_theta", NULL, 1e-3, 1e12, 0}, /* as transformers 5 writes it */
+typedef struct tfmi_rope_reader { /* where one rotation is described */
+  const tfmi_source *s;
+  const tfmi_family *f;
+  const char *group; /* the object of config.json */
+  const tfm_net *net;
+  tfmi_rotation *r;
+} tfmi_rope_reader;
+
+/* "rope_scaling.factor", "rope_parameters.full_attention.factor". fallback NAN: must be there. */
+static double tfmi_rope_number(const tfmi_rope_reader *x, const char *name, const char *gguf,
+                               double low, double fallback) {
+  tfmi_key key = {{NULL, NULL}, NULL, false, 0, 1e12, 0};
+  char path[128];
+  snprintf(path, sizeof path, "%s.%s", x->group, name);
+  key.hf[0] = path;
+  key.gguf = gguf;
+  key.low = low;
+  return tfmi_key_number(x->s, x->f, &key, fallback);
+}
+
+/* The context that the scaling starts from: beside the object, in it, or the whole context. */
+static double tfmi_rope_original(const tfmi_rope_reader *x) {
+  double outside = tfmi_number(x->s, x->f, TFMI_N_ORIGINAL);
+  double inside = tfmi_rope_number(x, "original_max_position_embeddings", NULL, 2, 0);
+  bool told = tfmi_setting_find(&x->s->config, "original_max_position_embeddings") != NULL;
+  if ((told || x->s->gguf || inside == 0) && outside > 0) return outside;
+  return inside > 0 ? inside : fmax(x->net->context, 2);
+}
+
+static void tfmi_rope_linear(const tfmi_rope_reader *x) {
+  x->r->factor = tfmi_rope_number(x, "factor", "rope.scaling.factor", 1e-6, NAN);
+}
+
+static void tfmi_rope_llama3(const tfmi_rope_reader *x) {
+  tfmi_rotation *r = x->r;
+  r->factor = tfmi_rope_number(x, "factor", NULL, 1e-6, NAN);
+  r->low = tfmi_rope_number(x, "low_freq_factor", NULL, 1e-6, NAN);
+  r->high = tfmi_rope_number(x, "high_freq_factor", NULL, 1e-6, NAN);
+  r->original = tfmi_rope_original(x);
+  if (r->low >= r->high)
+    tfmi_fail(x->s->load, TFM_E_FORMAT, "config.json: %s.low_freq_factor is %g, expected less than "
+              "high_freq_factor, which is %g", x->group, r->low, r->high);
+}
+
+static double tfmi_rope_mscale(double factor, double scale) {
+  return factor > 1 ? 0.1 * scale * log(factor) + 1 : 1;
+}
+
+static void tfmi_rope_yarn(const tfmi_rope_reader *x) {
+  tfmi_rotation *r = x->r;
+  char path[128];
+  double one, all;
+  r->original = tfmi_rope_original(x);
+  r->factor = tfmi_rope_number(x, "factor", "rope.scaling.factor", 1e-6,
+                               x->net->context / r->original);
+  r->high = tfmi_rope_number(x, "beta_fast", "rope.scaling.yarn_beta_fast", 0, 32);
+  r->low = tfmi_rope_number(x, "beta_slow", "rope.scaling.yarn_beta_slow", 0, 1);
+  if (r->high == 0) r->high = 32;
+  if (r->low == 0) r->low = 1;
+  one = tfmi_rope_number(x, "mscale", NULL, 0, 0);
+  all = tfmi_rope_number(x, "mscale_all_dim", NULL, 0, 0);
+  r->scale = one != 0 && all != 0
+                 ? tfmi_rope_mscale(r->factor, one) / tfmi_rope_mscale(r->factor, all)
+                 : tfmi_rope_mscale(r->factor, 1);
+  if (x->s->gguf) r->scale *= tfmi_rope_number(x, "", "rope.scaling.attn_factor", 1e-6, 1);
+  else r->scale = tfmi_rope_number(x, "attention_factor", NULL, 1e-6, r->scale);
+  snprintf(path, sizeof path, "%s.truncate", x->group);
+  r->truncate = x->s->gguf || tfmi_setting_flag(x->s, path, true);
+}
+
+/* An array of rot/2 divisors, kept with the model. */
+static const float *tfmi_rope_divisors(const tfmi_rope_reader *x, const char *name) {
+  const tfmi_setting *v;
+  int32_t half = x->r->rot / 2, i;
+  char path[128];
+  float *out;
+  tfmi_json j;
+  snprintf(path, sizeof path, "%s.%s", x->group, name);
+  v = tfmi_setting_find(&x->s->config, path);
+  if (!v) tfmi_fail(x->s->load, TFM_E_FORMAT, "config.json: %s is missing", path);
+  out = TFMI_NEW(float, tfmi_keep(x->s->load, (uint64_t)half, sizeof *out));
+  j = tfmi_setting_json(x->s, v, TFMI_JSON_ARRAY);
+  tfmi_json_array(&j);
+  for (i = 0; tfmi_json_element(&j); i++) {
+    double value = tfmi_json_number(&j);
+    if (!(value > 1e-6 && value < 1e12) || i >= half)
+      tfmi_fail(x->s->load, TFM_E_FORMAT, "config.json: %s has %g at %d, expected %d numbers above "
+                "0", path, value, (int)i, (int)half);
+    out[i] = (float)value;
+  }
+  if (i != half)
+    tfmi_fail(x->s->load, TFM_E_FORMAT, "config.json: %s has %d numbers, expected %d", path, (int)i,
+              (int)half);
+  return out;
+}
+
+static void tfmi_rope_longrope(const tfmi_rope_reader *x) {
+  tfmi_rotation *r = x->r;
+  r->original = tfmi_rope_original(x);
+  r->factor = tfmi_rope_number(x, "factor", "rope.scaling.factor", 1e-6,
+                               x->net->context / r->original);
+  if (r->factor > 1 && !x->s->gguf) r->scale = sqrt(1 + log(r->factor) / log(r->original));
+  r->scale = tfmi_rope_number(x, "attention_factor", "rope.scaling.attn_factor", 1e-6, r->scale);
+  if (x->s->gguf) return; /* tensors */
+  r->divisor[0] = tfmi_rope_divisors(x, "short_factor");
+  r->divisor[1] = tfmi_rope_divisors(x, "long_factor");
+}
+
+static const struct tfmi_rope_kind_row {
+  const char *name;
+  tfmi_rope_kind kind;
+  void (*read)(const tfmi_rope_reader *x);
+} tfmi_rope_kinds[] = {
+  {"default", TFMI_ROPE_DEFAULT, NULL}, {"none", TFMI_ROPE_DEFAULT, NULL}, /* GGUF's */
+  {"linear", TFMI_ROPE_LINEAR, tfmi_rope_linear}, {"dynamic", TFMI_ROPE_DYNAMIC, tfmi_rope_linear},
+  {"llama3", TFMI_ROPE_LLAMA3, tfmi_rope_llama3}, {"yarn", TFMI_ROPE_YARN, tfmi_rope_yarn},
+  {"longrope", TFMI_ROPE_LONG, tfmi_rope_longrope}, {"su", TFMI_ROPE_LONG, tfmi_rope_longrope},
 };
 
-/* "rope_scaling.factor" or "rope_parameters.factor". */
-static double tfmi_rotation_number(const tfmi_source *s, const char *group, const char *name,
-                                   double low) {
-  tfmi_key key = {NULL, NULL, low, 1e12, NAN};
-  char path[64];
-  snprintf(path, sizeof path, "%s.%s", group, name);
-  key.hf = path;
-  return tfmi_number(s, NULL, &key, false);
-}
-
-static void tfmi_rotation_scaling(const tfmi_source *s, const char *group, tfmi_rotation *r) {
-  const tfmi_setting *v = tfmi_setting_find(&s->config, group);
-  char path[64];
+/* The name of the scaling: before transformers 4.43 it was "type". */
+static tfmi_text tfmi_rope_type(const tfmi_rope_reader *x) {
   tfmi_text type = tfmi_text_of("default");
-  if (!v) return;
-  tfmi_setting_json(s, v, TFMI_JSON_OBJECT); /* it is one */
-  snprintf(path, sizeof path, "%s.type", group); /* before transformers 4.43 */
-  tfmi_setting_text(s, path, &type);
-  snprintf(path, sizeof path, "%s.rope_type", group);
-  tfmi_setting_text(s, path, &type);
-  if (tfmi_text_is(type, "default")) return;
-  if (!tfmi_text_is(type, "llama3"))
-    tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: rope type \"%s\" is not supported; default "
-              "and llama3 are", tfmi_plain(type).text);
-  r->llama3 = true;
-  r->factor = tfmi_rotation_number(s, group, "factor", 1e-6);
-  r->low = tfmi_rotation_number(s, group, "low_freq_factor", 1e-6);
-  r->high = tfmi_rotation_number(s, group, "high_freq_factor", 1e-6);
-  r->original = tfmi_rotation_number(s, group, "original_max_position_embeddings", 1);
-  if (r->low >= r->high)
-    tfmi_fail(s->load, TFM_E_FORMAT, "config.json: %s.low_freq_factor is %g, expected less than "
-              "high_freq_factor, which is %g", group, r->low, r->high);
-}
-
-static void tfmi_rotation_gguf(const tfmi_source *s, const tfmi_family *f, const tfm_net *net) {
-  tfmi_key dimensions = {NULL, "rope.dimension_count", 0, 0, 0};
-  char key[96];
-  tfmi_text type;
-  dimensions.low = dimensions.high = dimensions.fallback = net->head_width;
-  tfmi_whole(s, f, &dimensions);
-  dimensions.gguf = "attention.value_length";
-  tfmi_whole(s, f, &dimensions);
-  snprintf(key, sizeof key, "%s.rope.scaling.type", f->name);
-  if (tfmi_gguf_get_text(s->gguf, key, &type) && !tfmi_text_is(type, "none"))
-    tfmi_fail(s->load, TFM_E_UNSUPPORTED, "%s \"%s\" is not supported", key, tfmi_plain(type).text);
-}
-
-static tfmi_rotation tfmi_rotation_of(const tfmi_source *s, const tfmi_family *f,
-                                      const tfm_net *net) {
-  tfmi_rotation r;
-  double newer;
-  memset(&r, 0, sizeof r);
-  r.theta = tfmi_number(s, f, &tfmi_rotation_theta[0], false);
-  newer = tfmi_number(s, f, &tfmi_rotation_theta[1], false);
-  if (newer != 0) r.theta = newer;
-  if (s->gguf) {
-    tfmi_rotation_gguf(s, f, net);
-  } else {
-    if (tfmi_setting_find(&s->config, "rope_scaling") &&
-        tfmi_setting_find(&s->config, "rope_parameters"))
-      tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: rope_scaling and rope_parameters are "
-                "both there, expected one; remove the other");
-    tfmi_rotation_scaling(s, "rope_scaling", &r);
-    tfmi_rotation_scaling(s, "rope_parameters", &r);
+  char path[128];
+  if (x->s->gguf) {
+    snprintf(path, sizeof path, "%s.rope.scaling.type", x->f->gguf);
+    if (tfmi_gguf_get_text(x->s->gguf, path, &type)) return type;
+    if (tfmi_tensor_find(x->s, tfmi_text_of("rope_factors_long.weight")))
+      return tfmi_text_of("longrope"); /* which files do not always name */
+    return tfmi_rope_number(x, "", "rope.scaling.factor", 1e-6, 1) != 1 ? tfmi_text_of("linear")
+                                                                        : type;
   }
+  snprintf(path, sizeof path, "%s.type", x->group);
+  tfmi_setting_text(x->s, path, &type);
+  snprintf(path, sizeof path, "%s.rope_type", x->group);
+  tfmi_setting_text(x->s, path, &type);
+  return type;
+}
+
+static void tfmi_rope_scaling(const tfmi_rope_reader *x) {
+  tfmi_text type = tfmi_rope_type(x);
+  int i;
+  if (tfmi_has(x->f, TFMI_LONGROPE) && tfmi_text_is(type, "yarn")) type = tfmi_text_of("longrope");
+  for (i = 0; i < TFMI_COUNT(tfmi_rope_kinds); i++)
+    if (tfmi_text_is(type, tfmi_rope_kinds[i].name)) break;
+  if (i == TFMI_COUNT(tfmi_rope_kinds) ||
+      (tfmi_has(x->f, TFMI_LONGROPE) && tfmi_rope_kinds[i].read &&
+       tfmi_rope_kinds[i].kind != TFMI_ROPE_LONG))
+    tfmi_fail(x->s->load, TFM_E_UNSUPPORTED, "rope type \"%s\" is not supported; default, linear, "
+              "dynamic, llama3, yarn and longrope are, where the family has them",
+              tfmi_plain(type).text);
+  x->r->kind = tfmi_rope_kinds[i].kind;
+  if (tfmi_rope_kinds[i].read) tfmi_rope_kinds[i].read(x);
+}
+
+/* How many of a head's values turn. GGUF says it as a number of them. */
+static int32_t tfmi_rope_rot(const tfmi_rope_reader *x) {
+  tfmi_key dimensions = {{NULL, NULL}, "rope.dimension_count", true, 0, 0, 0};
+  bool partial = tfmi_family_said(x->f, TFMI_N_PARTIAL) != NULL;
+  int32_t width = x->net->head_width, rot = width;
+  double share = tfmi_number(x->s, x->f, TFMI_N_PARTIAL);
+  dimensions.low = partial ? 2 : width;
+  dimensions.high = width;
+  if (x->s->gguf) rot = (int32_t)tfmi_key_number(x->s, x->f, &dimensions, width);
+  else if (partial) {
+    share = tfmi_rope_number(x, "partial_rotary_factor", NULL, 1e-3, share);
+    rot = (int32_t)(width * (share < 1 ? share : 1));
+  }
+  if (rot % 2 || rot == 0)
+    tfmi_fail(x->s->load, TFM_E_FORMAT, "%d values of the head width %d are odd, expected pairs to "
+              "rotate", (int)rot, (int)width);
+  return rot;
+}
+
+static tfmi_rotation tfmi_rotation_read(const tfmi_source *s, const tfmi_family *f,
+                                        const tfm_net *net, const char *group, double theta) {
+  tfmi_rotation r;
+  tfmi_rope_reader x;
+  memset(&r, 0, sizeof r);
+  x.s = s;
+  x.f = f;
+  x.group = group;
+  x.net = net;
+  x.r = &r;
+  r.scale = 1;
+  r.trained = net->context;
+  r.theta = tfmi_rope_number(&x, "rope_theta", NULL, 1e-3, theta);
+  r.rot = tfmi_rope_rot(&x);
+  tfmi_rope_scaling(&x);
   return r;
+}
+
+/* The object of config.json that describes the rotation of full attention; "" for none. */
+static const char *tfmi_rope_group(const tfmi_source *s, const tfmi_family *f) {
+  static const char *const names[] = {"rope_parameters.full_attention", "rope_parameters",
+                                      "rope_scaling"};
+  const tfmi_setting *older = tfmi_setting_find(&s->config, "rope_scaling");
+  const tfmi_setting *v = tfmi_setting_find(&s->config, "rope_parameters");
+  int i;
+  if (older && v)
+    tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: rope_scaling and rope_parameters are "
+              "both there, expected one; remove the other");
+  for (i = tfmi_family_said(f, TFMI_N_LOCAL_THETA) ? 0 : 1; i < TFMI_COUNT(names); i++) {
+    v = tfmi_setting_find(&s->config, names[i]);
+    if (!v) continue;
+    tfmi_setting_json(s, v, TFMI_JSON_OBJECT); /* it is one */
+    return names[i];
+  }
+  return "";
+}
+
+/* [0] of layers that see all, [1] of those that see a window, where these have their own. */
+static void tfmi_rotations(const tfmi_source *s, const tfmi_family *f, tfm_net *net,
+                           tfmi_rotation *r) {
+  tfmi_key values = {{NULL, NULL}, "attention.value_length", true, 0, 0, 0};
+  double theta = tfmi_number(s, f, TFMI_N_THETA), local = tfmi_number(s, f, TFMI_N_LOCAL_THETA);
+  int32_t i;
+  values.low = values.high = net->head_width;
+  if (s->gguf) tfmi_key_number(s, f, &values, net->head_width);
+  r[0] = r[1] = tfmi_rotation_read(s, f, net, tfmi_rope_group(s, f), theta);
+  if (local != 0) {
+    r[1] = tfmi_rotation_read(s, f, net, "rope_parameters.sliding_attention", local);
+    if (s->gguf) r[1].kind = TFMI_ROPE_DEFAULT; /* only full attention is scaled there */
+  }
+  for (i = 0; i < net->layers; i++) {
+    tfm_rope *rope = &net->layer[i].rope;
+    const tfmi_rotation *own = &r[net->layer[i].attn.window != 0];
+    rope->head_width = net->head_width;
+    rope->rot = own->rot;
+    rope->interleaved = s->interleaved && (!s->gguf || tfmi_has(f, TFMI_PAIRS));
+    rope->scale = (float)own->scale;
+  }
+  if (r[0].kind == TFMI_ROPE_DYNAMIC) /* made for more than it was trained on */
+    net->context = (int32_t)fmin(net->context * r[0].factor, TFMI_BIG);
 }
 
 /* Step by step in float32, as transformers has it (_compute_llama3_parameters). */
@@ -9402,9 +10979,57 @@ static float tfmi_rotation_llama3(const tfmi_rotation *r, float frequency) {
   return (1.0f - smooth) * frequency / (float)r->factor + smooth * frequency;
 }
 
-static float tfmi_rotation_frequency(const tfmi_rotation *r, int32_t i, int32_t rot) {
-  float frequency = 1.0f / powf((float)r->theta, (float)(2 * i) / (float)rot);
-  return r->llama3 ? tfmi_rotation_llama3(r, frequency) : frequency;
+/* The pair that turns `turns` times over the original context. */
+static double tfmi_yarn_pair(const tfmi_rotation *r, double turns) {
+  return r->rot * log(r->original / (turns * 2 * 3.14159265358979323846)) / (2 * log(r->theta));
+}
+
+/* Slow pairs are slowed down, fast ones are not, those between are mixed (Peng et al. 2023). */
+static float tfmi_rotation_yarn(const tfmi_rotation *r, float power, int32_t i) {
+  double low = tfmi_yarn_pair(r, r->high), high = tfmi_yarn_pair(r, r->low);
+  float ramp;
+  if (r->truncate) low = floor(low), high = ceil(high);
+  if (low < 0) low = 0;
+  if (high > r->rot - 1) high = r->rot - 1;
+  if (low == high) high += 0.001;
+  ramp = (float)((i - low) / (high - low));
+  ramp = ramp < 0 ? 0.0f : ramp > 1 ? 1.0f : ramp;
+  return 1.0f / ((float)r->factor * power) * ramp + 1.0f / power * (1.0f - ramp);
+}
+
+/* Frequency i of rot/2. Two kinds depend on the context: it is the engine's or the trainer's, as
+   what is in the cache has been rotated already. */
+static float tfmi_rotation_frequency(const tfmi_rotation *r, int32_t context, int32_t i) {
+  float theta = (float)r->theta, power;
+  const float *divisor = r->divisor[context > r->original];
+  if (r->kind == TFMI_ROPE_DYNAMIC) {
+    double stretched = r->factor * (context > r->trained ? context : r->trained) / r->trained;
+    theta = (float)(r->theta * pow(stretched - (r->factor - 1), r->rot / (r->rot - 2.0)));
+  }
+  power = powf(theta, (float)(2 * i) / (float)r->rot);
+  switch (r->kind) {
+    case TFMI_ROPE_LINEAR: return 1.0f / power / (float)r->factor;
+    case TFMI_ROPE_LLAMA3: return tfmi_rotation_llama3(r, 1.0f / power);
+    case TFMI_ROPE_YARN: return tfmi_rotation_yarn(r, power, i);
+    default: return 1.0f / ((divisor ? divisor[i] : 1.0f) * power);
+  }
+}
+
+/* Makes the frequencies of both rotations for a context, at [2, D/2] in the device's memory, and
+   points the layers there. */
+static void tfmi_net_rotate(tfm_dev *d, tfm_net *net, const tfmi_rotation *r, int32_t context,
+                            float *device) {
+  int32_t half = net->head_width / 2, k, i, j;
+  float piece[TFMI_ROPE_PIECE];
+  if (r[0].rot == 0) return;
+  for (k = 0; k < 2; k++)
+    for (i = 0; i < r[k].rot / 2; i += TFMI_ROPE_PIECE) {
+      int32_t n = r[k].rot / 2 - i < TFMI_ROPE_PIECE ? r[k].rot / 2 - i : (int32_t)TFMI_ROPE_PIECE;
+      for (j = 0; j < n; j++) piece[j] = tfmi_rotation_frequency(&r[k], context, i + j);
+      d->table->put(d, device + (int64_t)k * half + i, piece, (size_t)n * sizeof *piece);
+    }
+  for (i = 0; i < net->layers; i++)
+    net->layer[i].rope.inv_freq = device + (net->layer[i].attn.window != 0 ? half : 0);
 }
 
 /* ---- The ids that begin and end a text ---- */
@@ -9479,41 +11104,76 @@ typedef struct tfmi_builder {
   uint64_t done_bytes, total_bytes;    /* of matrices, for the progress */
   uint64_t longest;                    /* vector */
   float *stage;                        /* [longest] */
+  tfm_part *part;                      /* [2 E, or 3] of the matrix at hand */
   uint64_t type_bytes[TFM_TYPE_COUNT]; /* of the matrices, in memory */
 } tfmi_builder;
 
-static tfmi_tensor *tfmi_ask(tfmi_builder *b, tfmi_slot slot, int32_t layer, const char *suffix) {
+/* The name of a slot, the expert's number in place of "%e". */
+static tfmi_text tfmi_slot_name(char *out, size_t size, const char *prefix, const char *pattern,
+                                int32_t layer, int32_t expert, const char *suffix) {
+  const char *at = strstr(pattern, "%e");
+  char one[96];
+  if (!at) return tfmi_layer_name(out, size, prefix, pattern, layer, suffix);
+  snprintf(one, sizeof one, "%.*s%d%s", (int)(at - pattern), pattern, (int)expert, at + 2);
+  return tfmi_layer_name(out, size, prefix, one, layer, suffix);
+}
+
+static tfmi_tensor *tfmi_ask_expert(tfmi_builder *b, tfmi_slot slot, int32_t layer, int32_t expert,
+                                    const char *suffix) {
   char name[128];
   tfmi_tensor *t;
   const char *prefix = slot == TFMI_HEAD ? "" : b->prefix, *pattern = b->slot[slot];
   if (!pattern) return NULL;
-  t = tfmi_tensor_find(b->s, tfmi_layer_name(name, sizeof name, prefix, pattern, layer, suffix));
+  t = tfmi_tensor_find(b->s, tfmi_slot_name(name, sizeof name, prefix, pattern, layer, expert,
+                                            suffix));
   if (t) t->used = true;
   return t;
 }
 
-static tfmi_tensor *tfmi_need(tfmi_builder *b, tfmi_slot slot, int32_t layer, const char *suffix) {
+static tfmi_tensor *tfmi_ask(tfmi_builder *b, tfmi_slot slot, int32_t layer, const char *suffix) {
+  return tfmi_ask_expert(b, slot, layer, 0, suffix);
+}
+
+static tfmi_tensor *tfmi_need_expert(tfmi_builder *b, tfmi_slot slot, int32_t layer, int32_t expert,
+                                     const char *suffix) {
   char name[128];
-  tfmi_tensor *t = tfmi_ask(b, slot, layer, suffix);
+  tfmi_tensor *t = tfmi_ask_expert(b, slot, layer, expert, suffix);
   if (t) return t;
-  tfmi_layer_name(name, sizeof name, slot == TFMI_HEAD ? "" : b->prefix,
-                  b->slot[slot] ? b->slot[slot] : "a matrix of layer %d", layer, suffix);
+  tfmi_slot_name(name, sizeof name, slot == TFMI_HEAD ? "" : b->prefix,
+                 b->slot[slot] ? b->slot[slot] : "a matrix of layer %d", layer, expert, suffix);
   tfmi_fail(b->s->load, TFM_E_FORMAT, "tensor %s is missing", name);
 }
 
-/* cols 0: a vector. */
-static void tfmi_expect(tfmi_builder *b, const tfmi_tensor *t, int32_t rows, int32_t cols) {
-  char found[96] = "", expected[48];
-  uint64_t rank = cols ? 2 : 1, i;
-  size_t n = 0;
-  if (t->rank == rank && t->dims[0] == (uint64_t)rows && (!cols || t->dims[1] == (uint64_t)cols))
-    return;
-  for (i = 0; i < t->rank && i < 4; i++)
-    n += (size_t)snprintf(found + n, sizeof found - n, "%s%llu", i ? ", " : "",
-                          (unsigned long long)t->dims[i]);
-  snprintf(expected, sizeof expected, cols ? "%d, %d" : "%d", (int)rows, (int)cols);
+static tfmi_tensor *tfmi_need(tfmi_builder *b, tfmi_slot slot, int32_t layer, const char *suffix) {
+  return tfmi_need_expert(b, slot, layer, 0, suffix);
+}
+
+static void tfmi_expect_dims(tfmi_builder *b, const tfmi_tensor *t, const int32_t *dims, int n) {
+  char found[96] = "", expected[64] = "";
+  bool good = t->rank == (uint64_t)n;
+  size_t at = 0;
+  int i;
+  for (i = 0; good && i < n; i++) good = t->dims[i] == (uint64_t)dims[i];
+  if (good) return;
+  for (i = 0; i < (int)t->rank && i < 4; i++)
+    at += (size_t)snprintf(found + at, sizeof found - at, "%s%llu", i ? ", " : "",
+                           (unsigned long long)t->dims[i]);
+  for (i = 0, at = 0; i < n; i++)
+    at += (size_t)snprintf(expected + at, sizeof expected - at, "%s%d", i ? ", " : "",
+                           (int)dims[i]);
   tfmi_fail(b->s->load, TFM_E_FORMAT, "tensor %s has shape [%s%s], expected [%s]",
             tfmi_plain(t->name).text, found, t->rank > 4 ? ", ..." : "", expected);
+}
+
+/* cols 0: a vector; experts 0: no stack of them. */
+static void tfmi_expect(tfmi_builder *b, const tfmi_tensor *t, int32_t experts, int32_t rows,
+                        int32_t cols) {
+  int32_t dims[3], n = 0;
+  if (experts) dims[n++] = experts;
+  dims[n++] = rows;
+  if (cols) dims[n++] = cols;
+  if (rows == 1 && cols && t->rank == 1) dims[0] = cols, n = 1; /* GGUF's matrices of one row */
+  tfmi_expect_dims(b, t, dims, n);
 }
 
 static void tfmi_expect_type(tfmi_builder *b, const tfmi_tensor *t, bool floats) {
@@ -9544,7 +11204,7 @@ static const float *tfmi_vector(tfmi_builder *b, tfmi_tensor *const *t, const in
   uint64_t total = 0;
   int i;
   for (i = 0; i < n; i++) {
-    tfmi_expect(b, t[i], rows[i], 0);
+    tfmi_expect(b, t[i], 0, rows[i], 0);
     tfmi_expect_type(b, t[i], true);
     if (!b->measure) tfmi_floats(b->stage + total, t[i], rows[i]);
     total += (uint64_t)rows[i];
@@ -9553,14 +11213,18 @@ static const float *tfmi_vector(tfmi_builder *b, tfmi_tensor *const *t, const in
   return tfmi_vector_end(b, total);
 }
 
+static const float *tfmi_norm_vector_of(tfmi_builder *b, tfmi_slot slot, int32_t layer,
+                                        const char *suffix, int32_t width) {
+  tfmi_tensor *t = tfmi_need(b, slot, layer, suffix);
+  return tfmi_vector(b, &t, &width, 1);
+}
+
 static void tfmi_norm_vectors(tfmi_builder *b, tfmi_slot slot, int32_t layer, const float **weight,
                               const float **bias) {
   int32_t width = b->m->net.width;
-  tfmi_tensor *t = tfmi_need(b, slot, layer, ".weight");
-  *weight = tfmi_vector(b, &t, &width, 1);
-  if (b->f->norm != TFM_NORM_LAYER) return;
-  t = tfmi_need(b, slot, layer, ".bias");
-  *bias = tfmi_vector(b, &t, &width, 1);
+  *weight = tfmi_norm_vector_of(b, slot, layer, ".weight", width);
+  if (tfmi_has(b->f, TFMI_LAYER_NORM))
+    *bias = tfmi_norm_vector_of(b, slot, layer, ".bias", width);
 }
 
 /* ---- Matrices ---- */
@@ -9569,6 +11233,8 @@ typedef struct tfmi_matrix { /* one weight, of up to three tensors stacked along
   tfmi_slot slot[3];
   int n;
   int32_t rows[3], cols;
+  int32_t experts; /* each of which has these parts; 0: none */
+  bool plain;      /* stored [out, in] in every family */
   unsigned roles;
 } tfmi_matrix;
 
@@ -9584,6 +11250,7 @@ static void tfmi_pack(tfmi_builder *b, const tfm_backend *table, tfm_weight *w,
   tfm_pack_size size = table->pack_size(&b->m->dev, src);
   w->rows = src->rows;
   w->cols = src->cols;
+  w->experts = src->experts;
   w->roles = src->roles;
   if (!b->measure) {
     w->host = b->host + b->host_used;
@@ -9606,16 +11273,17 @@ static void tfmi_pack_all(tfmi_builder *b, tfm_weight *w, const tfm_weight_sourc
   tfmi_pack(b, tfm_backend_ref(), reference, src);
 }
 
-static void tfmi_count_part(tfmi_builder *b, const tfmi_tensor *t, const tfm_weight_source *src) {
-  uint64_t values = t->dims[0] * t->dims[1]; /* both below 2^27 */
-  tfm_type type = src->type ? src->type : t->type;
-  size_t bytes = 0;
+static void tfmi_count_part(tfmi_builder *b, const tfm_part *part, const tfm_weight_source *src) {
+  uint64_t values = (uint64_t)part->rows * (uint64_t)src->cols; /* both below 2^27 */
+  size_t bytes = 0, in_file = 0;
+  tfm_type type = src->type ? src->type : part->type;
   tfmi_type_bytes(type, values, &bytes);
+  tfmi_type_bytes(part->type, values, &in_file);
   if (!b->measure) {
-    b->done_bytes += t->bytes;
+    b->done_bytes += in_file;
     return;
   }
-  b->total_bytes += t->bytes;
+  b->total_bytes += in_file;
   b->type_bytes[type] += bytes;
   b->m->parameters += values;
 }
@@ -9630,40 +11298,53 @@ static tfm_type tfmi_widened(const tfm_part *part, int n) {
   return f8 == 0 ? TFM_TYPE_DEFAULT : f8 + bf16 == n ? TFM_BF16 : TFM_F32;
 }
 
+/* Part k of a matrix, or of one expert's: a tensor, or its share of one for all experts. */
+static tfmi_tensor *tfmi_part_of(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, int k,
+                                 int32_t expert, bool turned, tfm_part *part) {
+  tfmi_tensor *t = tfmi_need_expert(b, x->slot[k], layer, expert, ".weight");
+  bool stacked = x->experts && !strstr(b->slot[x->slot[k]], "%e");
+  tfmi_expect(b, t, stacked ? x->experts : 0, turned ? x->cols : x->rows[k],
+              turned ? x->rows[k] : x->cols);
+  tfmi_expect_type(b, t, turned);
+  part->data = t->data + (stacked ? t->bytes / (size_t)x->experts * (size_t)expert : 0);
+  part->type = t->type;
+  part->rows = x->rows[k];
+  return t;
+}
+
 static void tfmi_weight(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, tfm_weight *w) {
   tfm_weight_source src;
-  tfm_part part[3];
-  tfmi_tensor *t = NULL, *all[3];
-  bool conv1d = b->f->conv1d && !b->s->gguf && x->roles == TFM_ROLE_MATMUL && layer >= 0;
+  tfmi_tensor *t = NULL;
+  bool turned = tfmi_has(b->f, TFMI_CONV1D) && !b->s->gguf && x->roles == TFM_ROLE_MATMUL &&
+                layer >= 0 && !x->plain;
+  int32_t experts = x->experts ? x->experts : 1, e;
   int i;
   memset(&src, 0, sizeof src);
-  src.parts = part;
-  src.part_count = x->n;
+  src.parts = b->part;
+  src.part_count = x->n * experts;
   src.cols = x->cols;
-  src.transposed = conv1d;
+  src.experts = x->experts;
+  src.transposed = turned;
   src.stable = true;
   src.roles = x->roles;
   src.type = b->convert;
   if (x->slot[0] == TFMI_POSITIONS && tfmi_types[src.type].block_values > 1)
     src.type = TFM_TYPE_DEFAULT; /* too few and too dear to quantise */
-  for (i = 0; i < x->n; i++) {
-    all[i] = t = tfmi_need(b, x->slot[i], layer, ".weight");
-    tfmi_expect(b, t, conv1d ? x->cols : x->rows[i], conv1d ? x->rows[i] : x->cols);
-    tfmi_expect_type(b, t, conv1d);
-    part[i].data = t->data;
-    part[i].type = t->type;
-    part[i].rows = x->rows[i];
-    src.rows += x->rows[i];
-  }
-  if (!src.type) src.type = tfmi_widened(part, x->n);
-  for (i = 0; i < x->n; i++) tfmi_count_part(b, all[i], &src);
+  for (e = 0; e < experts; e++)
+    for (i = 0; i < x->n; i++)
+      t = tfmi_part_of(b, layer, x, i, e, turned, &b->part[e * x->n + i]);
+  for (i = 0; i < x->n; i++) src.rows += x->rows[i];
+  if (!src.type) src.type = tfmi_widened(b->part, src.part_count);
+  for (i = 0; i < src.part_count; i++) tfmi_count_part(b, &b->part[i], &src);
   if (src.type && x->cols % tfmi_types[src.type].block_values)
     tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s: rows of %d values do not fill the blocks "
               "of %s; choose another type of weights", tfmi_plain(t->name).text, (int)x->cols,
               tfm_type_name(src.type));
   tfmi_pack_all(b, w, &src);
   tfmi_builder_check(b, t);
-  if (!b->measure && x->roles & TFM_ROLE_MATMUL) b->m->token_bytes += w->bytes;
+  if (!b->measure && x->roles & TFM_ROLE_MATMUL)
+    b->m->token_bytes += w->bytes / (uint64_t)experts *
+                         (uint64_t)(x->experts ? b->m->net.experts_used : 1);
   if (!b->measure && !tfmi_goes_on(&b->m->heap.host, "load",
                                    (double)b->done_bytes / (double)b->total_bytes))
     tfmi_fail(b->s->load, TFM_E_CANCELLED, "loading was cancelled");
@@ -9702,63 +11383,129 @@ static tfmi_matrix tfmi_matrix_of(tfmi_builder *b, int32_t layer, tfmi_slot fuse
     x.slot[i] = (tfmi_slot)((int)first + i);
     x.rows[i] = rows[i];
   }
-  if (n == 1 || (b->slot[first] && !tfmi_ask(b, fused, layer, ".weight"))) return x;
+  if (n == 1 || tfmi_ask(b, first, layer, ".weight")) return x;
+  if (b->slot[first] && !tfmi_ask(b, fused, layer, ".weight")) return x;
   x.slot[0] = fused;
   for (x.n = 1; --n > 0;) x.rows[0] += rows[n];
   return x;
 }
 
-static void tfmi_layer(tfmi_builder *b, int32_t i) {
+static void tfmi_layer_attention(tfmi_builder *b, int32_t i, tfm_layer *y) {
   const tfmi_family *f = b->f;
   const tfm_net *net = &b->m->net;
-  tfm_layer *y = &net->layer[i];
   int32_t all_heads = net->heads * net->head_width, kv = net->kv_heads * net->head_width;
-  int32_t qkv_rows[3], up_rows[2];
+  int32_t rows[3];
   tfmi_matrix x;
-  qkv_rows[0] = all_heads;
-  qkv_rows[1] = qkv_rows[2] = kv;
-  up_rows[0] = up_rows[1] = net->ffn_width;
+  rows[0] = all_heads;
+  rows[1] = rows[2] = kv;
   tfmi_norm_vectors(b, TFMI_NORM1, i, &y->norm1, &y->norm1_bias);
-  x = tfmi_matrix_of(b, i, TFMI_QKV, TFMI_Q, 3, qkv_rows, net->width);
+  x = tfmi_matrix_of(b, i, TFMI_QKV, TFMI_Q, 3, rows, net->width);
   tfmi_weight(b, i, &x, &y->qkv);
   y->qkv_bias = tfmi_bias(b, i, &x, &f->qkv_bias);
+  if (tfmi_has(f, TFMI_HEAD_NORMS)) {
+    y->q_norm = tfmi_norm_vector_of(b, TFMI_Q_NORM, i, ".weight", net->head_width);
+    y->k_norm = tfmi_norm_vector_of(b, TFMI_K_NORM, i, ".weight", net->head_width);
+  }
   x = tfmi_matrix_of(b, i, TFMI_OUT, TFMI_OUT, 1, &net->width, all_heads);
   tfmi_weight(b, i, &x, &y->out);
   y->out_bias = tfmi_bias(b, i, &x, &f->out_bias);
-  tfmi_norm_vectors(b, TFMI_NORM2, i, &y->norm2, &y->norm2_bias);
-  if (f->gated) x = tfmi_matrix_of(b, i, TFMI_GATE_UP, TFMI_GATE, 2, up_rows, net->width);
-  else x = tfmi_matrix_of(b, i, TFMI_UP, TFMI_UP, 1, up_rows, net->width);
+  if (tfmi_has(f, TFMI_POST_NORMS))
+    y->post1 = tfmi_norm_vector_of(b, TFMI_POST1, i, ".weight", net->width);
+}
+
+/* up and down of a width, from slots that follow `fused` as theirs do TFMI_GATE_UP. */
+static void tfmi_layer_dense(tfmi_builder *b, int32_t i, tfm_layer *y, tfmi_slot fused,
+                             int32_t width) {
+  const tfmi_family *f = b->f;
+  const tfm_net *net = &b->m->net;
+  tfmi_slot gate = (tfmi_slot)((int)fused + 1), up = (tfmi_slot)((int)fused + 2);
+  tfmi_slot down = (tfmi_slot)((int)fused + 3);
+  int32_t rows[2];
+  tfmi_matrix x;
+  rows[0] = rows[1] = width;
+  if (net->gated) x = tfmi_matrix_of(b, i, fused, gate, 2, rows, net->width);
+  else x = tfmi_matrix_of(b, i, up, up, 1, rows, net->width);
   tfmi_weight(b, i, &x, &y->up);
   y->up_bias = tfmi_bias(b, i, &x, &f->up_bias);
-  x = tfmi_matrix_of(b, i, TFMI_DOWN, TFMI_DOWN, 1, &net->width, net->ffn_width);
+  x = tfmi_matrix_of(b, i, down, down, 1, &net->width, width);
   tfmi_weight(b, i, &x, &y->down);
   y->down_bias = tfmi_bias(b, i, &x, &f->down_bias);
 }
 
-/* One array of frequencies for all layers; GGUF may divide them by factors of its own. */
-static void tfmi_frequencies(tfmi_builder *b) {
-  tfm_net *net = &b->m->net;
-  int32_t half = net->head_width / 2, i;
-  tfmi_tensor *factors = tfmi_tensor_find(b->s, tfmi_text_of("rope_freqs.weight"));
-  const float *frequencies;
-  if (factors && b->s->gguf) {
-    factors->used = b->m->rotation.factors = true;
-    tfmi_expect(b, factors, half, 0);
-    tfmi_expect_type(b, factors, true);
-    if (!b->measure) tfmi_floats(b->stage, factors, half);
+/* [E, N]: biases of experts that are stored together. */
+static const float *tfmi_expert_bias(tfmi_builder *b, tfmi_slot slot, int32_t layer, int32_t rows) {
+  int32_t experts = b->m->net.experts, all = experts * rows;
+  tfmi_tensor *t = tfmi_need(b, slot, layer, ".bias");
+  tfmi_expect(b, t, 0, experts, rows);
+  tfmi_expect_type(b, t, true);
+  if (b->measure) b->m->parameters += (uint64_t)all;
+  else tfmi_floats(b->stage, t, all);
+  return tfmi_vector_end(b, (uint64_t)all);
+}
+
+static void tfmi_layer_experts(tfmi_builder *b, int32_t i, tfm_layer *y) {
+  const tfm_net *net = &b->m->net;
+  int32_t rows[2], one = 1;
+  tfmi_matrix x;
+  rows[0] = rows[1] = net->expert_width;
+  x = tfmi_matrix_of(b, i, TFMI_ROUTER, TFMI_ROUTER, 1, &net->experts, net->width);
+  x.plain = true;
+  tfmi_weight(b, i, &x, &y->router);
+  if (net->gated)
+    x = tfmi_matrix_of(b, i, TFMI_EXPERT_GATE_UP, TFMI_EXPERT_GATE, 2, rows, net->width);
+  else x = tfmi_matrix_of(b, i, TFMI_EXPERT_UP, TFMI_EXPERT_UP, 1, rows, net->width);
+  x.plain = true;
+  x.experts = net->experts;
+  tfmi_weight(b, i, &x, &y->expert_up);
+  x = tfmi_matrix_of(b, i, TFMI_EXPERT_DOWN, TFMI_EXPERT_DOWN, 1, &net->width, net->expert_width);
+  x.plain = true;
+  x.experts = net->experts;
+  tfmi_weight(b, i, &x, &y->expert_down);
+  if (b->f->up_bias.fallback) {
+    y->expert_up_bias = tfmi_expert_bias(b, TFMI_EXPERT_UP, i, net->expert_width);
+    y->expert_down_bias = tfmi_expert_bias(b, TFMI_EXPERT_DOWN, i, net->width);
   }
-  for (i = 0; !b->measure && i < half; i++) {
-    float divisor = factors && b->s->gguf ? b->stage[i] : 1.0f;
-    b->stage[i] = tfmi_rotation_frequency(&b->m->rotation, i, net->head_width) / divisor;
-  }
-  frequencies = tfmi_vector_end(b, (uint64_t)half);
-  for (i = 0; i < net->layers; i++) {
-    tfm_rope *rope = &net->layer[i].rope;
-    rope->head_width = rope->rot = net->head_width;
-    rope->interleaved = b->s->interleaved;
-    rope->inv_freq = frequencies;
-    rope->scale = 1;
-  }
+  if (!tfmi_has(b->f, TFMI_SHARED)) return;
+  x = tfmi_matrix_of(b, i, TFMI_SHARED_ROUTER, TFMI_SHARED_ROUTER, 1, &one, net->width);
+  tfmi_weight(b, i, &x, &y->shared_gate);
+  tfmi_layer_dense(b, i, y, TFMI_SHARED_GATE_UP, tfmi_whole(b->s, b->f, TFMI_N_SHARED_FFN));
+}
+
+static void tfmi_layer(tfmi_builder *b, int32_t i) {
+  const tfm_net *net = &b->m->net;
+  tfm_layer *y = &net->layer[i];
+  tfmi_layer_attention(b, i, y);
+  tfmi_norm_vectors(b, TFMI_NORM2, i, &y->norm2, &y->norm2_bias);
+  if (tfmi_is_sparse(b->s, b->f, i)) tfmi_layer_experts(b, i, y);
+  else tfmi_layer_dense(b, i, y, TFMI_GATE_UP, net->ffn_width);
+  if (tfmi_has(b->f, TFMI_POST_NORMS))
+    y->post2 = tfmi_norm_vector_of(b, TFMI_POST2, i, ".weight", net->width);
+}
+
+/* GGUF has divisors of frequencies as tensors: of llama3's scaling, or longrope's two. */
+static const float *tfmi_factors(tfmi_builder *b, const char *name) {
+  tfmi_tensor *t = tfmi_tensor_find(b->s, tfmi_text_of(name));
+  int32_t half = b->m->rotation[0].rot / 2;
+  float *out;
+  if (!t) return NULL;
+  t->used = true;
+  tfmi_expect(b, t, 0, half, 0);
+  tfmi_expect_type(b, t, true);
+  out = TFMI_NEW(float, tfmi_keep(b->s->load, (uint64_t)half, sizeof *out));
+  tfmi_floats(out, t, half);
+  return out;
+}
+
+static void tfmi_rotation_factors(tfmi_builder *b) {
+  tfmi_rotation *r = b->m->rotation;
+  if (!b->s->gguf) return;
+  r->divisor[0] = r->divisor[1] = tfmi_factors(b, "rope_freqs.weight");
+  if (r->kind != TFMI_ROPE_LONG) return;
+  r->divisor[0] = tfmi_factors(b, "rope_factors_short.weight");
+  r->divisor[1] = tfmi_factors(b, "rope_factors_long.weight");
+  if (!r->divisor[0] || !r->divisor[1])
+    tfmi_fail(b->s->load, TFM_E_FORMAT, "tensor rope_factors_short.weight or "
+              "rope_factors_long.weight is missing");
 }
 
 static void tfmi_network(tfmi_builder *b, bool measure) {
@@ -9770,9 +11517,7 @@ static void tfmi_network(tfmi_builder *b, bool measure) {
   x = tfmi_matrix_of(b, -1, TFMI_EMBED, TFMI_EMBED, 1, &net->vocabulary, net->width);
   x.roles = TFM_ROLE_GATHER | (b->m->tied ? (unsigned)TFM_ROLE_MATMUL : 0u);
   tfmi_weight(b, -1, &x, &net->embed);
-  if (b->f->rotary) {
-    tfmi_frequencies(b);
-  } else {
+  if (!tfmi_has(b->f, TFMI_ROTARY)) {
     x = tfmi_matrix_of(b, -1, TFMI_POSITIONS, TFMI_POSITIONS, 1, &net->context, net->width);
     x.roles = TFM_ROLE_GATHER;
     tfmi_weight(b, -1, &x, &net->positions);
@@ -9820,7 +11565,12 @@ static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_
                 tfmi_plain(embed->name).text);
     m->net.vocabulary = (int32_t)embed->dims[0];
   }
-  if (f->rotary) m->rotation = tfmi_rotation_of(s, f, &m->net);
+  m->net.embed_scale = tfmi_net_embed_scale(s, f, &m->net, embed);
+  m->balance = tfmi_number(s, f, TFMI_N_BALANCE);
+  b->part = TFMI_NEW(tfm_part, tfmi_scratch(s->load, 3 + 2 * (uint64_t)m->net.experts,
+                                            sizeof *b->part));
+  if (tfmi_has(f, TFMI_ROTARY)) tfmi_rotations(s, f, &m->net, m->rotation);
+  tfmi_rotation_factors(b);
   m->tied = tfmi_builder_tied(b, embed);
   m->family = f->name;
   m->format = s->format;
@@ -9891,6 +11641,14 @@ static void tfmi_builder_run(tfmi_builder *b) {
   tfmi_dev_check(b->s->load, &b->m->dev);
 }
 
+static void tfmi_builder_entries(const tfmi_builder *b) {
+  const tfm_backend *table = b->m->dev.table;
+  const char *missing = b->m->net.experts ? tfmi_experts_missing(table) : NULL;
+  if (missing)
+    tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "device %s lacks the entry %s, which experts need; "
+              "use another", table->name, missing);
+}
+
 typedef struct tfmi_model_request {
   const char *path; /* NULL: data */
   const void *data;
@@ -9911,6 +11669,7 @@ static void tfmi_model_read(tfmi_model_request *r) {
   if (tfmi_dev_open(&r->model->dev, &r->model->heap, c->device, c->device_index, c->threads,
                     c->override, c->no_fallback) != TFM_OK)
     tfmi_fail_again(&r->load);
+  tfmi_builder_entries(&r->builder);
   tfmi_builder_run(&r->builder);
   tfmi_pool_close(&r->model->dev, &r->model->heap); /* engines have pools of their own */
   r->model->dev.threads = 1;
@@ -10195,8 +11954,25 @@ static bool tfmi_worker_start(tfmi_pool *p, int32_t i) {
   return failed == 0;
 }
 
+/* Cores that this thread may run on, as Linux tells it: a mask in hexadecimal. 0: unknown. */
+static int32_t tfmi_cores_allowed(void) {
+  char text[4096], *at;
+  int file = open("/proc/thread-self/status", O_RDONLY | O_CLOEXEC);
+  ssize_t n = file < 0 ? 0 : read(file, text, sizeof text - 1);
+  int32_t cores = 0;
+  if (file >= 0) close(file);
+  text[n > 0 ? n : 0] = 0;
+  at = strstr(text, "Cpus_allowed:");
+  for (at += at ? strlen("Cpus_allowed:") : 0; at && *at && *at != '\n'; at++) {
+    int digit = *at >= 'a' && *at <= 'f' ? *at - 'a' + 10 : *at >= '0' && *at <= '9' ? *at & 15 : 0;
+    for (; digit; digit &= digit - 1) cores++;
+  }
+  return cores;
+}
+
 static int32_t tfmi_cores(void) {
-  long n = sysconf(_SC_NPROCESSORS_ONLN);
+  long n = sysconf(_SC_NPROCESSORS_ONLN), allowed = tfmi_cores_allowed();
+  if (allowed > 0 && allowed < n) n = allowed;
   return n < 1 ? 1 : n > 64 ? 64 : (int32_t)n;
 }
 
@@ -10259,6 +12035,7 @@ typedef enum tfmi_entry_kind {
   TFMI_ENTRY_DEVICE,   /* required; the table's own always */
   TFMI_ENTRY_FORWARD,  /* required */
   TFMI_ENTRY_OPTIONAL, /* a table may decline it */
+  TFMI_ENTRY_EXPERTS,  /* required by models with experts */
   TFMI_ENTRY_BACKWARD  /* required by the trainer */
 } tfmi_entry_kind;
 
@@ -10287,7 +12064,8 @@ static const tfmi_entry tfmi_entries[] = {
   TFMI_ENTRY(attn_bwd, BACKWARD), TFMI_ENTRY(glu_bwd, BACKWARD), TFMI_ENTRY(embed_bwd, BACKWARD),
   TFMI_ENTRY(route_bwd, BACKWARD), TFMI_ENTRY(combine_bwd, BACKWARD),
   TFMI_ENTRY(moe_dx, BACKWARD), TFMI_ENTRY(moe_dw, BACKWARD), TFMI_ENTRY(sumsq, BACKWARD),
-  TFMI_ENTRY(adamw, BACKWARD)};
+  TFMI_ENTRY(adamw, BACKWARD), TFMI_ENTRY(moe_bias, EXPERTS), TFMI_ENTRY(add_gated, EXPERTS),
+  TFMI_ENTRY(moe_bias_bwd, BACKWARD), TFMI_ENTRY(add_gated_bwd, BACKWARD)};
 #undef TFMI_ENTRY
 
 static bool tfmi_entry_present(const tfm_backend *table, const tfmi_entry *e) {
@@ -10303,6 +12081,10 @@ static const char *tfmi_entry_missing(const tfm_backend *table, tfmi_entry_kind 
     if (tfmi_entries[i].kind == kind && !tfmi_entry_present(table, &tfmi_entries[i]))
       return tfmi_entries[i].name;
   return NULL;
+}
+
+static const char *tfmi_experts_missing(const tfm_backend *table) {
+  return tfmi_entry_missing(table, TFMI_ENTRY_EXPERTS);
 }
 
 static bool tfmi_entry_overridable(const tfmi_entry *e) {
@@ -11790,6 +13572,17 @@ static void tfmi_route_sort(tfm_routing *r) {
   r->begin[r->experts] = slots;
 }
 
+/* What the balance of all layers is made of. */
+static void tfmi_route_count(tfm_routing *r) {
+  int32_t t, e;
+  for (e = 0; e < r->experts; e++) {
+    double mass = (double)r->mass[e];
+    for (t = 0; t < r->tokens; t++) mass += (double)r->probs[(int64_t)t * r->experts + e];
+    r->mass[e] = (float)mass;
+    r->count[e] += (float)(r->begin[e + 1] - r->begin[e]);
+  }
+}
+
 static void tfmi_ref_route(tfm_dev *d, tfm_routing *r, tfm_mat logits, const tfm_moe *p) {
   int32_t t;
   (void)d;
@@ -11802,6 +13595,7 @@ static void tfmi_ref_route(tfm_dev *d, tfm_routing *r, tfm_mat logits, const tfm
                    r->weight + slot, p);
   }
   tfmi_route_sort(r);
+  if (r->count) tfmi_route_count(r);
 }
 
 /* Columns begin .. end-1 of y for the slots of one expert. */
@@ -11860,6 +13654,60 @@ static void tfmi_ref_combine(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual,
                              const tfm_routing *r) {
   tfmi_combine_job job = {y, x, residual, r};
   tfm_parallel_for(d, y.rows, tfmi_grain((int64_t)y.cols * r->top_k), tfmi_combine_rows, &job);
+}
+
+typedef struct tfmi_slots_job { /* of moe_bias and add_gated, and their backward */
+  tfm_mat y, x, gate, dy;
+  const float *bias;
+  const tfm_routing *routing;
+  tfm_act act;
+} tfmi_slots_job;
+
+static void tfmi_moe_bias_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slots_job *t = (const tfmi_slots_job *)context;
+  int32_t row, i, n = t->y.cols;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    const float *bias = t->bias ? t->bias + (int64_t)t->routing->expert[row] * n : NULL;
+    float *y = tfmi_row(t->y, row);
+    memmove(y, tfmi_row(t->x, row), (size_t)n * sizeof *y);
+    for (i = 0; bias && i < n; i++) y[i] += bias[i];
+    tfmi_act_row(y, n, t->act);
+  }
+}
+
+static void tfmi_ref_moe_bias(tfm_dev *d, tfm_mat y, tfm_mat x, const float *bias,
+                              const tfm_routing *r, tfm_act act) {
+  tfmi_slots_job job;
+  memset(&job, 0, sizeof job);
+  job.y = y;
+  job.x = x;
+  job.bias = bias;
+  job.routing = r;
+  job.act = act;
+  tfm_parallel_for(d, y.rows, tfmi_grain(4 * (int64_t)y.cols), tfmi_moe_bias_rows, &job);
+}
+
+static float tfmi_logistic(float x) { return 1.0f / (1.0f + tfmi_exp(-x)); }
+
+static void tfmi_add_gated_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slots_job *t = (const tfmi_slots_job *)context;
+  int32_t row, i;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    const float *x = tfmi_row(t->x, row);
+    float *y = tfmi_row(t->y, row), share = tfmi_logistic(*tfmi_row(t->gate, row));
+    for (i = 0; i < t->y.cols; i++) y[i] += share * x[i];
+  }
+}
+
+static void tfmi_ref_add_gated(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat gate) {
+  tfmi_slots_job job;
+  memset(&job, 0, sizeof job);
+  job.y = y;
+  job.x = x;
+  job.gate = gate;
+  tfm_parallel_for(d, y.rows, tfmi_grain(y.cols), tfmi_add_gated_rows, &job);
 }
 
 /* ---- top ---- */
@@ -12934,35 +14782,53 @@ static void tfmi_route_bwd_row(float *dlogits, const float *dweight, const int32
     dlogits[expert[j]] += weight[j] * (own ? dweight[j] - mean / factor : dweight[j]);
 }
 
-/* The share of tokens that went to each expert times its mean probability, summed, times E. */
-static float tfmi_balance(const tfm_routing *r) {
-  double sum = 0, tokens = r->tokens;
-  int32_t t, e;
-  for (e = 0; e < r->experts; e++) {
-    double mean = 0;
-    for (t = 0; t < r->tokens; t++) mean += (double)r->probs[(int64_t)t * r->experts + e];
-    sum += (r->begin[e + 1] - r->begin[e]) / tokens * (mean / tokens);
-  }
-  return (float)(sum * r->experts);
+/* The share of rows that went to each expert, and its mean probability: of this layer, or of all
+   that were counted. */
+static float tfmi_balance_share(const tfm_routing *r, int32_t e) {
+  double rows = 0;
+  int32_t i;
+  if (!r->count) return (float)(r->begin[e + 1] - r->begin[e]) / (float)r->tokens;
+  for (i = 0; i < r->experts; i++) rows += (double)r->count[i];
+  return (float)((double)r->count[e] * r->top_k / rows);
+}
+
+static double tfmi_balance_mean(const tfm_routing *r, int32_t e) {
+  double mean = 0, rows = 0;
+  int32_t t;
+  for (t = 0; !r->count && t < r->tokens; t++)
+    mean += (double)r->probs[(int64_t)t * r->experts + e];
+  if (!r->count) return mean / r->tokens;
+  for (t = 0; t < r->experts; t++) rows += (double)r->count[t];
+  return (double)r->mass[e] * r->top_k / rows;
+}
+
+static double tfmi_balance(const tfm_routing *r) {
+  double sum = 0;
+  int32_t e;
+  for (e = 0; e < r->experts; e++)
+    sum += (double)tfmi_balance_share(r, e) * tfmi_balance_mean(r, e);
+  return sum * r->experts;
 }
 
 static void tfmi_ref_route_bwd(tfm_dev *d, tfm_mat dlogits, const float *dweight,
                                const tfm_routing *r, const tfm_moe *p, float balance,
                                float *balance_loss) {
-  float tokens = (float)r->tokens, each = balance * (float)r->experts / tokens;
+  float rows = (float)r->tokens, each;
   int32_t t, e;
   (void)d;
+  for (e = 0, rows = r->count ? 0.0f : rows; r->count && e < r->experts; e++)
+    rows += r->count[e] / (float)r->top_k;
+  each = balance * (float)r->experts / rows;
   for (t = 0; t < r->tokens; t++) {
     const float *probs = r->probs + (int64_t)t * r->experts;
     int64_t slot = (int64_t)t * r->top_k;
     float *to = tfmi_row(dlogits, t), mean = 0;
     tfmi_route_bwd_row(to, dweight + slot, r->expert + slot, r->weight + slot, probs, p);
-    for (e = 0; e < r->experts; e++)
-      mean += probs[e] * (float)(r->begin[e + 1] - r->begin[e]) / tokens;
-    for (e = 0; e < r->experts; e++)
-      to[e] += each * probs[e] * ((float)(r->begin[e + 1] - r->begin[e]) / tokens - mean);
+    for (e = 0; e < r->experts && balance != 0; e++) mean += probs[e] * tfmi_balance_share(r, e);
+    for (e = 0; e < r->experts && balance != 0; e++)
+      to[e] += each * probs[e] * (tfmi_balance_share(r, e) - mean);
   }
-  *balance_loss += tfmi_balance(r);
+  if (balance_loss) *balance_loss = (float)((double)*balance_loss + tfmi_balance(r));
 }
 
 typedef struct tfmi_combine_bwd_job {
@@ -12987,6 +14853,57 @@ static void tfmi_ref_combine_bwd(tfm_dev *d, tfm_mat dx, float *dweight, tfm_mat
                                  const tfm_routing *r) {
   tfmi_combine_bwd_job job = {dx, dy, x, dweight, r};
   tfm_parallel_for(d, x.rows, tfmi_grain(2 * (int64_t)x.cols), tfmi_combine_bwd_slots, &job);
+}
+
+/* Items are experts. */
+static void tfmi_moe_bias_bwd_experts(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slots_job *t = (const tfmi_slots_job *)context;
+  const tfm_routing *r = t->routing;
+  int32_t e, at, i, n = t->dy.cols;
+  (void)worker;
+  for (e = begin; e < end; e++) {
+    float *db = tfmi_row(t->y, e);
+    for (at = r->begin[e]; at < r->begin[e + 1]; at++) {
+      const float *dy = tfmi_row(t->dy, r->order[at]);
+      for (i = 0; i < n; i++) db[i] += dy[i];
+    }
+  }
+}
+
+static void tfmi_ref_moe_bias_bwd(tfm_dev *d, float *db, tfm_mat dy, const tfm_routing *r) {
+  tfmi_slots_job job;
+  memset(&job, 0, sizeof job);
+  job.y.data = db;
+  job.y.stride = dy.cols;
+  job.dy = dy;
+  job.routing = r;
+  tfm_parallel_for(d, r->experts, 1, tfmi_moe_bias_bwd_experts, &job);
+}
+
+static void tfmi_add_gated_bwd_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_slots_job *t = (const tfmi_slots_job *)context;
+  int32_t row, i, n = t->x.cols;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    const float *dy = tfmi_row(t->dy, row);
+    float *dx = tfmi_row(t->y, row), *gate = tfmi_row(t->gate, row), share = *gate;
+    *gate = tfmi_dot(dy, tfmi_row(t->x, row), n) * share * (1.0f - share);
+    for (i = 0; i < n; i++) dx[i] = share * dy[i];
+  }
+}
+
+static void tfmi_ref_add_gated_bwd(tfm_dev *d, tfm_mat dx, tfm_mat dgate, tfm_mat dy, tfm_mat x,
+                                   tfm_mat gate) {
+  tfmi_slots_job job;
+  int32_t row;
+  memset(&job, 0, sizeof job);
+  job.y = dx;
+  job.x = x;
+  job.gate = dgate;
+  job.dy = dy;
+  for (row = 0; row < dy.rows; row++)
+    *tfmi_row(dgate, row) = tfmi_logistic(*tfmi_row(gate, row));
+  tfm_parallel_for(d, dy.rows, tfmi_grain(2 * (int64_t)dy.cols), tfmi_add_gated_bwd_rows, &job);
 }
 
 /* ---- The optimiser ---- */
@@ -13137,9 +15054,17 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   tfmi_ref_moe_dx,
   tfmi_ref_moe_dw,
   tfmi_ref_sumsq,
-  tfmi_ref_adamw
+  tfmi_ref_adamw,
 #else
-  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL
+  NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+#endif
+  tfmi_ref_moe_bias,
+  tfmi_ref_add_gated,
+#ifndef TFM_NO_TRAINING
+  tfmi_ref_moe_bias_bwd,
+  tfmi_ref_add_gated_bwd
+#else
+  NULL, NULL
 #endif
 };
 
@@ -13158,12 +15083,35 @@ TFM_API const tfm_backend *tfm_backend_ref(void) { return &tfmi_ref_table; }
                feed-forward
 
    For inference in, mid and out are one buffer, and so are norm1 and norm2. `up` is the projection
-   before the activation: kept apart where it is wanted (gated, training, tap), else act's own. */
+   before the activation: kept apart where it is wanted (gated, training, tap), else act's own.
+   Queries and keys are normalised and rotated where they are, in qkv; training keeps what its
+   backward needs of them before that, so there they are a matrix of their own. What a norm follows
+   (post1, post2) lands in branch1 and branch2 first; for inference that is norm1's and norm2's
+   memory, whose contents nobody needs any more.
+
+   In a layer with a router, a token is S = top_k slots:
+
+     norm2 -> router [T, E] -> routing; slots_up [T*S, Fe or 2Fe] -> slots_act [T*S, Fe]
+           -> slots_out [T*S, C] -> out = mid + their weighted sum
+
+   and where one expert is for all tokens, up and act are its own, shared [T, C] what it says, and
+   gate [T, 1] how much of that counts. */
 
 typedef struct tfmi_buffers { /* of one layer */
-  tfm_mat in, norm1, qkv, attn, mid, norm2, up, act, out;
-  float *stats1, *stats2, *lse; /* of the norms [T, 2], of attention [T, H]: training, or NULL */
+  tfm_mat in, norm1, qkv, qk, attn, branch1, mid, norm2, up, act, branch2, out;
+  /* Of the norms [T, 2], of heads' norms [T, H, 2] and [T, K, 2], of attention [T, H]: training,
+     or NULL. */
+  float *stats1, *stats2, *post_stats1, *post_stats2, *q_stats, *k_stats, *lse;
+  tfm_mat router, gate, slots_up, slots_act, slots_out, shared; /* absent without experts */
+  tfm_routing routing;
 } tfmi_buffers;
+
+typedef struct tfmi_drop { /* dropout of a training pass */
+  float rate[3];            /* of TFMI_DROP_EMBED, _ATTN, and of both that end in the residual */
+  uint64_t seed;
+} tfmi_drop;
+
+enum { TFMI_DROP_EMBED, TFMI_DROP_ATTN, TFMI_DROP_OUT, TFMI_DROP_DOWN, TFMI_DROPS };
 
 typedef struct tfmi_pass { /* what one forward pass needs beside the network */
   tfm_dev *dev;
@@ -13172,6 +15120,8 @@ typedef struct tfmi_pass { /* what one forward pass needs beside the network */
   tfm_rows rows;
   tfmi_buffers buffers;        /* [T, ...] views */
   const tfmi_buffers *kept;    /* [L] of each layer, for training; NULL: layers share buffers */
+  const tfmi_drop *drop;       /* NULL: no dropout */
+  bool again;                  /* the layer's result is known: only what its backward reads */
   float *probs;                /* [T * H, context] when tapped, else NULL */
   int32_t context;
   const int32_t *cancel; /* the engine's, looked at before every layer; may be NULL, as the next */
@@ -13227,6 +15177,28 @@ static void tfmi_tell_probs(tfmi_pass *p, int32_t layer) {
   tfmi_tell(p, "probs", layer, probs);
 }
 
+/* The dropout of one place of the network: every layer has TFMI_DROPS of them. */
+static tfm_dropout tfmi_drop_at(const tfmi_drop *drop, const tfm_rows *rows, int which,
+                                int32_t layer) {
+  tfm_dropout d;
+  memset(&d, 0, sizeof d);
+  if (!drop) return d;
+  d.rate = drop->rate[which < 2 ? which : 2];
+  d.seed = drop->seed;
+  d.site = (uint32_t)(layer + 1) * TFMI_DROPS + (uint32_t)which;
+  d.pos = rows->pos;
+  d.seq = rows->seq;
+  return d;
+}
+
+/* y = dropout(x), which is also its own backward. */
+static void tfmi_drop_out(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_dropout dropout) {
+  tfm_epilogue e;
+  memset(&e, 0, sizeof e);
+  e.dropout = dropout;
+  TFMI_OP(d, epilogue_bwd)(d, y, x, &e);
+}
+
 /* y = residual + x W^T + bias, the commonest of projections. */
 static void tfmi_project(tfmi_pass *p, tfm_mat y, tfm_mat x, const tfm_weight *w, const float *bias,
                          tfm_mat residual) {
@@ -13242,57 +15214,140 @@ static void tfmi_apply_norm(tfmi_pass *p, tfm_mat y, tfm_mat x, const float *w, 
   TFMI_OP(p->dev, norm)(p->dev, y, x, w, b, tfmi_absent(), stats, &p->net->norm);
 }
 
+/* y = residual + dropout(x W^T + bias), or residual + norm(x W^T + bias) by way of branch. */
+static void tfmi_project_back_in(tfmi_pass *p, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                                 const float *bias, tfm_mat residual, const float *post,
+                                 tfm_mat branch, float *stats, tfm_dropout dropout) {
+  tfm_epilogue e;
+  memset(&e, 0, sizeof e);
+  e.bias = bias;
+  e.residual = post ? tfmi_absent() : residual;
+  e.dropout = dropout;
+  TFMI_OP(p->dev, matmul)(p->dev, post ? branch : y, x, w, &e);
+  if (post)
+    TFMI_OP(p->dev, norm)(p->dev, y, branch, post, NULL, residual, stats, &p->net->norm);
+}
+
+/* Queries and keys of qkv, normalised head by head and rotated, in qk. */
+static void tfmi_queries_and_keys(tfmi_pass *p, const tfm_layer *layer) {
+  const tfm_net *net = p->net;
+  const tfmi_buffers *b = &p->buffers;
+  int32_t q_width = net->heads * net->head_width, k_width = net->kv_heads * net->head_width;
+  tfm_norm norm = net->head_norm;
+  if (layer->q_norm) {
+    norm.groups = net->heads;
+    TFMI_OP(p->dev, norm)(p->dev, tfmi_columns(b->qk, 0, q_width), tfmi_columns(b->qkv, 0, q_width),
+                          layer->q_norm, NULL, tfmi_absent(), b->q_stats, &norm);
+    norm.groups = net->kv_heads;
+    TFMI_OP(p->dev, norm)(p->dev, tfmi_columns(b->qk, q_width, k_width),
+                          tfmi_columns(b->qkv, q_width, k_width), layer->k_norm, NULL,
+                          tfmi_absent(), b->k_stats, &norm);
+  }
+  if (layer->rope.rot) TFMI_OP(p->dev, rope)(p->dev, b->qk, p->rows.pos, &layer->rope);
+}
+
 /* mid = in + attention(norm(in)). */
 static void tfmi_attention(tfmi_pass *p, int32_t index) {
   const tfm_net *net = p->net;
   const tfm_layer *layer = &net->layer[index];
   const tfmi_buffers *b = &p->buffers;
   int32_t q_width = net->heads * net->head_width, k_width = net->kv_heads * net->head_width;
-  tfm_mat q = tfmi_columns(b->qkv, 0, q_width);
-  tfm_mat q_and_k = tfmi_columns(b->qkv, 0, q_width + k_width);
-  tfm_mat k = tfmi_columns(b->qkv, q_width, k_width);
+  tfm_mat q = tfmi_columns(b->qk, 0, q_width), k = tfmi_columns(b->qk, q_width, k_width);
   tfm_mat v = tfmi_columns(b->qkv, q_width + k_width, k_width);
   tfm_attn attn = layer->attn;
   attn.probs = p->probs;
   attn.probs_stride = p->context;
+  attn.dropout = tfmi_drop_at(p->drop, &p->rows, TFMI_DROP_ATTN, index);
 
   tfmi_apply_norm(p, b->norm1, b->in, layer->norm1, layer->norm1_bias, b->stats1);
   tfmi_tell(p, "norm1", index, b->norm1);
   tfmi_project(p, b->qkv, b->norm1, &layer->qkv, layer->qkv_bias, tfmi_absent());
   tfmi_tell(p, "qkv", index, b->qkv);
-  if (layer->rope.rot) TFMI_OP(p->dev, rope)(p->dev, q_and_k, p->rows.pos, &layer->rope);
+  tfmi_queries_and_keys(p, layer);
   tfmi_tell(p, "q", index, q);
   tfmi_tell(p, "k", index, k);
   if (p->kv[index].table) TFMI_OP(p->dev, kv_put)(p->dev, &p->kv[index], k, v, &p->rows);
   TFMI_OP(p->dev, attn)(p->dev, b->attn, q, &p->kv[index], &p->rows, b->lse, &attn);
   tfmi_tell_probs(p, index);
   tfmi_tell(p, "attn", index, b->attn);
-  tfmi_project(p, b->mid, b->attn, &layer->out, layer->out_bias, b->in);
+  tfmi_project_back_in(p, b->mid, b->attn, &layer->out, layer->out_bias, b->in, layer->post1,
+                       b->branch1, b->post_stats1,
+                       tfmi_drop_at(p->drop, &p->rows, TFMI_DROP_OUT, index));
   tfmi_tell(p, "mid", index, b->mid);
 }
 
-/* out = mid + down(act(up(norm(mid)))). */
+/* act(up(norm2)): [T, F] of this layer, whose F may be less than others'. */
+static tfm_mat tfmi_hidden(tfmi_pass *p, int32_t index) {
+  const tfm_net *net = p->net;
+  const tfm_layer *layer = &net->layer[index];
+  const tfmi_buffers *b = &p->buffers;
+  tfm_mat act = tfmi_columns(b->act, 0, layer->down.cols), wide = b->up;
+  tfm_epilogue up;
+  memset(&up, 0, sizeof up);
+  up.bias = layer->up_bias;
+  wide.cols = wide.data ? layer->up.rows : 0;
+  if (net->gated) {
+    TFMI_OP(p->dev, matmul)(p->dev, wide, b->norm2, &layer->up, &up);
+    TFMI_OP(p->dev, glu)(p->dev, act, wide, net->act);
+  } else {
+    up.act = net->act;
+    up.aux = wide;
+    TFMI_OP(p->dev, matmul)(p->dev, act, b->norm2, &layer->up, &up);
+  }
+  if (wide.data) tfmi_tell(p, "up", index, wide);
+  tfmi_tell(p, "act", index, act);
+  return act;
+}
+
+/* slots_out = down(act(up(norm2))) of the experts that the router chose for each token. */
+static void tfmi_run_experts(tfmi_pass *p, int32_t index) {
+  tfm_dev *d = p->dev;
+  const tfm_net *net = p->net;
+  const tfm_layer *layer = &net->layer[index];
+  tfmi_buffers *b = &p->buffers;
+  tfm_routing *r = &b->routing;
+  tfmi_project(p, b->router, b->norm2, &layer->router, NULL, tfmi_absent());
+  tfmi_tell(p, "router", index, b->router);
+  TFMI_OP(d, route)(d, r, b->router, &net->moe);
+  TFMI_OP(d, matmul_moe)(d, b->slots_up, b->norm2, &layer->expert_up, r, true);
+  if (layer->expert_up_bias)
+    TFMI_OP(d, moe_bias)(d, b->slots_up, b->slots_up, layer->expert_up_bias, r, TFM_ACT_NONE);
+  if (net->gated) TFMI_OP(d, glu)(d, b->slots_act, b->slots_up, net->act);
+  else TFMI_OP(d, moe_bias)(d, b->slots_act, b->slots_up, NULL, r, net->act);
+  TFMI_OP(d, matmul_moe)(d, b->slots_out, b->slots_act, &layer->expert_down, r, false);
+  if (layer->expert_down_bias)
+    TFMI_OP(d, moe_bias)(d, b->slots_out, b->slots_out, layer->expert_down_bias, r, TFM_ACT_NONE);
+}
+
+/* y = residual + experts(norm2), and the share of the one that is for all tokens. */
+static void tfmi_mixture(tfmi_pass *p, int32_t index, tfm_mat y, tfm_mat residual) {
+  tfm_dev *d = p->dev;
+  const tfm_layer *layer = &p->net->layer[index];
+  const tfmi_buffers *b = &p->buffers;
+  tfmi_run_experts(p, index);
+  TFMI_OP(d, combine)(d, y, b->slots_out, residual, &b->routing);
+  if (!layer->shared_gate.rows) return;
+  tfmi_project(p, b->gate, b->norm2, &layer->shared_gate, NULL, tfmi_absent());
+  tfmi_project(p, b->shared, tfmi_hidden(p, index), &layer->down, layer->down_bias, tfmi_absent());
+  TFMI_OP(d, add_gated)(d, y, b->shared, b->gate);
+}
+
+/* out = mid + down(act(up(norm(mid)))), or experts in its place. */
 static void tfmi_feed_forward(tfmi_pass *p, int32_t index) {
   const tfm_net *net = p->net;
   const tfm_layer *layer = &net->layer[index];
   const tfmi_buffers *b = &p->buffers;
-  tfm_epilogue up;
-  memset(&up, 0, sizeof up);
-  up.bias = layer->up_bias;
-
   tfmi_apply_norm(p, b->norm2, b->mid, layer->norm2, layer->norm2_bias, b->stats2);
   tfmi_tell(p, "norm2", index, b->norm2);
-  if (net->gated) {
-    TFMI_OP(p->dev, matmul)(p->dev, b->up, b->norm2, &layer->up, &up);
-    TFMI_OP(p->dev, glu)(p->dev, b->act, b->up, net->act);
+  if (layer->router.rows) {
+    tfmi_mixture(p, index, b->out, b->mid);
   } else {
-    up.act = net->act;
-    up.aux = b->up;
-    TFMI_OP(p->dev, matmul)(p->dev, b->act, b->norm2, &layer->up, &up);
+    tfm_mat act = tfmi_hidden(p, index);
+    if (p->again && !layer->post2) return;
+    tfmi_project_back_in(p, b->out, act, &layer->down, layer->down_bias, b->mid, layer->post2,
+                         b->branch2, b->post_stats2,
+                         tfmi_drop_at(p->drop, &p->rows, TFMI_DROP_DOWN, index));
   }
-  if (b->up.data) tfmi_tell(p, "up", index, b->up);
-  tfmi_tell(p, "act", index, b->act);
-  tfmi_project(p, b->out, b->act, &layer->down, layer->down_bias, b->mid);
   tfmi_tell(p, "out", index, b->out);
 }
 
@@ -13308,6 +15363,9 @@ static bool tfmi_forward(tfmi_pass *p) {
   int32_t layer;
   TFMI_OP(d, embed)(d, p->buffers.in, &net->embed, net->positions.rows ? &net->positions : NULL,
                     &p->rows, net->embed_scale != 0 ? net->embed_scale : 1.0f);
+  if (p->drop && p->drop->rate[TFMI_DROP_EMBED] > 0)
+    tfmi_drop_out(d, p->buffers.in, p->buffers.in,
+                  tfmi_drop_at(p->drop, &p->rows, TFMI_DROP_EMBED, -1));
   tfmi_tell(p, "embed", -1, p->buffers.in);
   for (layer = 0; layer < net->layers; layer++) {
     if (tfmi_cancelled(p)) return false;
@@ -13378,6 +15436,7 @@ struct tfm_engine {
   tfmi_heap heap;
   tfm_dev dev;
   const tfm_model *model;
+  tfm_net net;              /* the model's, with the frequencies of this engine's context */
   tfm_engine_config config; /* with the defaults filled in */
   int32_t max_pages;        /* of one sequence */
   int32_t rows;             /* batch_rows, padded to what the device wants */
@@ -13403,7 +15462,7 @@ struct tfm_engine {
   int32_t *d_table, *d_history, *d_chosen;
   tfm_sampling *d_params;
   float *d_work;             /* [sequences, 2 V] */
-  float *d_probs;
+  float *d_probs, *d_frequencies;
   tfmi_buffers buffers;
   tfm_mat stream;            /* [rows + sequences, C]: of the pass, then what was put aside */
   tfm_mat picked, logits;    /* [sequences, C], [logit_rows, V] */
@@ -13440,20 +15499,57 @@ static tfm_mat tfmi_take_mat(tfmi_arena *a, tfm_type type, int32_t rows, int32_t
 
 static int32_t tfmi_max32(int32_t a, int32_t b) { return a > b ? a : b; }
 
+/* The widest feed-forward that is not of the router's experts. */
+static int32_t tfmi_hidden_width(const tfm_net *net) {
+  int32_t width = 0, i;
+  for (i = 0; i < net->layers; i++) width = tfmi_max32(width, net->layer[i].down.cols);
+  return width;
+}
+
+static tfm_routing tfmi_take_routing(tfmi_arena *a, const tfm_net *net, int32_t rows) {
+  tfm_routing r;
+  uint64_t slots = (uint64_t)rows * (uint64_t)net->experts_used, experts = (uint64_t)net->experts;
+  memset(&r, 0, sizeof r);
+  r.tokens = rows;
+  r.top_k = net->experts_used;
+  r.experts = net->experts;
+  r.expert = (int32_t *)tfmi_take(a, slots, sizeof(int32_t));
+  r.weight = (float *)tfmi_take(a, slots, sizeof(float));
+  r.order = (int32_t *)tfmi_take(a, slots, sizeof(int32_t));
+  r.begin = (int32_t *)tfmi_take(a, experts + 1, sizeof(int32_t));
+  r.probs = (float *)tfmi_take(a, (uint64_t)rows * experts, sizeof(float));
+  return r;
+}
+
+/* What experts need beside the buffers of every layer. */
+static void tfmi_take_slots(tfmi_arena *a, tfmi_buffers *b, const tfm_net *net, tfm_type type,
+                            int32_t rows) {
+  int32_t slots = rows * net->experts_used, width = net->expert_width;
+  if (!net->experts) return;
+  b->router = tfmi_take_mat(a, TFM_F32, rows, net->experts);
+  b->gate = tfmi_take_mat(a, TFM_F32, rows, 1);
+  b->slots_up = tfmi_take_mat(a, type, slots, net->gated ? 2 * width : width);
+  b->slots_act = tfmi_take_mat(a, type, slots, width);
+  b->slots_out = tfmi_take_mat(a, type, slots, net->width);
+  b->shared = tfmi_take_mat(a, type, rows, net->width);
+  b->routing = tfmi_take_routing(a, net, rows);
+}
+
 /* The buffers of a layer, shared by all layers: see >>forward. */
 static tfmi_buffers tfmi_take_buffers(tfmi_arena *a, const tfm_net *net, tfm_mat stream,
                                       tfm_type type, int32_t rows, bool keep_up) {
   tfmi_buffers b;
-  int32_t qkv = (net->heads + 2 * net->kv_heads) * net->head_width;
+  int32_t qkv = (net->heads + 2 * net->kv_heads) * net->head_width, wide = tfmi_hidden_width(net);
+  memset(&b, 0, sizeof b);
   b.in = b.mid = b.out = stream;
-  b.norm1 = b.norm2 = tfmi_take_mat(a, type, rows, net->width);
+  b.norm1 = b.norm2 = b.branch1 = b.branch2 = tfmi_take_mat(a, type, rows, net->width);
   b.qkv = tfmi_take_mat(a, type, rows, qkv);
+  b.qk = tfmi_columns(b.qkv, 0, (net->heads + net->kv_heads) * net->head_width);
   b.attn = tfmi_take_mat(a, type, rows, net->heads * net->head_width);
-  b.act = tfmi_take_mat(a, type, rows, net->ffn_width);
-  b.stats1 = b.stats2 = b.lse = NULL;
-  b.up = tfmi_absent();
-  if (net->gated) b.up = tfmi_take_mat(a, type, rows, 2 * net->ffn_width);
-  else if (keep_up) b.up = tfmi_take_mat(a, type, rows, net->ffn_width);
+  b.act = tfmi_take_mat(a, type, rows, wide);
+  if (net->gated) b.up = tfmi_take_mat(a, type, rows, 2 * wide);
+  else if (keep_up) b.up = tfmi_take_mat(a, type, rows, wide);
+  tfmi_take_slots(a, &b, net, type, rows);
   return b;
 }
 
@@ -13486,6 +15582,7 @@ static uint64_t tfmi_tap_floats(const tfm_engine *e) {
   uint64_t probs = (uint64_t)e->config.context * (uint64_t)e->model->net.heads;
   int32_t wide = tfmi_max32(tfmi_max32(b->qkv.cols, b->up.cols), b->act.cols);
   wide = tfmi_max32(tfmi_max32(wide, b->in.cols), e->model->net.vocabulary);
+  wide = tfmi_max32(wide, b->router.cols);
   return (uint64_t)e->rows * (probs > (uint64_t)wide ? probs : (uint64_t)wide);
 }
 
@@ -13513,6 +15610,7 @@ static void tfmi_lay_out_device(tfm_engine *e, tfmi_arena *a) {
   e->logits = tfmi_take_mat(a, TFM_F32, logit_rows, net->vocabulary);
   if (c->tap)
     e->d_probs = (float *)tfmi_take(a, rows * context, (uint64_t)net->heads * sizeof(float));
+  e->d_frequencies = (float *)tfmi_take(a, (uint64_t)net->head_width, sizeof(float));
   e->dev.work =
       tfmi_take(a, table->work_bytes(&e->dev, net, e->rows, c->sequences, c->context), 1);
   tfmi_take_cache(e, a);
@@ -13530,7 +15628,8 @@ static void tfmi_lay_out_host(tfm_engine *e, tfmi_arena *a) {
   e->free_pages = tfmi_take_ints(a, (uint64_t)c->pages, 1);
   e->host_logits = (float *)tfmi_take(a, (uint64_t)e->model->net.vocabulary, sizeof(float));
   e->params = (tfm_sampling *)tfmi_take(a, sequences, sizeof(tfm_sampling));
-  e->kv = TFMI_NEW(tfm_kv, tfmi_take(a, (uint64_t)e->model->net.layers, sizeof(tfm_kv)));
+  e->kv = TFMI_NEW(tfm_kv, tfmi_take(a, (uint64_t)e->net.layers, sizeof(tfm_kv)));
+  e->net.layer = TFMI_NEW(tfm_layer, tfmi_take(a, (uint64_t)e->net.layers, sizeof(tfm_layer)));
   for (s = 0; s < c->sequences; s++) {
     int32_t *tokens = tfmi_take_ints(a, (uint64_t)c->context, 1);
     if (a->base) e->sessions[s].tokens = tokens;
@@ -13625,6 +15724,7 @@ static tfm_status tfmi_engine_begin(tfm_engine *e, const tfm_model *model,
   e->heap.dry = dry;
   if (dry) e->heap.host.memory_limit_bytes = 0;
   e->model = model;
+  e->net = model->net;
   status = tfmi_heap_charge(&e->heap, sizeof *e);
   if (status == TFM_OK)
     status = tfmi_dev_open_like(&e->dev, &e->heap, &model->dev, e->config.threads);
@@ -13673,6 +15773,8 @@ static tfm_status tfmi_engine_allocate(tfm_engine *e) {
   device.base = (char *)e->device_block;
   tfmi_lay_out_host(e, &host); /* first: the device's part fills in kv */
   tfmi_lay_out_device(e, &device);
+  memcpy(e->net.layer, e->model->net.layer, (size_t)e->net.layers * sizeof *e->net.layer);
+  tfmi_net_rotate(&e->dev, &e->net, e->model->rotation, e->config.context, e->d_frequencies);
   for (i = 0; i < e->config.pages; i++) e->free_pages[i] = e->config.pages - 1 - i;
   e->free_count = e->config.pages;
   for (i = 0; i < e->config.sequences; i++) {
@@ -13749,23 +15851,30 @@ static void tfmi_pages_shrink(tfm_session *s, int32_t tokens) {
 
 /* ---- Passes ---- */
 
+/* Views of the first rows only. */
+static void tfmi_buffers_trim(tfmi_buffers *b, int32_t rows) {
+  tfm_mat *const view[] = {&b->in, &b->norm1, &b->qkv, &b->qk, &b->attn, &b->branch1, &b->mid,
+                           &b->norm2, &b->up, &b->act, &b->branch2, &b->out, &b->router, &b->gate,
+                           &b->shared};
+  tfm_mat *const slots[] = {&b->slots_up, &b->slots_act, &b->slots_out};
+  int i;
+  for (i = 0; i < TFMI_COUNT(view); i++) view[i]->rows = rows;
+  for (i = 0; i < TFMI_COUNT(slots); i++) slots[i]->rows = rows * b->routing.top_k;
+  b->routing.tokens = rows;
+}
+
 static tfmi_pass tfmi_engine_pass(tfm_engine *e, int32_t rows) {
   tfmi_pass p;
-  tfm_mat *view[9];
-  size_t i;
   memset(&p, 0, sizeof p);
   p.dev = &e->dev;
-  p.net = &e->model->net;
+  p.net = &e->net;
   p.kv = e->kv;
   p.rows.n = rows;
   p.rows.id = e->d_pass;
   p.rows.pos = e->d_pass + e->rows;
   p.rows.seq = e->d_pass + 2 * (size_t)e->rows;
   p.buffers = e->buffers;
-  view[0] = &p.buffers.in, view[1] = &p.buffers.norm1, view[2] = &p.buffers.qkv;
-  view[3] = &p.buffers.attn, view[4] = &p.buffers.mid, view[5] = &p.buffers.norm2;
-  view[6] = &p.buffers.up, view[7] = &p.buffers.act, view[8] = &p.buffers.out;
-  for (i = 0; i < sizeof view / sizeof *view; i++) view[i]->rows = rows;
+  tfmi_buffers_trim(&p.buffers, rows);
   p.probs = e->d_probs;
   p.context = e->config.context;
   p.cancel = &e->cancel;
@@ -14483,7 +16592,7 @@ enum { TFMI_HEAD_ROWS = 256 };
 typedef struct tfmi_parameter {
   tfmi_slot slot;
   int32_t layer;        /* -1: of the whole network */
-  bool bias;
+  bool bias, frozen;
   int32_t rows, cols;   /* cols 0: a vector of rows */
   tfm_weight *weight;   /* of a matrix */
   const float **vector; /* of a vector */
@@ -14497,14 +16606,16 @@ struct tfm_trainer {
   tfm_dev dev;
   tfm_trainer_config config; /* with the defaults filled in */
   const tfmi_family *family;
-  tfmi_rotation rotation;
+  tfmi_rotation rotation[2];
   tfm_net net;               /* over the arenas */
   bool tied;
   int32_t bos;               /* -1: none */
   int32_t end[16], end_count; /* as the model's */
   int32_t rows;              /* N = batch * context */
   int64_t step, sequences;
-  int64_t total, matrices;   /* floats of an arena; of its matrices */
+  int64_t total, matrices, trained; /* floats of an arena; of its matrices; that are not frozen */
+  int32_t lowest;            /* layer with trained parameters; -1: embeddings too */
+  tfmi_drop drop;
   size_t list_bytes, host_bytes, device_bytes;
   void *lists, *host_block, *device_block;
   /* host */
@@ -14526,8 +16637,30 @@ struct tfm_trainer {
 
 /* ---- Parameters ---- */
 
+static unsigned tfmi_part_of_slot(tfmi_slot slot) {
+  if (slot >= TFMI_ROUTER) return TFM_EXPERTS;
+  if (slot >= TFMI_GATE_UP) return TFM_FEED_FORWARD;
+  if (slot >= TFMI_QKV) return TFM_ATTENTION;
+  if (slot >= TFMI_FINAL_NORM) return TFM_NORMS;
+  return slot == TFMI_HEAD ? TFM_HEAD : TFM_EMBEDDINGS;
+}
+
+static bool tfmi_is_frozen(const tfm_trainer *t, const tfmi_parameter *p) {
+  bool below = p->slot == TFMI_EMBED || p->slot == TFMI_POSITIONS || p->layer >= 0;
+  return (t->config.freeze & tfmi_part_of_slot(p->slot)) != 0 ||
+         (below && p->layer < t->config.first_layer && t->config.first_layer > 0);
+}
+
+static int64_t tfmi_parameter_values(const tfmi_parameter *p) {
+  return (int64_t)p->rows * (p->cols ? p->cols : 1);
+}
+
 static void tfmi_parameter_add(tfm_trainer *t, tfmi_parameter p) {
-  int64_t values = (int64_t)p.rows * (p.cols ? p.cols : 1);
+  int64_t values = tfmi_parameter_values(&p);
+  p.frozen = tfmi_is_frozen(t, &p);
+  t->trained += p.frozen ? 0 : values;
+  if (!p.frozen && p.layer < t->lowest && p.slot != TFMI_HEAD && p.slot != TFMI_FINAL_NORM)
+    t->lowest = p.layer;
   p.at = t->total;
   t->total += values;
   t->parameter[t->parameters++] = p;
@@ -14535,7 +16668,7 @@ static void tfmi_parameter_add(tfm_trainer *t, tfmi_parameter p) {
 
 static int64_t tfmi_matrix_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, tfm_weight *w,
                                int32_t rows, int32_t cols) {
-  tfmi_parameter p = {slot, layer, false, rows, cols, w, NULL, 0};
+  tfmi_parameter p = {slot, layer, false, false, rows, cols, w, NULL, 0};
   int64_t at = t->total;
   tfmi_parameter_add(t, p);
   return at;
@@ -14544,7 +16677,7 @@ static int64_t tfmi_matrix_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, tf
 /* A vector is there when the network had it: the pointer says so. */
 static void tfmi_vector_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, bool bias,
                             const float **vector, int32_t rows) {
-  tfmi_parameter p = {slot, layer, bias, rows, 0, NULL, vector, 0};
+  tfmi_parameter p = {slot, layer, bias, false, rows, 0, NULL, vector, 0};
   if (*vector) tfmi_parameter_add(t, p);
 }
 
@@ -14580,7 +16713,8 @@ static void tfmi_parameters(tfm_trainer *t) {
   tfm_net *net = &t->net;
   int32_t i;
   t->parameters = 0;
-  t->total = 0;
+  t->total = t->trained = 0;
+  t->lowest = net->layers;
   tfmi_matrix_add(t, TFMI_EMBED, -1, &net->embed, net->vocabulary, net->width);
   if (net->positions.rows)
     tfmi_matrix_add(t, TFMI_POSITIONS, -1, &net->positions, net->context, net->width);
@@ -14601,6 +16735,14 @@ static tfm_mat tfmi_parameter_mat(float *arena, const tfmi_parameter *p) {
 static tfm_mat tfmi_gradient(const tfm_trainer *t, int64_t at, const tfm_weight *w) {
   tfm_mat m = {t->g + at, TFM_F32, w->rows, w->cols, w->cols};
   return m;
+}
+
+/* Whether the matrix there is frozen, and so is its bias. */
+static bool tfmi_frozen_at(const tfm_trainer *t, int64_t at) {
+  int32_t i;
+  if (t->trained == t->total) return false;
+  for (i = 0; t->parameter[i].at != at; i++) continue;
+  return t->parameter[i].frozen;
 }
 
 /* ... and of a vector; NULL where there is none. */
@@ -14639,6 +16781,7 @@ static void tfmi_pack_parameters(tfm_trainer *t, size_t *host, size_t *device) {
     tfm_pack_size size = table->pack_size(&t->dev, &s);
     p->weight->rows = p->rows;
     p->weight->cols = p->cols;
+    p->weight->roles = s.roles;
     if (t->packed)
       table->pack(&t->dev, p->weight, &s, t->packed + *host, t->packed_device + *device);
     *host += size.host_bytes;
@@ -14659,9 +16802,11 @@ static tfmi_buffers tfmi_take_kept(tfm_trainer *t, tfmi_arena *a, tfm_mat in) {
   tfm_type type = t->dev.table->activation;
   int32_t n = t->rows;
   tfmi_buffers b;
+  memset(&b, 0, sizeof b);
   b.in = in;
   b.norm1 = tfmi_take_mat(a, type, n, net->width);
   b.qkv = tfmi_take_mat(a, type, n, (net->heads + 2 * net->kv_heads) * net->head_width);
+  b.qk = tfmi_columns(b.qkv, 0, (net->heads + net->kv_heads) * net->head_width);
   b.attn = tfmi_take_mat(a, type, n, net->heads * net->head_width);
   b.mid = tfmi_take_mat(a, type, n, net->width);
   b.norm2 = tfmi_take_mat(a, type, n, net->width);
@@ -14671,6 +16816,14 @@ static tfmi_buffers tfmi_take_kept(tfm_trainer *t, tfmi_arena *a, tfm_mat in) {
   b.stats1 = tfmi_take_floats(a, 2 * (int64_t)n);
   b.stats2 = tfmi_take_floats(a, 2 * (int64_t)n);
   b.lse = tfmi_take_floats(a, (int64_t)n * net->heads);
+  return b;
+}
+
+/* What one layer keeps when the rest is computed again: its result. */
+static tfmi_buffers tfmi_take_result(tfm_trainer *t, tfmi_arena *a, tfm_mat in) {
+  tfmi_buffers b = t->buffers[0];
+  b.in = in;
+  b.out = tfmi_take_mat(a, t->dev.table->activation, t->rows, t->net.width);
   return b;
 }
 
@@ -14709,7 +16862,9 @@ static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
   t->m = tfmi_take_floats(a, t->total);
   t->v = tfmi_take_floats(a, t->total);
   t->packed_device = (uint8_t *)tfmi_take(a, packed, 1);
-  t->frequencies = tfmi_take_floats(a, net->head_width / 2);
+  t->dev.work = tfmi_take(a, t->dev.table->work_bytes(&t->dev, net, t->rows, t->config.batch,
+                                                      t->config.context), 1);
+  t->frequencies = tfmi_take_floats(a, net->head_width);
   t->sumsq = tfmi_take_floats(a, 1);
   t->losses = tfmi_take_floats(a, t->rows);
   t->hits = tfmi_take_floats(a, t->rows);
@@ -14724,7 +16879,8 @@ static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
   tfmi_take_gradients(t, a);
   in = tfmi_take_mat(a, type, t->rows, net->width);
   for (i = 0; i < net->layers; i++) {
-    tfmi_buffers b = tfmi_take_kept(t, a, in);
+    tfmi_buffers b = i && t->config.recompute ? tfmi_take_result(t, a, in)
+                                              : tfmi_take_kept(t, a, in);
     in = b.out;
     t->buffers[i] = b;
     if (a->base) t->kv[i] = tfmi_kept_kv(net, &b);
@@ -14796,18 +16952,27 @@ static tfm_status tfmi_trainer_memory(tfm_trainer *t) {
 
 /* ---- One pass forward and back ---- */
 
-typedef struct tfmi_batch { /* of one pass, or of several; weights may be NULL */
+typedef struct tfmi_lesson { /* of one pass, or of several; weights may be NULL */
   const int32_t *tokens, *targets;
   const float *weights;
-} tfmi_batch;
+} tfmi_lesson;
 
 /* Pass number i of a batch goes to the device. */
-static void tfmi_batch_put(tfm_trainer *t, const tfmi_batch *b, int32_t i) {
+static void tfmi_batch_put(tfm_trainer *t, const tfmi_lesson *b, int32_t i) {
   size_t bytes = (size_t)t->rows * sizeof(int32_t);
   int64_t at = (int64_t)i * t->rows;
   t->dev.table->put(&t->dev, t->id, b->tokens + at, bytes);
   t->dev.table->put(&t->dev, t->target, b->targets + at, bytes);
   if (b->weights) t->dev.table->put(&t->dev, t->weights, b->weights + at, bytes);
+}
+
+/* Rows are known by the number of their sequence since training began: dropout draws by it. */
+static void tfmi_sequences_put(tfm_trainer *t, int32_t pass) {
+  int64_t first = t->sequences + (int64_t)pass * t->config.batch;
+  int32_t i;
+  for (i = 0; i < t->rows; i++)
+    t->ids[i] = (int32_t)((first + i / t->config.context) & INT32_MAX);
+  t->dev.table->put(&t->dev, t->seq, t->ids, (size_t)t->rows * sizeof *t->ids);
 }
 
 static tfm_rows tfmi_batch_rows(const tfm_trainer *t) {
@@ -14819,8 +16984,7 @@ static tfm_rows tfmi_batch_rows(const tfm_trainer *t) {
   return rows;
 }
 
-/* The rows through all layers, everything kept. False: cancelled. */
-static bool tfmi_train_forward(tfm_trainer *t) {
+static tfmi_pass tfmi_train_pass(tfm_trainer *t, bool learn) {
   tfmi_pass p;
   memset(&p, 0, sizeof p);
   p.dev = &t->dev;
@@ -14829,11 +16993,28 @@ static bool tfmi_train_forward(tfm_trainer *t) {
   p.rows = tfmi_batch_rows(t);
   p.kept = t->buffers;
   p.buffers = t->buffers[0];
+  p.drop = learn ? &t->drop : NULL;
   p.host_cancel = t->heap.host.cancel;
+  return p;
+}
+
+/* The rows through all layers, and what their backward needs kept. False: cancelled. */
+static bool tfmi_train_forward(tfm_trainer *t, bool learn) {
+  tfmi_pass p = tfmi_train_pass(t, learn);
   if (!tfmi_forward(&p)) return false;
   tfmi_apply_norm(&p, t->normed, p.buffers.out, t->net.final_norm, t->net.final_norm_bias,
                   t->head_stats);
   return true;
+}
+
+/* What layers share was overwritten by those above: the same once more. */
+static void tfmi_train_again(tfm_trainer *t, int32_t layer) {
+  tfmi_pass p = tfmi_train_pass(t, true);
+  p.buffers = t->buffers[layer];
+  p.buffers.routing.count = p.buffers.routing.mass = NULL; /* the balance counts a layer once */
+  p.again = true;
+  tfmi_attention(&p, layer);
+  tfmi_feed_forward(&p, layer);
 }
 
 typedef struct tfmi_loss { /* what a pass makes of its losses */
@@ -14854,7 +17035,8 @@ static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, const tfmi
   TFMI_OP(d, loss)(d, t->losses + first, t->hits + first, logits, t->target + first,
                    how->weighted ? t->weights + first : NULL, how->scale);
   if (!how->learn) return;
-  TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h);
+  if (!tfmi_frozen_at(t, at))
+    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h);
   TFMI_OP(d, matmul_dx)(d, tfmi_rows_of(t->d_norm, first, n), logits, &t->net.head, 0, NULL);
 }
 
@@ -14876,8 +17058,18 @@ static void tfmi_norm_back(tfm_trainer *t, tfm_mat residual, tfm_mat x, const fl
 static void tfmi_project_back(tfm_trainer *t, tfm_mat dx, tfm_mat dy, tfm_mat x, int64_t at,
                               const tfm_weight *w, const float *bias, const tfm_epilogue *before) {
   tfm_dev *d = &t->dev;
-  TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, w), tfmi_vector_gradient(t, bias), dy, x);
+  if (!tfmi_frozen_at(t, at))
+    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, w), tfmi_vector_gradient(t, bias), dy, x);
   TFMI_OP(d, matmul_dx)(d, dx, dy, w, 0, before);
+}
+
+/* The gradient of a branch into the residual stream, whose own is d: without dropout the same. */
+static tfm_mat tfmi_branch_gradient(tfm_trainer *t, int which, int32_t layer) {
+  tfm_rows rows = tfmi_batch_rows(t);
+  tfm_dropout dropout = tfmi_drop_at(&t->drop, &rows, which, layer);
+  if (dropout.rate == 0) return t->d;
+  tfmi_drop_out(&t->dev, t->d_norm, t->d, dropout);
+  return t->d_norm;
 }
 
 /* out = mid + down(act(up(norm(mid)))), backwards: d is out's gradient and becomes mid's. */
@@ -14889,8 +17081,8 @@ static void tfmi_feed_forward_back(tfm_trainer *t, int32_t i) {
   memset(&act, 0, sizeof act);
   act.act = t->net.act;
   act.aux = b->up;
-  tfmi_project_back(t, t->d_act, t->d, b->act, t->at[i].down, &layer->down, layer->down_bias,
-                    t->net.gated ? NULL : &act);
+  tfmi_project_back(t, t->d_act, tfmi_branch_gradient(t, TFMI_DROP_DOWN, i), b->act, t->at[i].down,
+                    &layer->down, layer->down_bias, t->net.gated ? NULL : &act);
   if (t->net.gated) TFMI_OP(d, glu_bwd)(d, t->d_up, t->d_act, b->up, t->net.act);
   tfmi_project_back(t, t->d_norm, t->d_up, b->norm2, t->at[i].up, &layer->up, layer->up_bias, NULL);
   tfmi_norm_back(t, t->d, b->mid, layer->norm2, layer->norm2_bias, b->stats2);
@@ -14905,11 +17097,14 @@ static void tfmi_attention_back(tfm_trainer *t, int32_t i) {
   int32_t q = net->heads * net->head_width, k = net->kv_heads * net->head_width;
   tfm_rows rows = tfmi_batch_rows(t);
   tfm_rope back = layer->rope;
+  tfm_attn attn = layer->attn;
   back.inverse = true;
-  tfmi_project_back(t, t->d_attn, t->d, b->attn, t->at[i].out, &layer->out, layer->out_bias, NULL);
+  attn.dropout = tfmi_drop_at(&t->drop, &rows, TFMI_DROP_ATTN, i);
+  tfmi_project_back(t, t->d_attn, tfmi_branch_gradient(t, TFMI_DROP_OUT, i), b->attn, t->at[i].out,
+                    &layer->out, layer->out_bias, NULL);
   TFMI_OP(d, attn_bwd)(d, tfmi_columns(t->d_qkv, 0, q), tfmi_columns(t->d_qkv, q, k),
                        tfmi_columns(t->d_qkv, q + k, k), t->d_attn, b->attn,
-                       tfmi_columns(b->qkv, 0, q), &t->kv[i], &rows, b->lse, &layer->attn);
+                       tfmi_columns(b->qkv, 0, q), &t->kv[i], &rows, b->lse, &attn);
   if (back.rot) TFMI_OP(d, rope)(d, tfmi_columns(t->d_qkv, 0, q + k), t->pos, &back);
   tfmi_project_back(t, t->d_norm, t->d_qkv, b->norm1, t->at[i].qkv, &layer->qkv, layer->qkv_bias,
                     NULL);
@@ -14925,10 +17120,14 @@ static void tfmi_train_back(tfm_trainer *t) {
   int32_t i;
   tfmi_norm_back(t, tfmi_absent(), t->buffers[net->layers - 1].out, net->final_norm,
                  net->final_norm_bias, t->head_stats);
-  for (i = net->layers - 1; i >= 0; i--) {
+  for (i = net->layers - 1; i >= 0 && i >= t->lowest; i--) {
+    if (t->config.recompute && i < net->layers - 1) tfmi_train_again(t, i);
     tfmi_feed_forward_back(t, i);
     tfmi_attention_back(t, i);
   }
+  if (t->lowest >= 0) return;
+  if (t->drop.rate[TFMI_DROP_EMBED] > 0)
+    tfmi_drop_out(d, t->d, t->d, tfmi_drop_at(&t->drop, &rows, TFMI_DROP_EMBED, -1));
   if (net->positions.rows) positions = tfmi_gradient(t, t->parameter[1].at, &net->positions);
   TFMI_OP(d, embed_bwd)(d, tfmi_gradient(t, 0, &net->embed), positions, t->d, &rows,
                         net->embed_scale);
@@ -14949,7 +17148,7 @@ static float tfmi_learning_rate(const tfm_trainer_config *c, int64_t s) {
   return c->min_lr + (c->lr - c->min_lr) * (float)left;
 }
 
-static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_batch *b, int64_t i) {
+static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_lesson *b, int64_t i) {
   int32_t vocabulary = t->net.vocabulary, token = b->tokens[i], target = b->targets[i];
   if (token < 0 || token >= vocabulary)
     return tfmi_report(TFM_E_ARG, "trainer: token %lld is %d; expected 0 to %d", (long long)i,
@@ -14964,7 +17163,7 @@ static tfm_status tfmi_token_check(const tfm_trainer *t, const tfmi_batch *b, in
 }
 
 /* Checks n rows; counts the targets, and sums up their weights. */
-static tfm_status tfmi_batch_check(const tfm_trainer *t, const tfmi_batch *b, int64_t n,
+static tfm_status tfmi_batch_check(const tfm_trainer *t, const tfmi_lesson *b, int64_t n,
                                    int64_t *counted, double *weight) {
   int64_t i;
   *counted = 0;
@@ -14998,7 +17197,7 @@ static tfm_status tfmi_trainer_sync(tfm_trainer *t) {
 }
 
 /* Runs `passes` batches: sums in out, and, when learning, the mean's gradient in g. */
-static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_batch *batch, int32_t passes,
+static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, int32_t passes,
                                     bool learn, tfm_step *out) {
   tfm_dev *d = &t->dev;
   tfmi_loss how = {0, batch->weights != NULL, learn};
@@ -15012,7 +17211,9 @@ static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_batch *batch, int
   if (learn) d->table->zero(d, t->g, (size_t)t->total * sizeof *t->g);
   for (i = 0; i < passes; i++) {
     tfmi_batch_put(t, batch, i);
-    if (!tfmi_train_forward(t)) return tfmi_report(TFM_E_CANCELLED, "training was cancelled");
+    tfmi_sequences_put(t, i);
+    if (!tfmi_train_forward(t, learn))
+      return tfmi_report(TFM_E_CANCELLED, "training was cancelled");
     tfmi_train_loss(t, &how);
     if (learn) tfmi_train_back(t);
     out->loss += tfmi_sum_back(t, t->losses);
@@ -15023,36 +17224,62 @@ static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_batch *batch, int
   return tfmi_trainer_sync(t);
 }
 
+/* The next range of the arenas that is trained, from *begin on, all matrices or all vectors or
+   (mixed) both; false: there is none. */
+static bool tfmi_trained_range(const tfm_trainer *t, bool mixed, int64_t *begin, int64_t *end) {
+  int32_t i;
+  bool found = false;
+  for (i = 0; i < t->parameters; i++) {
+    const tfmi_parameter *p = &t->parameter[i];
+    if (p->at < *begin) continue;
+    if (found && (p->frozen || (!mixed && p->at == t->matrices))) return true;
+    if (p->frozen) continue;
+    if (!found) *begin = p->at;
+    found = true;
+    *end = p->at + tfmi_parameter_values(p);
+  }
+  return found;
+}
+
+/* Of all gradients that count. */
+static float tfmi_gradient_square(tfm_trainer *t) {
+  tfm_dev *d = &t->dev;
+  int64_t begin, end;
+  float square = 0;
+  d->table->zero(d, t->sumsq, sizeof *t->sumsq);
+  for (begin = 0; tfmi_trained_range(t, true, &begin, &end); begin = end)
+    TFMI_OP(d, sumsq)(d, t->sumsq, t->g + begin, TFM_F32, end - begin);
+  d->table->get(d, &square, t->sumsq, sizeof square);
+  return square;
+}
+
 /* w moves along g, and is packed again. */
 static void tfmi_train_update(tfm_trainer *t, float lr) {
   const tfm_trainer_config *c = &t->config;
   tfm_dev *d = &t->dev;
   tfm_adamw p = {lr, c->beta1, c->beta2, c->eps, c->decay, c->clip, 0};
-  int64_t n = t->matrices;
+  int64_t begin, end;
   size_t host, device;
   p.step = (int32_t)(t->step < INT32_MAX ? t->step + 1 : INT32_MAX);
-  TFMI_OP(d, adamw)(d, t->w, TFM_F32, t->w, t->m, t->v, t->g, TFM_F32, n, t->sumsq, &p);
-  p.decay = 0;
-  TFMI_OP(d, adamw)(d, t->w + n, TFM_F32, t->w + n, t->m + n, t->v + n, t->g + n, TFM_F32,
-                    t->total - n, t->sumsq, &p);
+  for (begin = 0; tfmi_trained_range(t, false, &begin, &end); begin = end) {
+    p.decay = begin < t->matrices ? c->decay : 0;
+    TFMI_OP(d, adamw)(d, t->w + begin, TFM_F32, t->w + begin, t->m + begin, t->v + begin,
+                      t->g + begin, TFM_F32, end - begin, t->sumsq, &p);
+  }
   tfmi_pack_parameters(t, &host, &device);
 }
 
 TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
                                     const int32_t *targets, const float *weights, tfm_step *out) {
-  tfmi_batch batch = {tokens, targets, weights};
+  tfmi_lesson batch = {tokens, targets, weights};
   tfm_trainer *t = trainer;
   tfm_step s;
   tfm_status status;
-  tfm_dev *d;
-  float square = 0;
+  float square;
   if (!t) return tfmi_null_object("tfm_trainer_step");
-  d = &t->dev;
   status = tfmi_train_passes(t, &batch, t->config.accumulate, true, &s);
   if (status != TFM_OK) return status;
-  d->table->zero(d, t->sumsq, sizeof *t->sumsq);
-  TFMI_OP(d, sumsq)(d, t->sumsq, t->g, TFM_F32, t->total);
-  d->table->get(d, &square, t->sumsq, sizeof square);
+  square = tfmi_gradient_square(t);
   s.gradient_norm = sqrtf(square);
   s.lr = tfmi_learning_rate(&t->config, t->step);
   s.skipped = !isfinite(square) || !isfinite(s.loss);
@@ -15071,7 +17298,7 @@ TFM_API tfm_status tfm_trainer_step(tfm_trainer *trainer, const int32_t *tokens,
 
 TFM_API tfm_status tfm_trainer_eval(tfm_trainer *trainer, const int32_t *tokens,
                                     const int32_t *targets, const float *weights, tfm_step *out) {
-  tfmi_batch batch = {tokens, targets, weights};
+  tfmi_lesson batch = {tokens, targets, weights};
   tfm_step s;
   tfm_status status;
   if (!trainer) return tfmi_null_object("tfm_trainer_eval");
@@ -15105,6 +17332,12 @@ static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
     return tfmi_bad_training("steps", c->steps, "more than warmup, as the schedule ends");
   if (c->decay_steps < 0 || c->decay_steps > c->steps)
     return tfmi_bad_training("decay_steps", c->decay_steps, "0 to steps");
+  if (!(c->drop_embed >= 0 && c->drop_embed < 1))
+    return tfmi_bad_training("drop_embed", (double)c->drop_embed, "0 to below 1");
+  if (!(c->drop_attn >= 0 && c->drop_attn < 1))
+    return tfmi_bad_training("drop_attn", (double)c->drop_attn, "0 to below 1");
+  if (!(c->drop_residual >= 0 && c->drop_residual < 1))
+    return tfmi_bad_training("drop_residual", (double)c->drop_residual, "0 to below 1");
   if (c->keep < 1 || c->keep > 1000) return tfmi_bad_training("keep", c->keep, "1 to 1000");
   return TFM_OK;
 }
@@ -15133,7 +17366,16 @@ static tfm_status tfmi_trainer_configure(tfm_trainer *t) {
                        (int)c->context, (int)t->net.context);
   if ((int64_t)c->batch * c->context > (1 << 24))
     return tfmi_bad_training("batch", c->batch, "at most 2^24 tokens in a pass; use accumulate");
+  if (c->drop_residual > 0 && (t->net.experts || t->net.layer[0].post1))
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_trainer_config.drop_residual: a model with experts, "
+                       "or norms after its layers, has no such dropout");
+  if (c->first_layer < 0 || c->first_layer > t->net.layers)
+    return tfmi_bad_training("first_layer", c->first_layer, "0 to the number of layers");
   t->rows = c->batch * c->context;
+  t->drop.rate[0] = c->drop_embed;
+  t->drop.rate[1] = c->drop_attn;
+  t->drop.rate[2] = c->drop_residual;
+  t->drop.seed = c->seed;
   return TFM_OK;
 }
 
@@ -15145,34 +17387,50 @@ typedef struct tfmi_origin {
 
 static const float tfmi_there = 0; /* what a vector points to before there is memory for it */
 
+/* What begins and ends a text, for the config.json that is exported. */
+static void tfmi_shape_ends(tfm_trainer *t, const tfm_tokenizer *tokenizer) {
+  tfm_tokenizer_info v;
+  if (!tokenizer || tfm_tokenizer_describe(tokenizer, &v) != TFM_OK) return;
+  t->bos = v.bos;
+  t->end_count = v.eos >= 0;
+  t->end[0] = v.eos;
+}
+
 /* The network of a shape, but for its layers. */
 static tfm_status tfmi_shape_net(tfm_trainer *t, const tfm_shape *s) {
   tfm_net *net = &t->net;
   const tfmi_family *f = tfmi_family_named(tfmi_text_of(s->family ? s->family : "gpt2"));
+  bool layer_norm = f && tfmi_has(f, TFMI_LAYER_NORM);
   int i;
   if (!f) return tfmi_report(TFM_E_UNSUPPORTED, "tfm_shape.family is %s; expected gpt2 or llama",
                              s->family);
   t->family = f;
   t->tied = !s->untied;
-  t->rotation.theta = 10000;
   net->layers = s->layers;
   net->width = s->width;
   net->heads = s->heads;
   net->kv_heads = s->kv_heads ? s->kv_heads : s->heads;
   net->head_width = s->head_width ? s->head_width : s->width / (s->heads > 0 ? s->heads : 1);
   net->ffn_width = s->ffn_width ? s->ffn_width
-                   : f->gated   ? (s->width * 8 / 3 + 31) / 32 * 32 : 4 * s->width;
+                   : tfmi_has(f, TFMI_GATED) ? (s->width * 8 / 3 + 31) / 32 * 32 : 4 * s->width;
   net->vocabulary = s->vocabulary;
   net->context = s->context;
-  net->norm.kind = f->norm;
-  net->norm.eps = (float)f->eps.fallback;
-  net->norm.offset = f->norm_offset;
-  net->gated = f->gated;
+  net->norm.kind = layer_norm ? TFM_NORM_LAYER : TFM_NORM_RMS;
+  net->norm.eps = (float)f->key[TFMI_N_EPS].fallback;
+  net->norm.offset = tfmi_has(f, TFMI_ONE_PLUS) ? 1.0f : 0.0f;
+  net->gated = tfmi_has(f, TFMI_GATED);
   for (i = 0; i < TFMI_COUNT(tfmi_acts); i++)
     if (strcmp(tfmi_acts[i].name, f->act) == 0) net->act = tfmi_acts[i].act;
-  if (!f->rotary) net->positions.rows = net->context;
+  if (!tfmi_has(f, TFMI_ROTARY)) net->positions.rows = net->context;
+  for (i = 0; i < 2 && tfmi_has(f, TFMI_ROTARY); i++) {
+    const tfmi_said *theta = tfmi_family_said(f, i ? TFMI_N_LOCAL_THETA : TFMI_N_THETA);
+    t->rotation[i].theta = theta ? theta->fallback : t->rotation[0].theta;
+    t->rotation[i].scale = 1;
+    t->rotation[i].rot = net->head_width;
+  }
   net->final_norm = &tfmi_there;
-  net->final_norm_bias = f->norm == TFM_NORM_LAYER ? &tfmi_there : NULL;
+  net->final_norm_bias = layer_norm ? &tfmi_there : NULL;
+  tfmi_shape_ends(t, s->tokenizer);
   return TFM_OK;
 }
 
@@ -15180,7 +17438,7 @@ static void tfmi_shape_layer(const tfm_trainer *t, tfm_layer *y) {
   const tfmi_family *f = t->family;
   const tfm_net *net = &t->net;
   y->norm1 = y->norm2 = &tfmi_there;
-  if (f->norm == TFM_NORM_LAYER) y->norm1_bias = y->norm2_bias = &tfmi_there;
+  if (tfmi_has(f, TFMI_LAYER_NORM)) y->norm1_bias = y->norm2_bias = &tfmi_there;
   y->qkv_bias = f->qkv_bias.fallback ? &tfmi_there : NULL;
   y->out_bias = f->out_bias.fallback ? &tfmi_there : NULL;
   y->up_bias = f->up_bias.fallback ? &tfmi_there : NULL;
@@ -15188,7 +17446,7 @@ static void tfmi_shape_layer(const tfm_trainer *t, tfm_layer *y) {
   y->attn.heads = net->heads;
   y->attn.scale = (float)(1.0 / sqrt((double)net->head_width));
   y->rope.head_width = net->head_width;
-  y->rope.rot = f->rotary ? net->head_width : 0;
+  y->rope.rot = t->rotation[0].rot;
   y->rope.scale = 1;
 }
 
@@ -15197,10 +17455,13 @@ static tfm_status tfmi_shape_check(const tfm_trainer *t) {
   const tfm_net *net = &t->net;
   const tfmi_family *f = t->family;
   const struct { const char *name; const tfmi_key *key; int32_t value; } rows[] = {
-    {"layers", &f->layers, net->layers}, {"width", &f->width, net->width},
-    {"heads", &f->heads, net->heads}, {"kv_heads", &f->kv_heads, net->kv_heads},
-    {"head_width", &f->head_width, net->head_width}, {"ffn_width", &f->ffn, net->ffn_width},
-    {"vocabulary", &f->vocabulary, net->vocabulary}, {"context", &f->context, net->context}};
+    {"layers", &f->key[TFMI_N_LAYERS], net->layers}, {"width", &f->key[TFMI_N_WIDTH], net->width},
+    {"heads", &f->key[TFMI_N_HEADS], net->heads},
+    {"kv_heads", &f->key[TFMI_N_KV_HEADS], net->kv_heads},
+    {"head_width", &f->key[TFMI_N_HEAD_WIDTH], net->head_width},
+    {"ffn_width", &f->key[TFMI_N_FFN], net->ffn_width},
+    {"vocabulary", &f->key[TFMI_N_VOCABULARY], net->vocabulary},
+    {"context", &f->key[TFMI_N_CONTEXT], net->context}};
   int i;
   for (i = 0; i < TFMI_COUNT(rows); i++)
     if (!(rows[i].value >= rows[i].key->low && rows[i].value <= rows[i].key->high))
@@ -15209,11 +17470,11 @@ static tfm_status tfmi_shape_check(const tfm_trainer *t) {
   if (net->heads % net->kv_heads)
     return tfmi_report(TFM_E_ARG, "tfm_shape: %d heads are not divisible by %d key/value heads",
                        (int)net->heads, (int)net->kv_heads);
-  if (!f->head_width.hf &&
+  if (!f->key[TFMI_N_HEAD_WIDTH].hf[0] &&
       (net->kv_heads != net->heads || net->head_width * net->heads != net->width))
     return tfmi_report(TFM_E_ARG, "tfm_shape: %s has width / heads as its head width, and as many "
                        "key/value heads as heads", f->name);
-  if (f->rotary && net->head_width % 2)
+  if (tfmi_has(f, TFMI_ROTARY) && net->head_width % 2)
     return tfmi_report(TFM_E_ARG, "tfm_shape: the head width %d is odd", (int)net->head_width);
   return TFM_OK;
 }
@@ -15265,7 +17526,7 @@ static tfm_status tfmi_trainer_net(tfm_trainer *t, const tfmi_origin *from) {
   t->net = m->net;
   t->family = tfmi_family_named(tfmi_text_of(m->family));
   t->tied = m->tied;
-  t->rotation = m->rotation;
+  memcpy(t->rotation, m->rotation, sizeof t->rotation);
   t->bos = m->bos;
   memcpy(t->end, m->end, sizeof t->end);
   t->end_count = m->end_count;
@@ -15292,7 +17553,7 @@ static void tfmi_normals(float *to, int32_t n, uint64_t seed, uint64_t which, in
 /* Draws a parameter: the same numbers whatever the device. */
 static void tfmi_parameter_draw(tfm_trainer *t, int32_t index, uint64_t seed) {
   const tfmi_parameter *p = &t->parameter[index];
-  bool residual = !t->family->gated && (p->slot == TFMI_OUT || p->slot == TFMI_DOWN);
+  bool residual = !t->net.gated && (p->slot == TFMI_OUT || p->slot == TFMI_DOWN);
   double deviation = residual ? 0.02 / sqrt(2.0 * t->net.layers) : 0.02;
   int64_t n = (int64_t)p->rows * (p->cols ? p->cols : 1), at;
   int32_t i;
@@ -15313,19 +17574,6 @@ static void tfmi_parameter_copy(tfm_trainer *t, const tfm_model *m, const tfmi_p
     t->dev.table->copy(&t->dev, t->w + p->at, *p->vector, (size_t)p->rows * sizeof(float));
 }
 
-static void tfmi_trainer_frequencies(tfm_trainer *t, const tfm_model *m) {
-  int32_t half = t->net.head_width / 2, i;
-  if (!t->family->rotary) return;
-  if (m)
-    t->dev.table->copy(&t->dev, t->frequencies, m->net.layer[0].rope.inv_freq,
-                       (size_t)half * sizeof(float));
-  for (i = 0; !m && i < half; i++) {
-    float f = tfmi_rotation_frequency(&t->rotation, i, t->net.head_width);
-    t->dev.table->put(&t->dev, t->frequencies + i, &f, sizeof f);
-  }
-  for (i = 0; i < t->net.layers; i++) t->net.layer[i].rope.inv_freq = t->frequencies;
-}
-
 /* Weights, positions and sequences of rows, and zero moments. */
 static void tfmi_trainer_fill(tfm_trainer *t, const tfmi_origin *from) {
   const tfm_backend *b = t->dev.table;
@@ -15343,7 +17591,7 @@ static void tfmi_trainer_fill(tfm_trainer *t, const tfmi_origin *from) {
     else tfmi_parameter_draw(t, i, from->shape->seed);
     if (p->vector) *p->vector = t->w + p->at;
   }
-  tfmi_trainer_frequencies(t, from->model);
+  tfmi_net_rotate(&t->dev, &t->net, t->rotation, t->config.context, t->frequencies);
   tfmi_pack_parameters(t, &host, &device);
 }
 
@@ -15353,6 +17601,8 @@ static tfm_status tfmi_trainer_make(tfm_trainer *t, const tfmi_origin *from) {
   if (status == TFM_OK) status = tfmi_trainer_open(t, from);
   if (status != TFM_OK) return status;
   tfmi_parameters(t);
+  if (!t->trained)
+    return tfmi_report(TFM_E_ARG, "trainer: every parameter is frozen; nothing is left to train");
   status = tfmi_trainer_memory(t);
   if (status != TFM_OK || t->heap.dry) return status;
   tfmi_trainer_fill(t, from);
@@ -15473,7 +17723,7 @@ static int tfmi_cuts(const tfm_trainer *t, const tfmi_parameter *p, tfmi_cut *cu
     cut[i].slot = whole ? p->slot : (tfmi_slot)((int)p->slot + 1 + i);
     cut[i].first = first;
     cut[i].rows = whole ? p->rows : n == 2 ? net->ffn_width : i == 0 ? all : kv;
-    cut[i].turned = t->family->conv1d && p->cols && p->layer >= 0;
+    cut[i].turned = tfmi_has(t->family, TFMI_CONV1D) && p->cols && p->layer >= 0;
     cut[i].interleaved = net->layer[0].rope.rot && net->layer[0].rope.interleaved &&
                            p->slot == TFMI_QKV && i < 2;
     first += cut[i].rows;
@@ -15575,14 +17825,14 @@ static void tfmi_export_tensors(void *context, tfmi_out *o) {
 }
 
 static void tfmi_config_rope(const tfm_trainer *t, tfmi_out *o) {
-  const tfmi_rotation *r = &t->rotation;
+  const tfmi_rotation *r = &t->rotation[0];
   const struct { const char *name; double value; } rows[] = {
     {"factor", r->factor}, {"low_freq_factor", r->low}, {"high_freq_factor", r->high},
     {"original_max_position_embeddings", r->original}};
   int i;
   tfmi_out_text(o, ",\n  \"rope_theta\": ");
   tfmi_out_number(o, r->theta);
-  if (!r->llama3) return;
+  if (r->kind != TFMI_ROPE_LLAMA3) return;
   tfmi_out_text(o, ",\n  \"rope_scaling\": {\"rope_type\": \"llama3\"");
   for (i = 0; i < TFMI_COUNT(rows); i++) {
     tfmi_out_text(o, ", \"%s\": ", rows[i].name);
@@ -15594,12 +17844,12 @@ static void tfmi_config_rope(const tfm_trainer *t, tfmi_out *o) {
 static void tfmi_config_flags(const tfm_trainer *t, tfmi_out *o) {
   const tfmi_family *f = t->family;
   const tfm_layer *y = &t->net.layer[0];
-  bool scaled = y->attn.scale != 1.0f;
+  bool by_scale = tfmi_has(f, TFMI_LAYER_SCALE), scaled = y->attn.scale != 1.0f;
   bool by_layer = t->net.layers > 1 && y[1].attn.scale != y->attn.scale;
   const struct { const char *key; bool value; } rows[] = {
     {f->qkv_bias.key, y->qkv_bias != NULL}, {f->up_bias.key, y->up_bias != NULL},
-    {f->tied.key, t->tied}, {f->inverse_layer_scale ? "scale_attn_weights" : NULL, scaled},
-    {f->inverse_layer_scale ? "scale_attn_by_inverse_layer_idx" : NULL, by_layer}};
+    {f->tied.key, t->tied}, {by_scale ? "scale_attn_weights" : NULL, scaled},
+    {by_scale ? "scale_attn_by_inverse_layer_idx" : NULL, by_layer}};
   int i;
   for (i = 0; i < TFMI_COUNT(rows); i++)
     if (rows[i].key)
@@ -15615,11 +17865,15 @@ static void tfmi_export_config(void *context, tfmi_out *o) {
   const tfmi_family *f = t->family;
   const tfm_net *net = &t->net;
   const struct { const char *key; double value; } rows[] = {
-    {f->layers.hf, (double)net->layers}, {f->width.hf, (double)net->width},
-    {f->heads.hf, (double)net->heads}, {f->kv_heads.hf, (double)net->kv_heads},
-    {f->head_width.hf, (double)net->head_width}, {f->ffn.hf, (double)net->ffn_width},
-    {f->vocabulary.hf, (double)net->vocabulary}, {f->context.hf, (double)net->context},
-    {f->eps.hf, (double)net->norm.eps}};
+    {f->key[TFMI_N_LAYERS].hf[0], (double)net->layers},
+    {f->key[TFMI_N_WIDTH].hf[0], (double)net->width},
+    {f->key[TFMI_N_HEADS].hf[0], (double)net->heads},
+    {f->key[TFMI_N_KV_HEADS].hf[0], (double)net->kv_heads},
+    {f->key[TFMI_N_HEAD_WIDTH].hf[0], (double)net->head_width},
+    {f->key[TFMI_N_FFN].hf[0], (double)net->ffn_width},
+    {f->key[TFMI_N_VOCABULARY].hf[0], (double)net->vocabulary},
+    {f->key[TFMI_N_CONTEXT].hf[0], (double)net->context},
+    {f->key[TFMI_N_EPS].hf[0], (double)net->norm.eps}};
   int i;
   tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
                 f->classes[0]);
@@ -15631,7 +17885,7 @@ static void tfmi_export_config(void *context, tfmi_out *o) {
   for (i = 0; tfmi_acts[i].act != net->act; i++) continue;
   tfmi_out_text(o, ",\n  \"%s\": \"%s\"", f->act_key, tfmi_acts[i].name);
   tfmi_config_flags(t, o);
-  if (f->rotary) tfmi_config_rope(t, o);
+  if (tfmi_has(f, TFMI_ROTARY)) tfmi_config_rope(t, o);
   tfmi_out_text(o, ",\n  \"torch_dtype\": \"float32\"\n}\n");
 }
 
@@ -15650,7 +17904,7 @@ TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder) 
   tfm_status status;
   if (!t) return tfmi_null_object("tfm_trainer_export");
   if (!folder) return tfmi_report(TFM_E_ARG, "tfm_trainer_export: folder is NULL");
-  if (t->rotation.factors)
+  if (t->rotation[0].divisor[0])
     return tfmi_report(TFM_E_UNSUPPORTED, "export: the model's rotation has factors of its own, "
                        "which config.json cannot tell");
   status = tfmi_export_file(t, folder, "config.json", tfmi_export_config, NULL);

@@ -19,9 +19,12 @@
    runs along the columns in order, and needs no sum across lanes. Its bits therefore depend on
    nothing but the two rows multiplied: not on how many rows of x share a tile, nor on threads.
 
-   Quantised weights are multiplied by activations quantised to 8 bits, in blocks of 32 with a scale
-   each, as exact integers within a block. Nothing mutable is static: quantised activations, and the
-   tiles of keys and values that attention works on, lie in tfm_dev.work. */
+   Quantised weights are multiplied by activations quantised to 8 bits, in groups of 128 columns
+   with a scale each, as exact integers within a block of W. Up to four rows of x take the numbers
+   of W as they are packed. More share what is unpacked, a chunk of a panel at a time, to numbers of
+   a byte and scales in floats: three forms for all types, and the same bits, as integers are exact.
+   Nothing mutable is static: quantised activations, chunks, and the tiles of keys and values that
+   attention works on, lie in tfm_dev.work. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 
@@ -35,7 +38,7 @@
 #include <sys/mman.h>
 
 #ifndef TFM_CPU_SCRATCH
-#define TFM_CPU_SCRATCH (1 << 19) /* bytes; a test has fewer */
+#define TFM_CPU_SCRATCH (3 << 19) /* bytes: they fit a core's second cache; a test has fewer */
 #endif
 #ifndef TFM_CPU_AVX2_ONLY
 #define TFM_CPU_AVX2_ONLY 0
@@ -45,12 +48,20 @@ enum {
   CPU_ALIGN = 64,         /* a cache line, and what tfm_backend.alloc promises */
   CPU_ROWS = 32,          /* rows of W in a panel; columns in a block of quantised values */
   CPU_OUT = 128,          /* columns of y that a tile may have */
-  CPU_TILE = 6,           /* rows of x that a tile may have */
+  CPU_TILE = 8,           /* rows of x that a tile may have */
+  CPU_GROUP = 128,        /* columns of x that share a scale when they are quantised */
+  CPU_CHUNK = 512,        /* columns of a panel that are multiplied by several rows of x, */
+  CPU_MANY = 64,          /* these at most, while they stay in the first cache */
   CPU_AHEAD = 1024,       /* bytes: how far ahead of its use a weight is asked for */
   CPU_SCRATCH = TFM_CPU_SCRATCH, /* for quantised activations; rows are worked off in parts of it */
   CPU_WIDTH = 256,        /* widest head of attention here */
   CPU_QUERIES = 64,       /* query heads that share a tile of keys */
   CPU_TILE_BYTES = 2 * CPU_WIDTH * CPU_ROWS * 4, /* keys and values of a tile, for each thread */
+  CPU_DEPTH = 512,        /* training: terms of a sum that are added in registers, */
+  CPU_PANELS = 8,         /* panels of a product that are packed together, */
+  CPU_BLOCK = 264,        /* rows whose sums are kept meanwhile, */
+  CPU_TURNED = 1 << 15,   /* floats of a matrix that are transposed at a time, */
+  CPU_TRAIN_BYTES = 4 * (CPU_PANELS * CPU_ROWS * (CPU_DEPTH + CPU_BLOCK) + CPU_TURNED), /* of all */
   CPU_HUGE = 4 << 20      /* bytes from which memory is worth huge pages */
 };
 
@@ -125,18 +136,28 @@ static int32_t cpu_min(int32_t a, int32_t b) { return a < b ? a : b; }
 
 static size_t cpu_align(size_t n) { return (n + CPU_ALIGN - 1) & ~(size_t)(CPU_ALIGN - 1); }
 
-/* Bytes that a row of activations takes when it is quantised: values, scales, sums. */
+typedef struct cpu_group { /* columns of a row of activations, quantised */
+  int8_t value[CPU_GROUP];
+  /* Of each 32: -128 times their sum, that of the first 16, and of the rest. */
+  int32_t whole[CPU_GROUP / 32], half[2][CPU_GROUP / 32];
+  float sum[CPU_GROUP / 32];
+  float scale;
+} cpu_group;
+
+/* Bytes that a row of activations takes when it is quantised. */
 static size_t cpu_quantised_bytes(int32_t cols) { /* never 0 */
-  return cpu_align((size_t)cols / 32 * 40 + 1);
+  return cpu_align(((size_t)cols / CPU_GROUP + 1) * sizeof(cpu_group));
 }
 
-/* Of rows as long, so many are quantised at a time. */
+/* Of rows as long, so many are quantised at a time: even parts. */
 static int32_t cpu_quantised_rows(int32_t rows, int32_t cols) {
-  size_t most = CPU_SCRATCH / cpu_quantised_bytes(cols);
-  return most < 1 ? 1 : most < (size_t)rows ? (int32_t)most : rows;
+  size_t most = CPU_SCRATCH / cpu_quantised_bytes(cols), parts;
+  if (most < 1) most = 1;
+  parts = ((size_t)rows + most - 1) / most;
+  return parts ? (int32_t)(((size_t)rows + parts - 1) / parts) : 1;
 }
 
-/* tfm_dev.work: a tile for each thread, then quantised activations. */
+/* tfm_dev.work: a tile for each thread, then quantised activations, or what training packs. */
 static uint8_t *cpu_quantised_at(const tfm_dev *d) {
   return (uint8_t *)d->work + (size_t)d->threads * CPU_TILE_BYTES;
 }
@@ -154,6 +175,8 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
     bytes = (size_t)cpu_quantised_rows(slots, cols[i]) * cpu_quantised_bytes(cols[i]);
     if (bytes > most) most = bytes;
   }
+  if (net->embed.roles & TFM_ROLE_GRADIENT && most < (size_t)d->threads * CPU_TRAIN_BYTES)
+    most = (size_t)d->threads * CPU_TRAIN_BYTES;
   return (size_t)d->threads * CPU_TILE_BYTES + most;
 }
 
@@ -176,24 +199,41 @@ static float cpu_dropout(const tfm_dropout *p, int32_t row, int32_t col) {
 
 /* ---- Weights ---- */
 
-/* A row in a file is a row of blocks: a scale, then units. In a panel, the scales of 32 rows are
-   followed by their first units, their second units, ... */
+/* Of a float type, the values of 32 rows at one column lie together. Of a block type, 32 columns of
+   32 rows do: scales and offsets (f16), scales and offsets in bytes, the fifth and sixth bits, then
+   the rest of the numbers, in dwords. Dword u of the rest holds columns 4 u to 4 u + 3, a byte
+   each; or, of 4 bits, these below and columns 4 u + 16 to 4 u + 19 above. A dword of the bits has
+   those of columns 4 u + k in byte k, at bit u, or in pairs of bits, of dword u / 4. The f16 of
+   blocks of 256 stand before the first of eight such pieces. */
+enum { /* panels in a thread's memory that block types are unpacked to: numbers of a byte */
+  CPU_UNPACKED = TFM_TYPE_COUNT, CPU_UNPACKED_LOW, CPU_UNPACKED_HALVES, CPU_FORMS
+};
+
 static const struct cpu_layout {
-  uint8_t cols;   /* of a block */
-  uint8_t scale;  /* bytes */
-  uint8_t unit;   /* bytes; 0: a type that is not computed with */
-  uint8_t units;
-  uint8_t flip;   /* turns signed bytes into bytes with an offset of 128 */
-  bool paired;    /* row 16 + i beside row i: a 32-bit lane holds both */
-} cpu_layouts[TFM_TYPE_COUNT] = {
-  {0, 0, 0, 0, 0, false}, {1, 0, 4, 1, 0, false}, {1, 0, 2, 1, 0, false}, {1, 0, 2, 1, 0, true},
-  {32, 2, 4, 8, 0x80, false}, {32, 2, 4, 4, 0, false},
-  {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false},
-  {0, 0, 0, 0, 0, false}, {0, 0, 0, 0, 0, false}, {1, 0, 1, 1, 0, false}, {1, 0, 1, 1, 0, false}};
+  uint16_t cols;   /* of a block in a file; 0: a type that is not computed with */
+  uint8_t bytes;   /* of it; of a value of a float type */
+  uint8_t f16, byte, high, low; /* in a panel: of a block; of 32 columns; dwords of these; others */
+  uint8_t shift;   /* 1 << shift is what a number is more than it stands for; 0: as it is */
+  uint8_t form;    /* CPU_UNPACKED... */
+} cpu_layouts[CPU_FORMS] = {
+  {0, 0, 0, 0, 0, 0, 0, 0}, {1, 4, 0, 0, 0, 0, 0, 0}, {1, 2, 0, 0, 0, 0, 0, 0},
+  {1, 2, 0, 0, 0, 0, 0, 0},
+  {32, 34, 1, 0, 0, 8, 7, 0},                     /* Q8_0 */
+  {32, 18, 1, 0, 0, 4, 3, CPU_UNPACKED},          /* Q4_0 */
+  {32, 20, 2, 0, 0, 4, 0, CPU_UNPACKED_LOW},      /* Q4_1 */
+  {32, 22, 1, 0, 1, 4, 4, CPU_UNPACKED},          /* Q5_0 */
+  {32, 24, 2, 0, 1, 4, 0, CPU_UNPACKED_LOW},      /* Q5_1 */
+  {256, 144, 2, 2, 0, 4, 0, CPU_UNPACKED_LOW},    /* Q4_K */
+  {256, 176, 2, 2, 1, 4, 0, CPU_UNPACKED_LOW},    /* Q5_K */
+  {256, 210, 1, 2, 2, 4, 5, CPU_UNPACKED_HALVES}, /* Q6_K */
+  {1, 1, 0, 0, 0, 0, 0, 0}, {1, 1, 0, 0, 0, 0, 0, 0}, /* F8: converted from, only */
+  {32, 0, 2, 0, 0, 8, 7, 0}, {32, 0, 4, 0, 0, 8, 0, 0}, {32, 0, 4, 0, 0, 8, 7, 0}};
+
+CPU_INLINE bool cpu_has_blocks(int type) { return cpu_layouts[type].cols > 1; }
 
 typedef struct cpu_stripe { /* consecutive rows in one type */
   const uint8_t *data;
-  size_t row_bytes;
+  size_t bytes;        /* of a panel, or a row */
   int64_t first;       /* row of the whole weight, all experts stacked */
   int32_t rows, panel; /* its first panel, counted within the expert */
   tfm_type type;
@@ -207,30 +247,66 @@ typedef struct cpu_weight { /* tfm_weight.host */
 
 static const cpu_weight *cpu_weight_of(const tfm_weight *w) { return (const cpu_weight *)w->host; }
 
+/* Bytes of n values in a file. */
 static size_t cpu_span(tfm_type type, int64_t n) {
   const struct cpu_layout *l = &cpu_layouts[type];
-  return (size_t)(n / l->cols) * (size_t)(l->scale + l->unit * l->units);
+  return (size_t)(n / l->cols) * l->bytes;
+}
+
+/* Bytes of 32 columns in a panel, without what a block has at its front. */
+CPU_INLINE int cpu_piece_bytes(int type) {
+  const struct cpu_layout *l = &cpu_layouts[type];
+  return CPU_ROWS * (l->byte + 4 * (l->high + l->low));
+}
+
+CPU_INLINE int cpu_front_bytes(int type) { return CPU_ROWS * 2 * cpu_layouts[type].f16; }
+
+/* Bytes of whole blocks of n columns in a panel. */
+CPU_INLINE size_t cpu_panel_span(int type, int64_t n) {
+  const struct cpu_layout *l = &cpu_layouts[type];
+  if (l->cols == 1) return (size_t)n * l->bytes * CPU_ROWS;
+  return (size_t)(n / l->cols) *
+         (size_t)(cpu_front_bytes(type) + l->cols / 32 * cpu_piece_bytes(type));
+}
+
+/* Columns 32 b and on of a panel; *front receives where the block begins. */
+CPU_INLINE const uint8_t *cpu_piece_at(const uint8_t **front, const uint8_t *panel, int type,
+                                       int32_t b) {
+  const int pieces = cpu_layouts[type].cols / 32;
+  *front = panel + cpu_panel_span(type, (int64_t)b / pieces * pieces * 32);
+  return *front + cpu_front_bytes(type) + b % pieces * cpu_piece_bytes(type);
 }
 
 static int32_t cpu_panels(int32_t rows) { return (rows + CPU_ROWS - 1) / CPU_ROWS; }
-
-static bool cpu_in_panels(const tfm_weight_source *s) { return s->roles != TFM_ROLE_GATHER; }
 
 static tfm_type cpu_type_of(const tfm_weight_source *s, const tfm_part *p) {
   return s->type == TFM_TYPE_DEFAULT ? p->type : s->type;
 }
 
+/* A matrix that learns stays as adamw leaves it: products pack it as they go. */
+static bool cpu_learns(const tfm_weight_source *s) {
+  bool learns = s->roles & TFM_ROLE_GRADIENT && s->stable && !s->transposed;
+  int32_t i;
+  for (i = 0; i < s->part_count; i++)
+    learns = learns && s->parts[i].type == TFM_F32 && cpu_type_of(s, &s->parts[i]) == TFM_F32;
+  return learns;
+}
+
+static bool cpu_in_panels(const tfm_weight_source *s) {
+  return s->roles != TFM_ROLE_GATHER && !cpu_learns(s);
+}
+
 /* Bytes of our own memory that a part takes. */
 static size_t cpu_part_bytes(const tfm_weight_source *s, const tfm_part *p) {
   tfm_type type = cpu_type_of(s, p);
-  int32_t rows = cpu_in_panels(s) ? cpu_panels(p->rows) * CPU_ROWS : p->rows;
-  bool in_place = s->stable && !s->transposed && type == p->type && !cpu_in_panels(s);
-  return in_place ? 0 : cpu_align((size_t)rows * cpu_span(type, s->cols));
+  if (cpu_in_panels(s)) return (size_t)cpu_panels(p->rows) * cpu_panel_span(type, s->cols);
+  if (s->stable && !s->transposed && type == p->type) return 0; /* as it lies in the file */
+  return cpu_align((size_t)p->rows * cpu_span(type, s->cols));
 }
 
 /* Types that the reference knows and these kernels do not: F8 is converted from, only. */
 static bool cpu_declines(const tfm_weight_source *s, const tfm_part *p) {
-  return cpu_layouts[p->type].unit == 0 || cpu_layouts[cpu_type_of(s, p)].unit < 2;
+  return cpu_layouts[cpu_type_of(s, p)].bytes < 2;
 }
 
 static tfm_pack_size cpu_pack_size(tfm_dev *d, const tfm_weight_source *s) {
@@ -240,36 +316,108 @@ static tfm_pack_size cpu_pack_size(tfm_dev *d, const tfm_weight_source *s) {
   for (i = 0; i < s->part_count && d->status == TFM_OK; i++)
     if (cpu_declines(s, &s->parts[i]))
       tfm_dev_fail(d, TFM_E_UNSUPPORTED, "device cpu has no kernels for %s; choose device ref",
-                   tfm_type_name(cpu_layouts[s->parts[i].type].unit == 0
-                                     ? s->parts[i].type : cpu_type_of(s, &s->parts[i])));
+                   tfm_type_name(cpu_type_of(s, &s->parts[i])));
   if (d->status != TFM_OK) return failed;
   size.host_bytes = cpu_align(sizeof(cpu_weight) + (size_t)s->part_count * sizeof(cpu_stripe));
   for (i = 0; i < s->part_count; i++) size.device_bytes += cpu_part_bytes(s, &s->parts[i]);
   return size;
 }
 
-/* Units of `unit` bytes between a row in a file's order and place `slot` in a panel. */
-CPU_INLINE void cpu_deal_units(uint8_t *panel, uint8_t *row, int32_t n, int32_t slot,
-                               const int unit, uint32_t flip, bool back) {
-  uint32_t u = 0;
-  int32_t i;
-  for (i = 0, panel += slot * unit; i < n; i++, panel += CPU_ROWS * unit, row += unit) {
-    memcpy(&u, back ? panel : row, (size_t)unit);
-    u ^= flip;
-    memcpy(back ? row : panel, &u, (size_t)unit);
+typedef struct cpu_piece { /* 32 columns of a row, as a panel has them */
+  uint16_t f16[2];
+  uint8_t byte[2];
+  uint32_t high[2], low[8];
+} cpu_piece;
+
+static uint32_t cpu_dword(const uint8_t *p) {
+  uint32_t u;
+  memcpy(&u, p, sizeof u);
+  return u;
+}
+
+/* Bits 4 u to 4 u + 3 of `high` go to bit u of bytes 0 to 3. */
+static uint32_t cpu_spread(uint32_t high) {
+  uint32_t spread = 0;
+  int u;
+  for (u = 0; u < 8; u++) spread |= ((high >> 4 * u & 15) * 0x00204081u & 0x01010101u) << u;
+  return spread;
+}
+
+/* A block of 32: f16, fifth bits, the rest. */
+static void cpu_piece_of_32(cpu_piece *p, const uint8_t *x, tfm_type type) {
+  const struct cpu_layout *l = &cpu_layouts[type];
+  int u;
+  memcpy(p->f16, x, 2 * (size_t)l->f16);
+  x += 2 * l->f16;
+  if (l->high) p->high[0] = cpu_spread(cpu_dword(x)), x += 4;
+  for (u = 0; u < l->low; u++) p->low[u] = cpu_dword(x + 4 * u) ^ (l->low == 8 ? 0x80808080u : 0);
+}
+
+/* Columns 32 g to 32 g + 31 of a block of 256: see the reference's decoders. */
+static void cpu_piece_of_256(cpu_piece *p, const uint8_t *x, tfm_type type, int g) {
+  const bool six = type == TFM_Q6_K;
+  const uint8_t *low = six ? x + g / 4 * 64 + g % 2 * 32
+                           : x + (type == TFM_Q4_K ? 16 : 48) + g / 2 * 32;
+  const uint8_t *high = six ? x + 128 + g / 4 * 32 : x + 16, *at = x + 4;
+  const int shift = six ? g % 4 / 2 * 4 : g % 2 * 4;
+  int u;
+  memset(p->high, 0, sizeof p->high);
+  for (u = 0; u < 4; u++)
+    p->low[u] = (cpu_dword(low + 4 * u) >> shift & 0x0f0f0f0fu) |
+                (cpu_dword(low + 4 * u + 16) >> shift & 0x0f0f0f0fu) << 4;
+  for (u = 0; u < 8 && six; u++)
+    p->high[u / 4] |= (cpu_dword(high + 4 * u) >> g % 4 * 2 & 0x03030303u) << u % 4 * 2;
+  for (u = 0; u < 8 && type == TFM_Q5_K; u++)
+    p->high[0] |= (cpu_dword(high + 4 * u) >> g & 0x01010101u) << u;
+  memcpy(p->f16, six ? x + 208 : x, six ? 2 : 4);
+  if (six) memcpy(p->byte, x + 192 + 2 * g, 2);
+  else {
+    p->f16[1] ^= 0x8000; /* what is taken off is added */
+    p->byte[0] = (uint8_t)(g < 4 ? at[g] & 63 : (at[g + 4] & 15) | at[g % 4] >> 6 << 4);
+    p->byte[1] = (uint8_t)(g < 4 ? at[g + 4] & 63 : at[g + 4] >> 4 | at[g] >> 6 << 4);
   }
 }
 
-/* 32 columns or fewer of one row, into a panel or back. */
-static void cpu_deal(uint8_t *panel, uint8_t *row, int32_t cols, int32_t slot, tfm_type type,
-                     bool back) {
+/* Numbers of `bytes` bytes between consecutive memory and places CPU_ROWS of them apart. */
+CPU_INLINE uint8_t *cpu_deal(uint8_t *panel, void *row, int n, int slot, const size_t bytes,
+                             bool back) {
+  uint8_t *one = (uint8_t *)row;
+  int i;
+  for (i = 0; i < n; i++, panel += CPU_ROWS * bytes, one += bytes)
+    if (back) memcpy(one, panel + (size_t)slot * bytes, bytes);
+    else memcpy(panel + (size_t)slot * bytes, one, bytes);
+  return panel;
+}
+
+static void cpu_deal_piece(uint8_t *panel, cpu_piece *p, tfm_type type, int32_t b, int slot,
+                           bool back) {
   const struct cpu_layout *l = &cpu_layouts[type];
-  if (l->paired) slot = slot % 16 * 2 + slot / 16;
-  if (l->scale) cpu_deal_units(panel, row, 1, slot, 2, 0, back);
-  panel += CPU_ROWS * l->scale;
-  row += l->scale;
-  if (l->unit == 2) cpu_deal_units(panel, row, cols, slot, 2, 0, back);
-  else cpu_deal_units(panel, row, cols / l->cols * l->units, slot, 4, l->flip * 0x01010101u, back);
+  const uint8_t *front;
+  uint8_t *at = (uint8_t *)(uintptr_t)cpu_piece_at(&front, panel, type, b);
+  if (back || b % (l->cols / 32) == 0)
+    cpu_deal((uint8_t *)(uintptr_t)front, p->f16, cpu_min(l->f16, 2), slot, 2, back);
+  at = cpu_deal(at, p->byte, cpu_min(l->byte, 2), slot, 1, back);
+  at = cpu_deal(at, p->high, cpu_min(l->high, 2), slot, 4, back);
+  cpu_deal(at, p->low, cpu_min(l->low, 8), slot, 4, back);
+}
+
+/* Columns col .. col + cols - 1 of a row, as in a file, go to a panel. */
+static void cpu_deal_row(uint8_t *panel, const uint8_t *row, int32_t col, int32_t cols, int slot,
+                         tfm_type type) {
+  cpu_piece p;
+  int32_t b, end = (col + cols) / 32;
+  if (!cpu_has_blocks(type)) {
+    if (type == TFM_BF16) slot = slot % 16 * 2 + slot / 16; /* a dword: rows i and i + 16 */
+    panel += cpu_panel_span(type, col);
+    if (type == TFM_F32) cpu_deal(panel, (void *)(uintptr_t)row, cols, slot, 4, false);
+    else cpu_deal(panel, (void *)(uintptr_t)row, cols, slot, 2, false);
+    return;
+  }
+  for (b = col / 32; b < end; b++) {
+    if (cpu_layouts[type].cols == 32) cpu_piece_of_32(&p, row + cpu_span(type, 32 * b - col), type);
+    else cpu_piece_of_256(&p, row + cpu_span(type, 32 * b - col), type, b % 8);
+    cpu_deal_piece(panel, &p, type, b, slot, false);
+  }
 }
 
 typedef struct cpu_pack_job {
@@ -296,56 +444,58 @@ static tfm_mat cpu_view(const void *data, tfm_type type, int32_t rows, int32_t c
    as few values as here: a job may call it. */
 static void cpu_convert(tfm_dev *d, tfm_mat y, tfm_mat x) { tfm_backend_ref()->cast(d, y, x); }
 
-/* y [rows, cols] = that part of the source, converted; 32 by 32 at most. */
-static void cpu_pack_tile(const cpu_pack_job *t, tfm_mat y, int32_t row, int32_t col) {
-  const uint8_t *from = (const uint8_t *)t->part->data;
+/* A tile [32][32] of a transposed source, converted; rows by cols of it are there. */
+static void cpu_pack_turned(const cpu_pack_job *t, uint8_t *y, int32_t row, int32_t rows,
+                            int32_t col, int32_t cols) {
   tfm_type type = t->part->type;
+  const uint8_t *from = (const uint8_t *)t->part->data +
+                        cpu_span(type, (int64_t)col * t->part->rows + row);
   float tile[CPU_ROWS * 32], swap;
-  int64_t rows = t->part->rows;
   int i, j;
-  if (!t->transposed) {
-    from += cpu_span(type, (int64_t)row * t->cols + col);
-    cpu_convert(t->d, y, cpu_view(from, type, y.rows, y.cols, t->cols));
-    return;
-  }
-  from += cpu_span(type, col * rows + row);
-  cpu_convert(t->d, cpu_view(tile, TFM_F32, y.cols, y.rows, 32),
-              cpu_view(from, type, y.cols, y.rows, rows));
+  cpu_convert(t->d, cpu_view(tile, TFM_F32, cols, rows, 32),
+              cpu_view(from, type, cols, rows, t->part->rows));
   for (i = 0; i < 32; i++)
     for (j = 0; j < i; j++)
       swap = tile[i * 32 + j], tile[i * 32 + j] = tile[j * 32 + i], tile[j * 32 + i] = swap;
-  cpu_convert(t->d, y, cpu_view(tile, TFM_F32, y.rows, y.cols, 32));
+  cpu_convert(t->d, cpu_view(y, t->type, rows, cols, 32), cpu_view(tile, TFM_F32, rows, cols, 32));
 }
 
-/* Groups of 32 rows begin .. end-1. */
+/* Part of a row in the type wanted: as it lies in the file, or converted to `room`. */
+static const uint8_t *cpu_pack_straight(const cpu_pack_job *t, uint8_t *room, int32_t row,
+                                        int32_t col, int32_t cols) {
+  tfm_type type = t->part->type;
+  const uint8_t *from = (const uint8_t *)t->part->data +
+                        (size_t)row * cpu_span(type, t->cols) + cpu_span(type, col);
+  if (type == t->type) return from;
+  cpu_convert(t->d, cpu_view(room, t->type, 1, cols, cols), cpu_view(from, type, 1, cols, cols));
+  return room;
+}
+
+/* Groups of 32 rows begin .. end-1, by tiles of 32 columns or, from rows as they lie, of 256. */
 static void cpu_pack_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  static const uint8_t zeros[256 * 4] = {0};
   const cpu_pack_job *t = (const cpu_pack_job *)context;
-  size_t row_bytes = cpu_span(t->type, t->cols);
+  const int32_t step = t->transposed ? 32 : 256;
   uint8_t tile[CPU_ROWS * 32 * 4];
   int32_t group, col, i;
   (void)worker;
   for (group = begin; group < end; group++)
-    for (col = 0; col < t->cols; col += 32) {
+    for (col = 0; col < t->cols; col += step) {
       int32_t row = group * CPU_ROWS, rows = cpu_min(CPU_ROWS, t->part->rows - row);
-      int32_t cols = cpu_min(32, t->cols - col);
-      uint8_t *to = t->to + (size_t)row * row_bytes;
-      const uint8_t *from = tile;
-      size_t stride = cpu_span(t->type, 32);
-      if (!t->panels) {
-        to += cpu_span(t->type, col);
-        cpu_pack_tile(t, cpu_view(to, t->type, rows, cols, t->cols), row, col);
-        continue;
+      int32_t cols = cpu_min(step, t->cols - col);
+      if (t->transposed) cpu_pack_turned(t, tile, row, rows, col, cols);
+      for (i = 0; i < (t->panels ? CPU_ROWS : rows); i++) {
+        const uint8_t *from = zeros;
+        if (i < rows)
+          from = t->transposed ? tile + (size_t)i * cpu_span(t->type, 32)
+                               : cpu_pack_straight(t, tile, row + i, col, cols);
+        if (t->panels)
+          cpu_deal_row(t->to + (size_t)group * cpu_panel_span(t->type, t->cols), from, col, cols, i,
+                       t->type);
+        else
+          memcpy(t->to + (size_t)(row + i) * cpu_span(t->type, t->cols) + cpu_span(t->type, col),
+                 from, cpu_span(t->type, cols));
       }
-      to += CPU_ROWS * cpu_span(t->type, col);
-      if (rows < CPU_ROWS) memset(tile, 0, sizeof tile);
-      if (t->transposed || t->type != t->part->type || rows < CPU_ROWS)
-        cpu_pack_tile(t, cpu_view(tile, t->type, rows, cols, 32), row, col);
-      else { /* as they lie in the file */
-        from = (const uint8_t *)t->part->data + (size_t)row * row_bytes + cpu_span(t->type, col);
-        stride = row_bytes;
-      }
-      for (i = 0; i < CPU_ROWS; i++)
-        cpu_deal(to, (uint8_t *)(uintptr_t)from + (size_t)i * stride, cols, i, t->type, false);
     }
 }
 
@@ -355,7 +505,7 @@ static uint8_t *cpu_pack_part(tfm_dev *d, cpu_stripe *stripe, const tfm_weight_s
   cpu_pack_job job = {d, p, own, cpu_type_of(s, p), s->cols, s->transposed, cpu_in_panels(s)};
   size_t bytes = cpu_part_bytes(s, p);
   stripe->data = bytes ? own : (const uint8_t *)p->data;
-  stripe->row_bytes = cpu_span(job.type, s->cols);
+  stripe->bytes = job.panels ? cpu_panel_span(job.type, s->cols) : cpu_span(job.type, s->cols);
   stripe->rows = p->rows;
   stripe->type = job.type;
   stripe->panels = job.panels;
@@ -386,21 +536,51 @@ static void cpu_pack(tfm_dev *d, tfm_weight *w, const tfm_weight_source *s, void
     stripe->panel = packed->panels;
     packed->panels += cpu_panels(stripe->rows);
     first += stripe->rows;
-    w->bytes += (uint64_t)stripe->rows * stripe->row_bytes;
+    w->bytes += (uint64_t)stripe->rows * stripe->bytes / (stripe->panels ? CPU_ROWS : 1);
   }
 }
 
-/* Columns col .. col + n - 1, 32 at most, of a row of the stripe, as floats. */
+/* y[0 .. 31] = what a piece of a row stands for. */
+static void cpu_piece_values(tfm_dev *d, float *y, const cpu_piece *p, tfm_type type) {
+  const struct cpu_layout *l = &cpu_layouts[type];
+  float f16[2] = {0, 0}, scale[2], low = 0;
+  int i, offset = l->shift ? 1 << l->shift : 0;
+  cpu_convert(d, cpu_view(f16, TFM_F32, 1, l->f16, 2), cpu_view(p->f16, TFM_F16, 1, l->f16, 2));
+  scale[0] = scale[1] = f16[0];
+  if (l->f16 == 2) low = f16[1];
+  if (l->byte) {
+    bool six = type == TFM_Q6_K; /* two signed scales; else a scale and an offset */
+    scale[0] *= (float)(six ? (int8_t)p->byte[0] : p->byte[0]);
+    scale[1] *= (float)(six ? (int8_t)p->byte[1] : p->byte[0]);
+    low *= (float)p->byte[1];
+  }
+  for (i = 0; i < 32; i++) {
+    const int u = i / 4, byte = 8 * (i % 4);
+    uint32_t q = l->low == 8 ? p->low[u] >> byte & 255 : p->low[u % 4] >> (byte + u / 4 * 4) & 15;
+    if (l->high == 1) q |= (p->high[0] >> (byte + u) & 1) << 4;
+    if (l->high == 2) q |= (p->high[u / 4] >> (byte + u % 4 * 2) & 3) << 4;
+    y[i] = scale[i / 16] * (float)((int32_t)q - offset) + low;
+  }
+}
+
+/* Columns col .. col + n - 1 of a row of the stripe, 32 of a panel at most, as floats. */
 static void cpu_stripe_piece(tfm_dev *d, float *y, const cpu_stripe *s, int64_t row, int32_t col,
                              int32_t n) {
-  const uint8_t *from = s->data + cpu_span(s->type, col);
-  uint8_t piece[32 * 4];
-  int64_t in_panel = row % CPU_ROWS;
-  if (s->panels) {
-    from = s->data + (size_t)(row - in_panel) * s->row_bytes + CPU_ROWS * cpu_span(s->type, col);
-    cpu_deal((uint8_t *)(uintptr_t)from, piece, n, (int32_t)in_panel, s->type, true);
-    from = piece;
-  } else from += (size_t)row * s->row_bytes;
+  uint8_t *from = (uint8_t *)(uintptr_t)s->data, line[32 * 4];
+  int slot = (int)(row % CPU_ROWS);
+  cpu_piece p;
+  if (!s->panels) from += (size_t)row * s->bytes + cpu_span(s->type, col);
+  else {
+    from += (size_t)(row / CPU_ROWS) * s->bytes;
+    if (cpu_has_blocks(s->type)) {
+      cpu_deal_piece(from, &p, s->type, col / 32, slot, true);
+      cpu_piece_values(d, y, &p, s->type);
+      return;
+    }
+    if (s->type == TFM_BF16) slot = slot % 16 * 2 + slot / 16;
+    cpu_deal(from + cpu_panel_span(s->type, col), line, n, slot, cpu_layouts[s->type].bytes, true);
+    from = line;
+  }
   cpu_convert(d, cpu_view(y, TFM_F32, 1, n, n), cpu_view(from, s->type, 1, n, n));
 }
 
@@ -408,11 +588,12 @@ static void cpu_stripe_piece(tfm_dev *d, float *y, const cpu_stripe *s, int64_t 
 static void cpu_weight_row(tfm_dev *d, float *y, const tfm_weight *w, int64_t row, float scale,
                            float beta) {
   const cpu_stripe *s = cpu_weight_of(w)->stripe;
-  float piece[32];
-  int32_t col, j;
+  float piece[256];
+  int32_t col, j, step;
   while (row >= s->first + s->rows) s++;
-  for (col = 0; col < w->cols; col += 32) {
-    int32_t n = cpu_min(32, w->cols - col);
+  step = s->panels ? 32 : 256;
+  for (col = 0; col < w->cols; col += step) {
+    int32_t n = cpu_min(step, w->cols - col);
     cpu_stripe_piece(d, piece, s, row - s->first, col, n);
     for (j = 0; j < n; j++) y[col + j] = (beta != 0 ? beta * y[col + j] : 0) + scale * piece[j];
   }
@@ -494,6 +675,39 @@ static void cpu_top(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, i
   tfm_backend_ref()->top(d, ids, logprobs, logits, k);
 }
 
+static void cpu_embed_bwd(tfm_dev *d, tfm_mat dtable, tfm_mat dpositions, tfm_mat dy,
+                          const tfm_rows *rows, float scale) {
+  tfm_backend_ref()->embed_bwd(d, dtable, dpositions, dy, rows, scale);
+}
+
+static void cpu_moe_bias(tfm_dev *d, tfm_mat y, tfm_mat x, const float *bias,
+                         const tfm_routing *r, tfm_act act) {
+  tfm_backend_ref()->moe_bias(d, y, x, bias, r, act);
+}
+
+static void cpu_add_gated(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat gate) {
+  tfm_backend_ref()->add_gated(d, y, x, gate);
+}
+
+static void cpu_moe_bias_bwd(tfm_dev *d, float *db, tfm_mat dy, const tfm_routing *r) {
+  tfm_backend_ref()->moe_bias_bwd(d, db, dy, r);
+}
+
+static void cpu_add_gated_bwd(tfm_dev *d, tfm_mat dx, tfm_mat dgate, tfm_mat dy, tfm_mat x,
+                              tfm_mat gate) {
+  tfm_backend_ref()->add_gated_bwd(d, dx, dgate, dy, x, gate);
+}
+
+static void cpu_route_bwd(tfm_dev *d, tfm_mat dlogits, const float *dweight, const tfm_routing *r,
+                          const tfm_moe *p, float balance, float *balance_loss) {
+  tfm_backend_ref()->route_bwd(d, dlogits, dweight, r, p, balance, balance_loss);
+}
+
+static void cpu_combine_bwd(tfm_dev *d, tfm_mat dx, float *dweight, tfm_mat dy, tfm_mat x,
+                            const tfm_routing *r) {
+  tfm_backend_ref()->combine_bwd(d, dx, dweight, dy, x, r);
+}
+
 /* ---- The product: what all instruction sets share ---- */
 
 typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. first + rows - 1 */
@@ -505,9 +719,11 @@ typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. 
   int32_t first, rows;
   uint8_t *quantised;         /* [rows] of these rows */
   size_t quantised_bytes;     /* of a row */
+  uint8_t *work;              /* CPU_TILE_BYTES of each thread */
 } cpu_product;
 
-/* One panel or more of W: out[i * CPU_OUT + j] = x[i] . row j of the panels. */
+/* One panel or more of W. Of float types: out[i * CPU_OUT + j] = x[i] . row j of the panels. Of
+   blocks, x being cpu_groups: out[i * (rows of the panels) + j] += x[i] . row j. */
 typedef void (*cpu_tile)(float *out, const void *const *x, const uint8_t *w, size_t panel_bytes,
                          int32_t cols);
 
@@ -544,14 +760,14 @@ static bool cpu_is_quantised(const tfm_weight *w) { /* at least a part of it */
   const cpu_weight *packed = cpu_weight_of(w);
   int32_t i;
   for (i = 0; i < packed->stripes; i++)
-    if (cpu_layouts[packed->stripe[i].type].scale) return true;
+    if (cpu_has_blocks(packed->stripe[i].type)) return true;
   return false;
 }
 
 /* A row of x in the form that a stripe's tiles take. */
 static const void *cpu_row_of_x(const cpu_product *t, const cpu_stripe *s, int32_t slot) {
   int32_t row = cpu_slot_from(t, slot);
-  if (!cpu_layouts[s->type].scale) return cpu_row(t->x, row);
+  if (!cpu_has_blocks(s->type)) return cpu_row(t->x, row);
   return t->quantised + (size_t)(row - t->first) * t->quantised_bytes;
 }
 
@@ -570,6 +786,7 @@ typedef struct cpu_attn_job {
   int32_t group;       /* query heads per kv head */
   int32_t tile, tiles; /* rows in an item, items per kv head */
   float *work;         /* of all threads */
+  float *lse;          /* [T, H], or NULL */
 } cpu_attn_job;
 
 typedef struct cpu_run { /* rows of one sequence, at consecutive positions */
@@ -594,12 +811,154 @@ static int32_t cpu_first_key(const tfm_attn *p, int32_t pos) {
   return p->window > 0 && pos >= p->window ? pos - p->window + 1 : 0;
 }
 
-/* Bytes from the start of the cache to the vector of (seq, pos, kv head). */
-static size_t cpu_kv_at(const tfm_kv *kv, int32_t seq, int32_t pos, int32_t head) {
-  int64_t page = kv->table[(int64_t)seq * kv->max_pages + pos / kv->page_tokens];
-  int64_t row = (page * kv->heads + head) * kv->page_tokens + pos % kv->page_tokens;
-  return cpu_span(kv->type, row * kv->width);
+/* The key, or the value, of the run's head at a position. */
+static const uint8_t *cpu_kv_at(const tfm_kv *kv, const cpu_run *run, int32_t pos, bool value) {
+  int64_t page, row;
+  if (!kv->table) /* rows of this very call */
+    return (const uint8_t *)(cpu_row(value ? kv->value_rows : kv->key_rows,
+                                     run->row + (int64_t)pos - run->pos) + run->head * kv->width);
+  page = kv->table[(int64_t)run->seq * kv->max_pages + pos / kv->page_tokens];
+  row = (page * kv->heads + run->head) * kv->page_tokens + pos % kv->page_tokens;
+  return (const uint8_t *)(value ? kv->v : kv->k) + cpu_span(kv->type, row * kv->width);
 }
+
+static tfm_type cpu_kv_type(const tfm_kv *kv) { return kv->table ? kv->type : TFM_F32; }
+
+/* Every sequence lies in one piece, from position 0 on, and nothing is padding. */
+static bool cpu_rows_are_whole(const tfm_rows *rows) {
+  int32_t i;
+  for (i = 0; i < rows->n; i++) {
+    bool next = i > 0 && rows->seq[i] == rows->seq[i - 1] && rows->pos[i] == rows->pos[i - 1] + 1;
+    if (rows->seq[i] < 0 || (rows->pos[i] != 0 && !next)) return false;
+  }
+  return true;
+}
+
+/* ---- Training: what all instruction sets share ---- */
+
+typedef enum cpu_form { CPU_FORWARD, CPU_DX, CPU_DW } cpu_form;
+
+/* c = finish(a b), [rows, cols], a sum over `depth` terms.
+     forward  y = epilogue(x W^T)     a: rows of x      b: rows of W, transposed
+     dx       dx = before(... dy W)   a: rows of dy     b: rows of W
+     dw       dw += dy^T x            a: columns of dy  b: rows of x */
+typedef struct cpu_gemm {
+  cpu_form form;
+  tfm_dev *d;
+  tfm_mat c, a, b;       /* b: of dw */
+  const tfm_weight *w;   /* of the others */
+  const tfm_epilogue *e; /* NULL: none */
+  float beta;            /* of dx */
+  int32_t rows, cols, depth;
+  /* Of one expert: the slots that are rows of y and dy, and how many share a row of x, dx. */
+  const int32_t *slots;  /* NULL: a plain matrix */
+  int32_t sharing;
+  int64_t first;         /* row of the weight that is the matrix's first */
+  int32_t pairs, chunk;  /* of panels, in cols; rows of an item */
+  uint8_t *work;
+} cpu_gemm;
+
+static int32_t cpu_slot(const cpu_gemm *t, int32_t i) { return t->slots ? t->slots[i] : i; }
+static int32_t cpu_from(const cpu_gemm *t, int32_t i) {
+  return t->slots ? t->slots[i] / t->sharing : i;
+}
+
+static const float *cpu_gemm_a(const cpu_gemm *t, int32_t i) {
+  return cpu_row(t->a, t->form == CPU_FORWARD ? cpu_from(t, i) : cpu_slot(t, i));
+}
+
+static int32_t cpu_gemm_c(const cpu_gemm *t, int32_t i) { /* which row */
+  return t->form == CPU_FORWARD ? cpu_slot(t, i) : t->form == CPU_DX ? cpu_from(t, i) : i;
+}
+
+/* Rows of c in an item, a multiple of those of a tile: what takes the busiest thread least, where
+   16 rows' time goes into packing a panel. */
+static int32_t cpu_gemm_chunk(int32_t rows, int32_t pairs, int32_t threads) {
+  int64_t least = INT64_MAX;
+  int32_t chunks, best = rows;
+  for (chunks = 1; chunks <= 64 && chunks * CPU_TILE < rows + CPU_TILE; chunks++) {
+    int32_t each = ((rows + chunks - 1) / chunks + CPU_TILE - 1) / CPU_TILE * CPU_TILE;
+    int64_t share = ((int64_t)chunks * pairs + threads - 1) / threads, time = share * (each + 16);
+    if (time < least) least = time, best = each;
+  }
+  return best;
+}
+
+/* Row `row` of a weight from column col on, where it lies as floats in rows; else NULL. */
+static const float *cpu_weight_floats(const tfm_weight *w, int64_t row, int32_t col) {
+  const cpu_stripe *s = cpu_weight_of(w)->stripe;
+  while (row >= s->first + s->rows) s++;
+  if (s->panels || s->type != TFM_F32) return NULL;
+  return (const float *)(const void *)(s->data + (size_t)(row - s->first) * s->bytes) + col;
+}
+
+/* Row k of b from column col on, where it lies as floats; else NULL. */
+static const float *cpu_gemm_b(const cpu_gemm *t, int32_t k, int32_t col) {
+  if (t->form == CPU_DW) return cpu_row(t->b, cpu_from(t, k)) + col;
+  return cpu_weight_floats(t->w, t->first + k, col);
+}
+
+/* The same where W is not in floats: n columns, 32 at most. */
+static void cpu_gemm_piece(const cpu_gemm *t, float *piece, int32_t k, int32_t col, int32_t n) {
+  const cpu_stripe *s = cpu_weight_of(t->w)->stripe;
+  while (t->first + k >= s->first + s->rows) s++;
+  cpu_stripe_piece(t->d, piece, s, t->first + k - s->first, col, n);
+}
+
+typedef struct cpu_sums_job { /* of a matrix's columns */
+  float *sums;
+  tfm_mat x;
+} cpu_sums_job;
+
+static void cpu_column_sums(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_sums_job *t = (const cpu_sums_job *)context;
+  int32_t row, i;
+  (void)worker;
+  for (row = 0; row < t->x.rows; row++) {
+    const float *x = cpu_row(t->x, row);
+    for (i = begin; i < end; i++) t->sums[i] += x[i];
+  }
+}
+
+typedef struct cpu_slope_job { /* of elementwise backward entries */
+  tfm_mat dx, dy, gate_up;
+  const tfm_epilogue *e;
+  tfm_act act;
+} cpu_slope_job;
+
+typedef struct cpu_norm_job {
+  tfm_mat dx, dy, x, residual;
+  const float *w, *stats;
+  float *dw, *db;
+  const tfm_norm *p;
+  int32_t groups;
+} cpu_norm_job;
+
+typedef struct cpu_loss_job {
+  float *losses, *hits;
+  tfm_mat logits;
+  const int32_t *target;
+  const float *weight;
+  float scale;
+} cpu_loss_job;
+
+enum { CPU_SHARE = 1 << 15 }; /* floats of an arena in an item */
+
+typedef struct cpu_arena_job {
+  float *w, *m, *v;
+  const float *g;
+  float factor, fix1, fix2; /* of the gradient: clipping; of m and v: bias correction */
+  int64_t n;
+  double *sums;             /* of the shares that are added up together */
+  const tfm_adamw *p;
+} cpu_arena_job;
+
+typedef struct cpu_attn_bwd_job {
+  cpu_attn_job attn;
+  tfm_mat dq, dk, dv, dy;
+  int32_t sequences;
+  uint8_t *work;
+} cpu_attn_bwd_job;
 
 /* ---- The instruction sets ---- */
 
@@ -675,29 +1034,29 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
 
 /* ---- The tables ---- */
 
-#define CPU_TABLE(matmul, matmul_moe, attn)                                                       \
+#define CPU_TABLE(of)                                                                             \
   {                                                                                               \
     TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1,                                                  \
     cpu_open, cpu_close, cpu_sync, cpu_alloc, cpu_release,                                        \
     cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */    \
     cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,                               \
     cpu_pack_size, cpu_pack, cpu_unpack,                                                          \
-    cpu_cast, cpu_embed, cpu_gather, cpu_norm, matmul, cpu_rope, cpu_kv_put,                      \
-    attn, cpu_glu, cpu_route, matmul_moe, cpu_combine, cpu_sample, cpu_top,                       \
-    NULL, NULL,                                     /* layer decode */                            \
-    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, /* loss matmul_dx matmul_dw epilogue_bwd      \
-                                                       norm_bwd attn_bwd glu_bwd embed_bwd */     \
-    NULL, NULL, NULL, NULL, NULL, NULL              /* route_bwd combine_bwd moe_dx moe_dw sumsq  \
-                                                       adamw */                                   \
+    cpu_cast, cpu_embed, cpu_gather, cpu_norm, of(matmul), cpu_rope, cpu_kv_put,                  \
+    of(attn), cpu_glu, cpu_route, of(matmul_moe), cpu_combine, cpu_sample, cpu_top,               \
+    NULL, NULL, /* layer decode */                                                                \
+    of(loss), of(matmul_dx), of(matmul_dw), of(epilogue_bwd), of(norm_bwd), of(attn_bwd),         \
+    of(glu_bwd), cpu_embed_bwd, cpu_route_bwd, cpu_combine_bwd, of(moe_dx), of(moe_dw),           \
+    of(sumsq), of(adamw), cpu_moe_bias, cpu_add_gated, cpu_moe_bias_bwd, cpu_add_gated_bwd        \
   }
+#define CPU_NONE(name) NULL
+#define CPU_AVX2(name) cpu_##name##_avx2
+#define CPU_AVX512(name) cpu_##name##_avx512
 
-static const tfm_backend cpu_table_none = CPU_TABLE(NULL, NULL, NULL); /* incomplete: passed over */
+static const tfm_backend cpu_table_none = CPU_TABLE(CPU_NONE); /* incomplete: passed over */
 
 #if defined(CPU_X86)
-static const tfm_backend cpu_table_avx2 = CPU_TABLE(cpu_matmul_avx2, cpu_matmul_moe_avx2,
-                                                       cpu_attn_avx2);
-static const tfm_backend cpu_table_avx512 = CPU_TABLE(cpu_matmul_avx512, cpu_matmul_moe_avx512,
-                                                         cpu_attn_avx512);
+static const tfm_backend cpu_table_avx2 = CPU_TABLE(CPU_AVX2);
+static const tfm_backend cpu_table_avx512 = CPU_TABLE(CPU_AVX512);
 
 const tfm_backend *tfm_backend_cpu(void) {
   cpu_features f = cpu_detect();
@@ -723,14 +1082,17 @@ enum {
   V(shift) = 7    /* dot's w is 128 more than it stands for: 1 << 7 */
 };
 
-/* The largest: 24 sums and 4 vectors of W; 12 sums of integers, 12 of floats, 2 vectors of W. */
+/* The largest: 24 sums and 4 vectors of W; 16 sums of integers, 16 of floats. */
 #define CPU_FLOAT_TILES(tile, type)                                                              \
   tile(float_tile, type, 6, 2) tile(float_tile, type, 4, 2) tile(float_tile, type, 2, 2)         \
   tile(float_tile, type, 1, 2) tile(float_tile, type, 6, 1) tile(float_tile, type, 4, 1)         \
   tile(float_tile, type, 2, 1) tile(float_tile, type, 1, 1) tile(float_tile, type, 1, 4)
 #define CPU_BLOCK_TILES(tile, type)                                                              \
-  tile(block_tile, type, 6, 1) tile(block_tile, type, 4, 1) tile(block_tile, type, 2, 1)         \
+  tile(block_tile, type, 8, 1) tile(block_tile, type, 4, 1) tile(block_tile, type, 2, 1)         \
   tile(block_tile, type, 1, 1) tile(block_tile, type, 1, 4)
+#define CPU_LINE_TILES(tile, type)                                                               \
+  tile(block_tile, type, 4, 1) tile(block_tile, type, 2, 1) tile(block_tile, type, 1, 1)         \
+  tile(block_tile, type, 1, 4)
 
 CPU_INLINE V(vec) V(load)(const float *p) { return _mm512_loadu_ps(p); }
 CPU_INLINE void V(store)(float *p, V(vec) v) { _mm512_storeu_ps(p, v); }
@@ -744,6 +1106,11 @@ CPU_INLINE V(vec) V(all)(float x) { return _mm512_set1_ps(x); }
 CPU_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm512_add_ps(a, b); }
 CPU_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return _mm512_mul_ps(a, b); }
 CPU_INLINE V(vec) V(div)(V(vec) a, V(vec) b) { return _mm512_div_ps(a, b); }
+CPU_INLINE V(vec) V(sqrt)(V(vec) a) { return _mm512_sqrt_ps(a); }
+CPU_INLINE V(vec) V(positive)(V(vec) a) { /* 1 where a is, else 0 */
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ),
+                             _mm512_set1_ps(1.0f));
+}
 CPU_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm512_fmadd_ps(a, b, c); }
 /* of a NaN and b: b */
 CPU_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm512_max_ps(a, b); }
@@ -766,8 +1133,19 @@ CPU_INLINE V(ints) V(load_ints)(const void *p) { return _mm512_loadu_si512(p); }
 CPU_INLINE void V(store_ints)(int32_t *p, V(ints) a) { _mm512_storeu_si512(p, a); }
 CPU_INLINE V(ints) V(all_ints)(int32_t x) { return _mm512_set1_epi32(x); }
 CPU_INLINE V(ints) V(and)(V(ints) a, V(ints) b) { return _mm512_and_si512(a, b); }
+CPU_INLINE V(ints) V(or)(V(ints) a, V(ints) b) { return _mm512_or_si512(a, b); }
+CPU_INLINE V(ints) V(add_bytes)(V(ints) a, V(ints) b) { return _mm512_add_epi8(a, b); }
 CPU_INLINE V(ints) V(left)(V(ints) a, const int n) { return _mm512_slli_epi32(a, (unsigned)n); }
 CPU_INLINE V(ints) V(right)(V(ints) a, const int n) { return _mm512_srli_epi32(a, (unsigned)n); }
+CPU_INLINE V(ints) V(signed_right)(V(ints) a, const int n) {
+  return _mm512_srai_epi32(a, (unsigned)n);
+}
+CPU_INLINE V(ints) V(widen_bytes)(const void *p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
+CPU_INLINE V(ints) V(widen_signed)(const void *p) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+}
 CPU_INLINE V(ints) V(top)(V(ints) a, V(ints) b) { return _mm512_max_epi32(a, b); }
 CPU_INLINE V(ints) V(plus)(V(ints) a, V(ints) b) { return _mm512_add_epi32(a, b); }
 CPU_INLINE void V(store_bytes)(int8_t *p, V(ints) a) { /* the lowest of each lane */
@@ -776,14 +1154,14 @@ CPU_INLINE void V(store_bytes)(int8_t *p, V(ints) a) { /* the lowest of each lan
 CPU_INLINE V(ints) V(to_ints)(V(vec) a) { return _mm512_cvtps_epi32(a); }
 CPU_INLINE V(vec) V(to_floats)(V(ints) a) { return _mm512_cvtepi32_ps(a); }
 CPU_INLINE V(vec) V(as_floats)(V(ints) a) { return _mm512_castsi512_ps(a); }
-/* sum + four products of bytes per lane: w 0 to 255, x -127 to 127 */
+/* sum + four products of bytes per lane: w 0 to 255, x -127 to 127. gcc moves the sums of the
+   intrinsic from register to register. */
 CPU_INLINE V(ints) V(dot)(V(ints) sum, V(ints) w, V(ints) x) {
-  return _mm512_dpbusd_epi32(sum, w, x);
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));
+  return sum;
 }
-/* the same for w 0 to 15 */
-CPU_INLINE V(ints) V(dot4)(V(ints) sum, V(ints) w, V(ints) x) {
-  return _mm512_dpbusd_epi32(sum, w, x);
-}
+/* the same for w 0 to 63 */
+CPU_INLINE V(ints) V(dot6)(V(ints) sum, V(ints) w, V(ints) x) { return V(dot)(sum, w, x); }
 #else
 typedef __m256 V(vec);
 typedef __m256i V(ints);
@@ -800,6 +1178,7 @@ enum { /* as above, for half the registers of half the width */
   tile(float_tile, type, 1, 2)
 #define CPU_BLOCK_TILES(tile, type)                                                              \
   tile(block_tile, type, 2, 1) tile(block_tile, type, 1, 1) tile(block_tile, type, 1, 2)
+#define CPU_LINE_TILES(tile, type) CPU_BLOCK_TILES(tile, type)
 
 CPU_INLINE V(vec) V(load)(const float *p) { return _mm256_loadu_ps(p); }
 CPU_INLINE void V(store)(float *p, V(vec) v) { _mm256_storeu_ps(p, v); }
@@ -816,6 +1195,10 @@ CPU_INLINE V(vec) V(all)(float x) { return _mm256_set1_ps(x); }
 CPU_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm256_add_ps(a, b); }
 CPU_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return _mm256_mul_ps(a, b); }
 CPU_INLINE V(vec) V(div)(V(vec) a, V(vec) b) { return _mm256_div_ps(a, b); }
+CPU_INLINE V(vec) V(sqrt)(V(vec) a) { return _mm256_sqrt_ps(a); }
+CPU_INLINE V(vec) V(positive)(V(vec) a) {
+  return _mm256_and_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GT_OQ), _mm256_set1_ps(1.0f));
+}
 CPU_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm256_fmadd_ps(a, b, c); }
 CPU_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm256_max_ps(a, b); }
 CPU_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return _mm256_min_ps(a, b); }
@@ -840,8 +1223,17 @@ CPU_INLINE V(ints) V(load_ints)(const void *p) { return _mm256_loadu_si256((cons
 CPU_INLINE void V(store_ints)(int32_t *p, V(ints) a) { _mm256_storeu_si256((__m256i *)p, a); }
 CPU_INLINE V(ints) V(all_ints)(int32_t x) { return _mm256_set1_epi32(x); }
 CPU_INLINE V(ints) V(and)(V(ints) a, V(ints) b) { return _mm256_and_si256(a, b); }
+CPU_INLINE V(ints) V(or)(V(ints) a, V(ints) b) { return _mm256_or_si256(a, b); }
+CPU_INLINE V(ints) V(add_bytes)(V(ints) a, V(ints) b) { return _mm256_add_epi8(a, b); }
 CPU_INLINE V(ints) V(left)(V(ints) a, const int n) { return _mm256_slli_epi32(a, n); }
 CPU_INLINE V(ints) V(right)(V(ints) a, const int n) { return _mm256_srli_epi32(a, n); }
+CPU_INLINE V(ints) V(signed_right)(V(ints) a, const int n) { return _mm256_srai_epi32(a, n); }
+CPU_INLINE V(ints) V(widen_bytes)(const void *p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
+CPU_INLINE V(ints) V(widen_signed)(const void *p) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+}
 CPU_INLINE V(ints) V(top)(V(ints) a, V(ints) b) { return _mm256_max_epi32(a, b); }
 CPU_INLINE V(ints) V(plus)(V(ints) a, V(ints) b) { return _mm256_add_epi32(a, b); }
 CPU_INLINE void V(store_bytes)(int8_t *p, V(ints) a) {
@@ -853,15 +1245,15 @@ CPU_INLINE void V(store_bytes)(int8_t *p, V(ints) a) {
 CPU_INLINE V(ints) V(to_ints)(V(vec) a) { return _mm256_cvtps_epi32(a); }
 CPU_INLINE V(vec) V(to_floats)(V(ints) a) { return _mm256_cvtepi32_ps(a); }
 CPU_INLINE V(vec) V(as_floats)(V(ints) a) { return _mm256_castsi256_ps(a); }
-/* Pairs of products stay within 16 bits: 2 * 15 * 127. */
-CPU_INLINE V(ints) V(dot4)(V(ints) sum, V(ints) w, V(ints) x) {
+/* Pairs of products stay within 16 bits: 2 * 63 * 127. */
+CPU_INLINE V(ints) V(dot6)(V(ints) sum, V(ints) w, V(ints) x) {
   __m256i pairs = _mm256_maddubs_epi16(w, x);
   return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
 /* w - 128 is split into its magnitude and its sign, which goes to x: 2 * 128 * 127 fits too. */
 CPU_INLINE V(ints) V(dot)(V(ints) sum, V(ints) w, V(ints) x) {
   __m256i value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
-  return V(dot4)(sum, _mm256_abs_epi8(value), _mm256_sign_epi8(x, value));
+  return V(dot6)(sum, _mm256_abs_epi8(value), _mm256_sign_epi8(x, value));
 }
 #endif
 
@@ -1002,7 +1394,54 @@ CPU_INLINE void V(float_tile)(float *out, const void *const *x, const uint8_t *w
       V(store)(out + i * CPU_OUT + j * CPU_LANES, sum[i][j]);
 }
 
-/* ---- Tiles of quantised weights ---- */
+/* ---- Tiles of quantised weights ----
+   A block's numbers and x's are multiplied as integers, and brought to its scales. These sums are
+   added up over a group of x, and with its scale to the result. */
+
+/* Vector j of dword u of 32 columns: a panel's rows and bytes, 4 u and on. */
+CPU_INLINE V(ints) V(numbers)(const uint8_t *w, const int type, const int u, const int j) {
+  const struct cpu_layout *l = &cpu_layouts[type];
+  const int dword = CPU_ROWS * 4, at = 4 * CPU_LANES * j, bit = u % 4 * 2;
+  const uint8_t *high = w + CPU_ROWS * l->byte, *low = high + dword * l->high;
+  V(ints) q, h;
+  if (l->low == 8) return V(load_ints)(low + dword * u + at);
+  q = V(load_ints)(low + dword * (u % 4) + at);
+  q = V(and)(u < 4 ? q : V(right)(q, 4), V(all_ints)(0x0f0f0f0f));
+  if (l->high == 0) return q;
+  h = V(load_ints)(high + (l->high == 2 ? u / 4 * dword : 0) + at);
+  if (l->high == 1) {
+    h = u < 4 ? V(left)(h, 4 - u) : V(right)(h, u - 4);
+    return V(or)(q, V(and)(h, V(all_ints)(0x10101010)));
+  }
+  h = bit < 4 ? V(left)(h, 4 - bit) : V(right)(h, bit - 4);
+  return V(or)(q, V(and)(h, V(all_ints)(0x30303030)));
+}
+
+CPU_INLINE bool V(is_unpacked)(const int type) { return type >= CPU_UNPACKED; }
+
+/* The half of 32 columns has a scale of its own. */
+CPU_INLINE bool V(halved)(const int type) {
+  return type == TFM_Q6_K || type == CPU_UNPACKED_HALVES;
+}
+
+CPU_INLINE bool V(has_low)(const int type) {
+  return type == CPU_UNPACKED_LOW || (cpu_layouts[type].f16 == 2 && !V(is_unpacked)(type));
+}
+
+/* Number `which` of vector j of the panel's rows: scale, scale of the second half, or lowest value.
+   Unpacked, they are floats; 0 and 1, or 0 and 2. */
+CPU_INLINE V(vec) V(scales)(const uint8_t *front, const uint8_t *w, const int type,
+                            const int which, const int j) {
+  const int at = CPU_LANES * j, f16 = which == 2 ? 2 * CPU_ROWS : 0;
+  const int byte = which ? CPU_ROWS : 0;
+  V(vec) scale;
+  if (V(is_unpacked)(type))
+    return V(load)((const float *)(const void *)front + (which ? CPU_ROWS : 0) + at);
+  scale = V(halves)(front + f16 + 2 * at);
+  if (cpu_layouts[type].byte == 0) return scale;
+  return V(mul)(scale, V(to_floats)(V(halved)(type) ? V(widen_signed)(w + byte + at)
+                                                    : V(widen_bytes)(w + byte + at)));
+}
 
 /* The 4 bytes of x, in every lane. */
 CPU_INLINE V(ints) V(quad)(const int8_t *x) {
@@ -1011,68 +1450,102 @@ CPU_INLINE V(ints) V(quad)(const int8_t *x) {
   return V(all_ints)(four);
 }
 
-/* sum[i][j] += vector j of the panel times x[i], over one block. */
-CPU_INLINE void V(block)(V(ints) (*sum)[V(vectors)], const int8_t *const *x, const uint8_t *w,
-                         const tfm_type type, const int rows) {
-  const V(ints) nibble = V(all_ints)(0x0f0f0f0f);
-  V(ints) units[V(vectors)], four;
-  int i, j, q;
-  for (q = 0; q < (type == TFM_Q8_0 ? 8 : 4); q++, w += CPU_ROWS * 4) {
-    for (j = 0; j < V(vectors); j++) units[j] = V(load_ints)(w + 4 * j * CPU_LANES);
-    for (i = 0; i < rows; i++) {
-      four = V(quad)(x[i] + 4 * q);
-      for (j = 0; j < V(vectors); j++)
-        sum[i][j] = type == TFM_Q8_0 ? V(dot)(sum[i][j], units[j], four)
-                                     : V(dot4)(sum[i][j], V(and)(units[j], nibble), four);
+/* What the sum of dwords `begin` to 7, or to 3, starts from: minus the sum of x, times what these
+   numbers are more than they stand for. AVX2's dot takes 128 off itself. */
+CPU_INLINE V(ints) V(first_sum)(const cpu_group *x, int32_t k, const int type, const int begin) {
+  const int shift = cpu_layouts[type].shift;
+  V(ints) sum;
+  if (shift == 0 || (shift == 7 && V(shift) == 0)) return V(all_ints)(0);
+  sum = V(all_ints)(V(halved)(type) ? x->half[begin / 4][k] : x->whole[k]);
+  return shift == 7 ? sum : V(signed_right)(sum, 7 - shift);
+}
+
+/* sum[i][j] += vector j of the panel times piece k of x[i], with the scales of W. */
+CPU_INLINE void V(block)(V(vec) (*sum)[V(vectors)], const cpu_group *const *x, int32_t k,
+                         const uint8_t *front, const uint8_t *w, const int type, const int rows) {
+  const int step = V(halved)(type) ? 4 : 8;
+  V(ints) dots[CPU_TILE][V(vectors)], numbers[V(vectors)], four;
+  V(vec) scale;
+  int begin, i, j, u;
+  for (begin = 0; begin < 8; begin += step) {
+    for (i = 0; i < rows; i++)
+      for (j = 0; j < V(vectors); j++) dots[i][j] = V(first_sum)(x[i], k, type, begin);
+    for (u = begin; u < begin + step; u++) {
+      for (j = 0; j < V(vectors); j++) numbers[j] = V(numbers)(w, type, u, j);
+      for (i = 0; i < rows; i++) {
+        four = V(quad)(x[i]->value + 32 * k + 4 * u);
+        for (j = 0; j < V(vectors); j++)
+          dots[i][j] = cpu_layouts[type].shift == 7 ? V(dot)(dots[i][j], numbers[j], four)
+                                                    : V(dot6)(dots[i][j], numbers[j], four);
+      }
     }
-    for (i = 0; i < rows && type == TFM_Q4_0; i++) { /* the upper halves: elements 16 to 31 */
-      four = V(quad)(x[i] + 4 * q + 16);
-      for (j = 0; j < V(vectors); j++)
-        sum[i][j] = V(dot4)(sum[i][j], V(and)(V(right)(units[j], 4), nibble), four);
+    for (j = 0; j < V(vectors); j++) {
+      scale = V(scales)(front, w, type, begin / 4, j);
+      for (i = 0; i < rows; i++) sum[i][j] = V(fma)(V(to_floats)(dots[i][j]), scale, sum[i][j]);
+    }
+  }
+  for (j = 0; j < V(vectors) && V(has_low)(type); j++) {
+    scale = V(scales)(front, w, type, 2, j);
+    for (i = 0; i < rows; i++) sum[i][j] = V(fma)(scale, V(all)(x[i]->sum[k]), sum[i][j]);
+  }
+}
+
+/* Adds to out [rows][panels][CPU_ROWS]. */
+CPU_INLINE void V(block_tile)(float *out, const void *const *x, const uint8_t *w,
+                              size_t panel_bytes, int32_t cols, const int type, const int rows,
+                              const int panels) {
+  const int bytes = cpu_piece_bytes(type) + cpu_front_bytes(type) / (cpu_layouts[type].cols / 32);
+  const cpu_group *group[CPU_TILE];
+  V(vec) sum[4][CPU_TILE][V(vectors)], scale;
+  int32_t b, k, n;
+  int i, j, p, l;
+  for (i = 0; i < rows; i++) group[i] = (const cpu_group *)x[i];
+  for (b = 0; b < cols / 32; b += n) {
+    n = cpu_min(CPU_GROUP / 32, cols / 32 - b);
+    for (p = 0; p < panels; p++)
+      for (i = 0; i < rows; i++)
+        for (j = 0; j < V(vectors); j++) sum[p][i][j] = V(all)(0.0f);
+    for (k = 0; k < n; k++)
+      for (p = 0; p < panels; p++) {
+        const uint8_t *front, *at = cpu_piece_at(&front, w + (size_t)p * panel_bytes, type, b + k);
+        if (!V(is_unpacked)(type))
+          for (l = 0; l < bytes; l += CPU_ALIGN) __builtin_prefetch(at + CPU_AHEAD + l);
+        V(block)(sum[p], group, k, front, at, type, rows);
+      }
+    for (i = 0; i < rows; i++) {
+      scale = V(all)(group[i]->scale);
+      for (p = 0; p < panels; p++)
+        for (j = 0; j < V(vectors); j++) {
+          float *to = out + ((i * panels + p) * V(vectors) + j) * CPU_LANES;
+          V(store)(to, V(fma)(sum[p][i][j], scale, V(load)(to)));
+        }
+      group[i]++;
     }
   }
 }
 
-/* What a block's sums begin with: minus the sum of x, times the offset that its weights have. */
-CPU_INLINE V(ints) V(first_sum)(int32_t minus, const tfm_type type) {
-  const int shift = type == TFM_Q8_0 ? V(shift) : 3;
-  return shift ? V(left)(V(all_ints)(minus), shift) : V(all_ints)(0);
-}
-
-/* x[i]: the values of a row, then for each block its scale, then for each minus its sum. */
-CPU_INLINE void V(block_tile)(float *out, const void *const *x, const uint8_t *w,
-                              size_t panel_bytes, int32_t cols, const tfm_type type,
-                              const int rows, const int panels) {
-  const int bytes = CPU_ROWS * (type == TFM_Q8_0 ? 34 : 18), scales = CPU_ROWS * 2;
-  V(vec) total[CPU_TILE][4 * V(vectors)], scale;
-  V(ints) sum[CPU_TILE][V(vectors)];
-  const int8_t *values[CPU_TILE];
-  int32_t b, blocks = cols / 32;
-  int i, j, p, l;
-  for (i = 0; i < rows; i++)
-    for (j = 0; j < panels * V(vectors); j++) total[i][j] = V(all)(0.0f);
-  for (b = 0; b < blocks; b++, w += bytes)
-    for (p = 0; p < panels; p++) {
-      const uint8_t *at = w + (size_t)p * panel_bytes;
-      for (l = 0; l < bytes; l += CPU_ALIGN) __builtin_prefetch(at + CPU_AHEAD + l);
-      for (i = 0; i < rows; i++) {
-        values[i] = (const int8_t *)x[i] + 32 * b;
-        for (j = 0; j < V(vectors); j++)
-          sum[i][j] = V(first_sum)(((const int32_t *)x[i])[9 * blocks + b], type);
-      }
-      V(block)(sum, values, at + scales, type, rows);
-      for (j = 0; j < V(vectors); j++) {
-        scale = V(halves)(at + 2 * j * CPU_LANES);
-        for (i = 0; i < rows; i++) {
-          V(vec) *t = &total[i][p * V(vectors) + j];
-          V(vec) both = V(mul)(scale, V(all)(((const float *)x[i])[8 * blocks + b]));
-          *t = V(fma)(V(to_floats)(sum[i][j]), both, *t);
-        }
-      }
+/* cols columns of a panel, numbers as bytes and scales as floats. */
+CPU_INLINE void V(unpack_as)(uint8_t *to, const uint8_t *w, int32_t cols, const int type) {
+  const int form = cpu_layouts[type].form, shift = cpu_layouts[type].shift;
+  const V(ints) more = V(all_ints)(shift ? (128 - (1 << shift)) * 0x01010101 : 0);
+  int32_t b;
+  int j, u;
+  for (b = 0; b < cols / 32; b++) {
+    const uint8_t *front, *at = cpu_piece_at(&front, w, type, b);
+    float *scale = (float *)(void *)to;
+    for (u = 0; u < cpu_layouts[type].low; u++) __builtin_prefetch(at + CPU_AHEAD + 128 * u);
+    for (j = 0; j < V(vectors); j++) {
+      V(store)(scale + CPU_LANES * j, V(scales)(front, at, type, 0, j));
+      if (form != CPU_UNPACKED)
+        V(store)(scale + CPU_ROWS + CPU_LANES * j,
+                 V(scales)(front, at, type, form == CPU_UNPACKED_LOW ? 2 : 1, j));
     }
-  for (i = 0; i < rows; i++)
-    for (j = 0; j < panels * V(vectors); j++)
-      V(store)(out + i * CPU_OUT + j * CPU_LANES, total[i][j]);
+    to += cpu_front_bytes(form);
+    for (u = 0; u < 8; u++, to += CPU_ROWS * 4)
+      for (j = 0; j < V(vectors); j++)
+        V(store_ints)((int32_t *)(void *)to + CPU_LANES * j,
+                      V(add_bytes)(V(numbers)(at, type, u, j), more));
+  }
 }
 
 /* ---- Tiles by type and size ---- */
@@ -1081,73 +1554,113 @@ CPU_INLINE void V(block_tile)(float *out, const void *const *x, const uint8_t *w
   static void V(kind##_##type##_##rows##_##panels)(float *out, const void *const *x,               \
                                                    const uint8_t *w, size_t panel_bytes,           \
                                                    int32_t cols) {                                 \
-    V(kind)(out, x, w, panel_bytes, cols, TFM_##type, rows, panels);                               \
+    V(kind)(out, x, w, panel_bytes, cols, type, rows, panels);                               \
   }
 #define CPU_TILE_ROW(kind, type, rows, panels) {rows, panels, V(kind##_##type##_##rows##_##panels)},
 
-CPU_FLOAT_TILES(CPU_TILE_OF, F32)
-CPU_FLOAT_TILES(CPU_TILE_OF, F16)
-CPU_FLOAT_TILES(CPU_TILE_OF, BF16)
-CPU_BLOCK_TILES(CPU_TILE_OF, Q8_0)
-CPU_BLOCK_TILES(CPU_TILE_OF, Q4_0)
+CPU_FLOAT_TILES(CPU_TILE_OF, TFM_F32)
+CPU_FLOAT_TILES(CPU_TILE_OF, TFM_F16)
+CPU_FLOAT_TILES(CPU_TILE_OF, TFM_BF16)
+CPU_BLOCK_TILES(CPU_TILE_OF, TFM_Q8_0)
+CPU_BLOCK_TILES(CPU_TILE_OF, CPU_UNPACKED)
+CPU_BLOCK_TILES(CPU_TILE_OF, CPU_UNPACKED_LOW)
+CPU_BLOCK_TILES(CPU_TILE_OF, CPU_UNPACKED_HALVES)
+CPU_LINE_TILES(CPU_TILE_OF, TFM_Q4_0)
+CPU_LINE_TILES(CPU_TILE_OF, TFM_Q4_1)
+CPU_LINE_TILES(CPU_TILE_OF, TFM_Q5_0)
+CPU_LINE_TILES(CPU_TILE_OF, TFM_Q5_1)
+CPU_LINE_TILES(CPU_TILE_OF, TFM_Q4_K)
+CPU_LINE_TILES(CPU_TILE_OF, TFM_Q5_K)
+CPU_LINE_TILES(CPU_TILE_OF, TFM_Q6_K)
 
 /* The first tile that takes as many panels, and no more rows. */
-static const cpu_tile_row *V(tile_for)(tfm_type type, int32_t rows, int32_t panels) {
-  static const cpu_tile_row tiles[][9] = {
-    {CPU_FLOAT_TILES(CPU_TILE_ROW, F32)}, {CPU_FLOAT_TILES(CPU_TILE_ROW, F16)},
-    {CPU_FLOAT_TILES(CPU_TILE_ROW, BF16)}, {CPU_BLOCK_TILES(CPU_TILE_ROW, Q8_0)},
-    {CPU_BLOCK_TILES(CPU_TILE_ROW, Q4_0)}};
-  const cpu_tile_row *t = tiles[(int)type - (int)TFM_F32];
+static const cpu_tile_row *V(tile_for)(int type, int32_t rows, int32_t panels) {
+  static const cpu_tile_row tiles[CPU_FORMS][9] = {
+    {{0, 0, NULL}},
+    {CPU_FLOAT_TILES(CPU_TILE_ROW, TFM_F32)}, {CPU_FLOAT_TILES(CPU_TILE_ROW, TFM_F16)},
+    {CPU_FLOAT_TILES(CPU_TILE_ROW, TFM_BF16)}, {CPU_BLOCK_TILES(CPU_TILE_ROW, TFM_Q8_0)},
+    {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q4_0)}, {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q4_1)},
+    {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q5_0)}, {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q5_1)},
+    {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q4_K)}, {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q5_K)},
+    {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q6_K)}, {{0, 0, NULL}}, {{0, 0, NULL}},
+    {CPU_BLOCK_TILES(CPU_TILE_ROW, CPU_UNPACKED)},
+    {CPU_BLOCK_TILES(CPU_TILE_ROW, CPU_UNPACKED_LOW)},
+    {CPU_BLOCK_TILES(CPU_TILE_ROW, CPU_UNPACKED_HALVES)}};
+  const cpu_tile_row *t = tiles[type];
   while (t->panels != panels || t->rows > rows) t++;
   return t;
 }
 
+static void V(unpack)(uint8_t *to, const uint8_t *w, int32_t cols, tfm_type type) {
+  switch (type) {
+    case TFM_Q4_0: V(unpack_as)(to, w, cols, TFM_Q4_0); break;
+    case TFM_Q4_1: V(unpack_as)(to, w, cols, TFM_Q4_1); break;
+    case TFM_Q5_0: V(unpack_as)(to, w, cols, TFM_Q5_0); break;
+    case TFM_Q5_1: V(unpack_as)(to, w, cols, TFM_Q5_1); break;
+    case TFM_Q4_K: V(unpack_as)(to, w, cols, TFM_Q4_K); break;
+    case TFM_Q5_K: V(unpack_as)(to, w, cols, TFM_Q5_K); break;
+    case TFM_Q6_K: V(unpack_as)(to, w, cols, TFM_Q6_K); break;
+    default: break;
+  }
+}
+
 /* ---- matmul ---- */
 
-/* 32 values: bytes, their scale, and minus their sum. NaN and infinity end up in the scale, as the
-   bits of absolute values are in order. */
-static void V(quantise_block)(int8_t *y, float *scale, int32_t *minus, const float *x) {
+/* The sum of 16 signed bytes. */
+CPU_INLINE int32_t V(sum16)(const int8_t *q) {
+  __m128i more = _mm_xor_si128(_mm_loadu_si128((const __m128i *)(const void *)q),
+                               _mm_set1_epi8(-128));
+  __m128i sums = _mm_sad_epu8(more, _mm_setzero_si128());
+  return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_unpackhi_epi64(sums, sums))) - 16 * 128;
+}
+
+/* n values, whole 32s. NaN and infinity end up in the scale, as the bits of absolute values are in
+   order. */
+static void V(quantise_group)(cpu_group *y, const float *x, int32_t n) {
   const V(ints) positive = V(all_ints)(0x7fffffff);
-  V(ints) top = V(all_ints)(0), sum = top, value;
+  V(ints) top = V(all_ints)(0);
   V(vec) inverse;
-  int32_t lane[CPU_LANES], best = 0, total = 0;
+  int32_t lane[CPU_LANES], best = 0, i;
   float largest;
-  int i;
-  for (i = 0; i < 32; i += CPU_LANES) top = V(top)(top, V(and)(V(load_ints)(x + i), positive));
+  for (i = 0; i < n; i += CPU_LANES) top = V(top)(top, V(and)(V(load_ints)(x + i), positive));
   V(store_ints)(lane, top);
   for (i = 0; i < CPU_LANES; i++) best = lane[i] > best ? lane[i] : best;
   memcpy(&largest, &best, sizeof largest);
   inverse = V(all)(largest > 1e-30f && largest < 1e30f ? 127.0f / largest : 0.0f);
-  for (i = 0; i < 32; i += CPU_LANES) {
-    value = V(to_ints)(V(mul)(V(load)(x + i), inverse));
-    V(store_bytes)(y + i, value);
-    sum = V(plus)(sum, value);
+  for (i = 0; i < n; i += CPU_LANES)
+    V(store_bytes)(y->value + i, V(to_ints)(V(mul)(V(load)(x + i), inverse)));
+  for (i = 0; i < n / 32; i++) {
+    int32_t a = V(sum16)(y->value + 32 * i), b = V(sum16)(y->value + 32 * i + 16);
+    y->whole[i] = -128 * (a + b);
+    y->half[0][i] = -128 * a;
+    y->half[1][i] = -128 * b;
+    y->sum[i] = (float)(a + b);
   }
-  V(store_ints)(lane, sum);
-  for (i = 0; i < CPU_LANES; i++) total -= lane[i];
-  *scale = largest / 127.0f;
-  *minus = total;
+  y->scale = largest / 127.0f;
 }
 
 static void V(quantise)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_product *t = (const cpu_product *)context;
-  int32_t blocks = t->x.cols / 32, i, b;
+  int32_t i, col;
   (void)worker;
   for (i = begin; i < end; i++) {
-    int8_t *y = (int8_t *)t->quantised + (size_t)i * t->quantised_bytes;
-    float *scale = (float *)(void *)(y + 32 * (size_t)blocks);
-    int32_t *minus = (int32_t *)(void *)(scale + blocks);
+    cpu_group *y = (cpu_group *)(void *)(t->quantised + (size_t)i * t->quantised_bytes);
     const float *x = cpu_row(t->x, t->first + i);
-    for (b = 0; b < blocks; b++)
-      V(quantise_block)(y + 32 * b, scale + b, minus + b, x + 32 * b);
+    for (col = 0; col < t->x.cols; col += CPU_GROUP)
+      V(quantise_group)(y++, x + col, cpu_min(CPU_GROUP, t->x.cols - col));
   }
+}
+
+static void V(write)(const cpu_product *t, const float *v, int32_t cols, int32_t row, int32_t col) {
+  float *y = cpu_row(t->y, row) + col;
+  if (t->e) V(epilogue)(y, v, cols, t->e, row, col);
+  else memcpy(y, v, (size_t)cols * sizeof *y);
 }
 
 /* n panels of a stripe, times all rows of x that its expert has. col: the first column of y. */
 static void V(panels)(const cpu_product *t, const cpu_slots *s, const cpu_stripe *stripe,
                       int32_t panel, int32_t n, int32_t col) {
-  size_t bytes = stripe->row_bytes * CPU_ROWS;
-  const uint8_t *w = stripe->data + (size_t)panel * bytes;
+  const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes;
   int32_t cols = cpu_min(n * CPU_ROWS, stripe->rows - panel * CPU_ROWS), slot, i;
   float out[CPU_TILE * CPU_OUT];
   const void *x[CPU_TILE];
@@ -1155,13 +1668,49 @@ static void V(panels)(const cpu_product *t, const cpu_slots *s, const cpu_stripe
   for (slot = s->begin; slot < s->end; slot += tile->rows) {
     tile = V(tile_for)(stripe->type, s->end - slot, n);
     for (i = 0; i < tile->rows; i++) x[i] = cpu_row_of_x(t, stripe, cpu_slot_at(s, slot + i));
-    tile->run(out, x, w, bytes, t->x.cols);
-    for (i = 0; i < tile->rows; i++) {
-      int32_t row = cpu_slot_at(s, slot + i);
-      float *y = cpu_row(t->y, row) + col;
-      if (t->e) V(epilogue)(y, out + i * CPU_OUT, cols, t->e, row, col);
-      else memcpy(y, out + i * CPU_OUT, (size_t)cols * sizeof *y);
+    if (cpu_has_blocks(stripe->type)) memset(out, 0, CPU_OUT * sizeof *out); /* it has one row */
+    tile->run(out, x, w, stripe->bytes, t->x.cols);
+    for (i = 0; i < tile->rows; i++)
+      V(write)(t, out + i * CPU_OUT, cols, cpu_slot_at(s, slot + i), col);
+  }
+}
+
+/* A panel of blocks times n rows of x, CPU_MANY at most: out [n][CPU_ROWS]. room: for a chunk. */
+static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, const cpu_slots *s,
+                           int32_t slot, int32_t n, const cpu_stripe *stripe, int32_t panel) {
+  const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes, *from;
+  const int form = n > 4 ? cpu_layouts[stripe->type].form : 0; /* fewer: not worth unpacking */
+  const void *x[CPU_TILE];
+  const cpu_tile_row *tile;
+  int32_t k, i, j, cols;
+  memset(out, 0, (size_t)n * CPU_ROWS * sizeof *out);
+  for (k = 0; k < t->x.cols; k += cols) {
+    cols = cpu_min(CPU_CHUNK, t->x.cols - k);
+    from = w + cpu_panel_span(stripe->type, k);
+    if (form) V(unpack)(room, from, cols, stripe->type);
+    for (i = 0; i < n; i += tile->rows) {
+      tile = V(tile_for)(form ? form : (int)stripe->type, n - i, 1);
+      for (j = 0; j < tile->rows; j++)
+        x[j] = (const cpu_group *)cpu_row_of_x(t, stripe, cpu_slot_at(s, slot + i + j)) +
+               k / CPU_GROUP;
+      tile->run(out + i * CPU_ROWS, x, form ? room : from, 0, cols);
     }
+  }
+}
+
+static void V(block_panels)(const cpu_product *t, const cpu_slots *s, const cpu_stripe *stripe,
+                            int32_t panel, int32_t col, int32_t worker) {
+  float *out = (float *)(void *)(t->work + (size_t)worker * CPU_TILE_BYTES);
+  int32_t cols = cpu_min(CPU_ROWS, stripe->rows - panel * CPU_ROWS), slot, n, i;
+  for (slot = s->begin; slot < s->end; slot += n) {
+    n = cpu_min(CPU_MANY, s->end - slot);
+    for (i = 0; i < n; i++) { /* 128 bytes of y, far apart: asked for ahead */
+      const float *y = cpu_row(t->y, cpu_slot_at(s, slot + i)) + col;
+      __builtin_prefetch(y, 1), __builtin_prefetch(y + CPU_ROWS / 2, 1);
+    }
+    V(block_panel)(out, (uint8_t *)(out + CPU_MANY * CPU_ROWS), t, s, slot, n, stripe, panel);
+    for (i = 0; i < n; i++)
+      V(write)(t, out + i * CPU_ROWS, cols, cpu_slot_at(s, slot + i), col);
   }
 }
 
@@ -1170,18 +1719,20 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
   const cpu_product *t = (const cpu_product *)context;
   const cpu_weight *w = cpu_weight_of(t->w);
   int32_t experts = t->routing ? t->routing->experts : 1, expert, i, at, n;
-  (void)worker;
   for (expert = 0; expert < experts; expert++) {
     cpu_slots slots = cpu_slots_of(t, expert);
+    bool many = slots.end - slots.begin > 1;
     for (i = 0; i < w->stripes && slots.begin < slots.end; i++) {
       const cpu_stripe *s = &w->stripe[expert * w->stripes + i];
       int32_t first = (int32_t)(s->first - (int64_t)expert * t->w->rows);
       int32_t last = cpu_min(end, s->panel + cpu_panels(s->rows));
-      int32_t wide = cpu_layouts[s->type].scale ? 1 : V(wide);
-      if (slots.end - slots.begin == 1) wide = V(stream);
+      bool blocks = many && cpu_has_blocks(s->type);
+      int32_t wide = blocks ? 1 : many ? V(wide) : V(stream);
       for (at = begin > s->panel ? begin : s->panel; at < last; at += n) {
+        int32_t panel = at - s->panel, col = first + panel * CPU_ROWS;
         n = last - at < wide ? 1 : wide;
-        V(panels)(t, &slots, s, at - s->panel, n, first + (at - s->panel) * CPU_ROWS);
+        if (blocks) V(block_panels)(t, &slots, s, panel, col, worker);
+        else V(panels)(t, &slots, s, panel, n, col);
       }
     }
   }
@@ -1190,6 +1741,7 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
 static void V(product)(tfm_dev *d, cpu_product *t) {
   const cpu_weight *w = cpu_weight_of(t->w);
   int32_t most = t->x.rows, grain;
+  t->work = (uint8_t *)d->work;
   t->quantised = cpu_is_quantised(t->w) ? cpu_quantised_at(d) : NULL;
   t->quantised_bytes = cpu_quantised_bytes(t->x.cols);
   if (t->quantised) most = cpu_quantised_rows(most, t->x.cols);
@@ -1202,16 +1754,23 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
   }
 }
 
+static void V(matmul_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                           const tfm_epilogue *e);
+static void V(matmul_moe_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                               const tfm_routing *r, bool spread);
+
 static void V(matmul)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                       const tfm_epilogue *e) {
-  cpu_product t = {y, x, w, e, NULL, false, 0, 0, NULL, 0};
-  V(product)(d, &t);
+  cpu_product t = {y, x, w, e, NULL, false, 0, 0, NULL, 0, NULL};
+  if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
+  else V(matmul_rows)(d, y, x, w, e);
 }
 
 static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                           const tfm_routing *r, bool spread) {
-  cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0};
-  V(product)(d, &t);
+  cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0, NULL};
+  if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
+  else V(matmul_moe_rows)(d, y, x, w, r, spread);
 }
 
 /* ---- attn ----
@@ -1237,8 +1796,8 @@ static void V(widen)(float *to, const uint8_t *from, tfm_type type, int32_t n) {
   memcpy(to + i, rest, (size_t)(n - i) * sizeof *to);
 }
 
-/* to[32 * i + j] = row[j][i], i, j < 8 */
-static void V(transpose)(float *to, const float *const *row) {
+/* to[stride * i + j] = row[j][i], i, j < 8 */
+CPU_INLINE void V(transpose)(float *to, int32_t stride, const float *const *row) {
   __m256 a[8], b[8];
   int i;
   for (i = 0; i < 8; i += 2) {
@@ -1253,40 +1812,39 @@ static void V(transpose)(float *to, const float *const *row) {
     b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
   }
   for (i = 0; i < 4; i++) {
-    _mm256_storeu_ps(to + CPU_ROWS * i, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
-    _mm256_storeu_ps(to + CPU_ROWS * (i + 4), _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+    _mm256_storeu_ps(to + stride * i, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+    _mm256_storeu_ps(to + stride * (i + 4), _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
   }
 }
 
-/* A panel of keys [width][32], whose places outside first .. end-1 are 0. rows: as much memory. */
+/* A panel of keys, or values, [width][32], whose places outside first .. end-1 are 0. rows: as much
+   memory. */
 static void V(pack_keys)(float *panel, float *rows, const cpu_attn_job *t, const cpu_run *run,
-                         int32_t base, int32_t first, int32_t end) {
+                         int32_t base, int32_t first, int32_t end, bool value) {
   const int32_t width = t->kv->width, stride = (width + 7) / 8 * 8;
   const float *row[8];
   int32_t i, j, k;
   memset(rows, 0, (size_t)(CPU_ROWS * stride) * sizeof *rows);
   for (i = first; i < end; i++)
-    V(widen)(rows + i * stride, (const uint8_t *)t->kv->k + cpu_kv_at(t->kv, run->seq, base + i,
-                                                                      run->head),
-             t->kv->type, width);
+    V(widen)(rows + i * stride, cpu_kv_at(t->kv, run, base + i, value), cpu_kv_type(t->kv), width);
   for (i = 0; i < CPU_ROWS; i += 8)
     for (k = 0; k < stride; k += 8) {
       for (j = 0; j < 8; j++) row[j] = rows + (i + j) * stride + k;
-      V(transpose)(panel + CPU_ROWS * k + i, row);
+      V(transpose)(panel + CPU_ROWS * k + i, CPU_ROWS, row);
     }
 }
 
-/* Panels of values, 32 columns each: [32][32]. */
+/* Panels of values, or keys, 32 columns each: [32][32]. */
 static void V(pack_values)(float *panel, const cpu_attn_job *t, const cpu_run *run, int32_t base,
-                           int32_t first, int32_t end) {
+                           int32_t first, int32_t end, bool value) {
   const int32_t width = t->kv->width;
   int32_t i, col;
   memset(panel, 0, (size_t)(cpu_panels(width) * CPU_ROWS * CPU_ROWS) * sizeof *panel);
   for (i = first; i < end; i++) {
-    size_t at = cpu_kv_at(t->kv, run->seq, base + i, run->head);
+    const uint8_t *from = cpu_kv_at(t->kv, run, base + i, value);
+    tfm_type type = cpu_kv_type(t->kv);
     for (col = 0; col < width; col += CPU_ROWS)
-      V(widen)(panel + (col + i) * CPU_ROWS,
-               (const uint8_t *)t->kv->v + at + cpu_span(t->kv->type, col), t->kv->type,
+      V(widen)(panel + (col + i) * CPU_ROWS, from + cpu_span(type, col), type,
                cpu_min(CPU_ROWS, width - col));
   }
 }
@@ -1377,13 +1935,18 @@ static void V(attn_run)(const cpu_attn_job *t, const cpu_run *run, float *keys) 
   }
   for (base = first / CPU_ROWS * CPU_ROWS; base <= last; base += CPU_ROWS) {
     int32_t begin = first > base ? first - base : 0, end = cpu_min(CPU_ROWS, last + 1 - base);
-    V(pack_keys)(keys, values, t, run, base, begin, end);
-    V(pack_values)(values, t, run, base, begin, end);
+    V(pack_keys)(keys, values, t, run, base, begin, end, false);
+    V(pack_values)(values, t, run, base, begin, end, true);
     for (i = 0; i < queries && query[i].last < base;) i++;
     while (i < queries) i += V(attn_tile)(t, query + i, queries - i, base, keys, values);
   }
-  for (i = 0; i < queries; i++)
+  for (i = 0; i < queries; i++) {
+    int32_t head = run->head * t->group + i % t->group;
     for (j = 0; j < width; j++) query[i].y[j] /= query[i].sum;
+    if (t->lse)
+      t->lse[(int64_t)(run->row + i / t->group) * t->p->heads + head] =
+          query[i].max + logf(query[i].sum);
+  }
 }
 
 /* Items are (kv head, some rows), rows running fastest. */
@@ -1401,13 +1964,17 @@ static void V(attn_items)(void *context, int32_t begin, int32_t end, int32_t wor
   }
 }
 
-/* What only training and debugging ask for, and odd shapes, are left to the reference. */
+/* What debugging asks for, dropout, and odd shapes are left to the reference. */
+static bool V(attn_declines)(const cpu_attn_job *t) {
+  return t->p->probs || t->p->dropout.rate > 0 || t->kv->width > CPU_WIDTH ||
+         t->group > CPU_QUERIES || cpu_has_blocks(cpu_kv_type(t->kv)) ||
+         (!t->kv->table && !cpu_rows_are_whole(t->rows));
+}
+
 static void V(attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tfm_rows *rows,
                     float *lse, const tfm_attn *p) {
-  cpu_attn_job t = {y, q, kv, rows, p, p->heads / kv->heads, 1, 0,
-                    (float *)d->work};
-  if (lse || p->probs || p->dropout.rate > 0 || !kv->table || kv->width > CPU_WIDTH ||
-      t.group > CPU_QUERIES || cpu_layouts[kv->type].scale) {
+  cpu_attn_job t = {y, q, kv, rows, p, p->heads / kv->heads, 1, 0, (float *)d->work, lse};
+  if (V(attn_declines)(&t)) {
     tfm_backend_ref()->attn(d, y, q, kv, rows, lse, p);
     return;
   }
@@ -1416,8 +1983,777 @@ static void V(attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tf
   tfm_parallel_for(d, kv->heads * t.tiles, 1, V(attn_items), &t);
 }
 
+/* ---- Training: products ----
+   All three are one: panels of b are packed, 256 columns and 512 terms at a time, and multiplied by
+   rows of a with the tiles of matmul. Sums of a block of rows wait beside them for the next terms.
+   So an element's sum has the same order whatever the tile, the chunk or the thread. */
+
+/* 8 rows at a time become columns 8 wide: to[k * stride + i] = row[i][k], i < 8, k < n. */
+static void V(turn)(float *to, int32_t stride, const float *const *row, int32_t n) {
+  const float *at[8];
+  int32_t k, i;
+  for (k = 0; k + 8 <= n; k += 8) {
+    for (i = 0; i < 8; i++) at[i] = row[i] + k;
+    V(transpose)(to + (int64_t)k * stride, stride, at);
+  }
+  for (; k < n; k++)
+    for (i = 0; i < 8; i++) to[(int64_t)k * stride + i] = row[i][k];
+}
+
+/* A panel of W's rows n .. n + 31, terms k .. k + depth - 1; rows that W lacks repeat its last. */
+static void V(pack_across)(const cpu_gemm *t, float *panel, int32_t n, int32_t k, int32_t depth) {
+  const float *row[8];
+  int32_t i, j;
+  for (i = 0; i < CPU_ROWS; i += 8) {
+    for (j = 0; j < 8; j++)
+      row[j] = cpu_weight_floats(t->w, t->first + cpu_min(n + i + j, t->cols - 1), k);
+    V(turn)(panel + i, CPU_ROWS, row, depth);
+  }
+}
+
+/* to[i * stride + j] = a[k + j, row + i]: columns row .. row + n - 1 of dy become rows. */
+static void V(turn_a)(const cpu_gemm *t, float *to, int32_t stride, int32_t row, int32_t n,
+                      int32_t k, int32_t depth) {
+  const float *from[8];
+  int32_t i, j;
+  for (j = 0; j + 8 <= depth; j += 8) {
+    for (i = 0; i < 8; i++) from[i] = cpu_gemm_a(t, k + j + i) + row;
+    V(turn)(to + j, stride, from, n);
+  }
+  for (; j < depth; j++)
+    for (i = 0; i < n; i++) to[(int64_t)i * stride + j] = cpu_gemm_a(t, k + j)[row + i];
+}
+
+/* d[i] = act'(v[i]) */
+CPU_INLINE V(vec) V(slope)(V(vec) v, tfm_act act) {
+  V(vec) one = V(all)(1.0f), s, rest;
+  switch (act) {
+    case TFM_ACT_NONE: break;
+    case TFM_ACT_GELU: { /* the normal distribution's integral, and x times its density */
+      float x[CPU_LANES], e[CPU_LANES];
+      int i;
+      V(store)(x, v);
+      V(store)(e, V(exp)(V(mul)(V(mul)(v, v), V(all)(-0.5f))));
+      for (i = 0; i < CPU_LANES; i++)
+        x[i] = 0.5f * (1.0f + erff(x[i] * 0.70710678f)) + x[i] * 0.39894228f * e[i];
+      return V(load)(x);
+    }
+    case TFM_ACT_GELU_TANH: { /* x s(2u), s the logistic function: s + x s (1 - s) 2u' */
+      V(vec) square = V(mul)(v, v);
+      V(vec) cubic = V(fma)(square, V(all)(0.044715f), one);
+      s = V(sigmoid)(V(mul)(V(mul)(v, cubic), V(all)(2 * 0.79788456f)));
+      rest = V(mul)(V(mul)(v, s), V(fma)(s, V(all)(-1.0f), one));
+      cubic = V(fma)(square, V(all)(0.134145f * 1.59576912f), V(all)(1.59576912f));
+      return V(fma)(rest, cubic, s);
+    }
+    case TFM_ACT_SILU:
+      s = V(sigmoid)(v);
+      return V(fma)(V(mul)(v, s), V(fma)(s, V(all)(-1.0f), one), s);
+    case TFM_ACT_RELU: return V(positive)(v);
+  }
+  return one;
+}
+
+/* The cap of logits and dropout, lane by lane: slope times their derivative. */
+static V(vec) V(rare_slope)(V(vec) slope, V(vec) aux, int32_t n, const tfm_epilogue *e, int32_t row,
+                            int32_t col) {
+  float x[CPU_LANES], value[CPU_LANES];
+  int32_t i;
+  V(store)(x, slope);
+  V(store)(value, V(act)(aux, e->act));
+  for (i = 0; i < n && e->softcap != 0 && e->aux.data; i++) {
+    float cap = tanhf(value[i] / e->softcap);
+    x[i] *= 1.0f - cap * cap;
+  }
+  for (i = 0; i < n && e->dropout.rate > 0; i++) x[i] *= cpu_dropout(&e->dropout, row, col + i);
+  return V(load)(x);
+}
+
+/* dx = dy through the epilogue, n columns; may be in place. */
+static void V(epilogue_slope)(float *dx, const float *dy, int32_t n, const tfm_epilogue *e,
+                              int32_t row, int32_t col) {
+  const float *aux = e->aux.data ? cpu_row(e->aux, row) + col : NULL;
+  V(vec) slope, v = V(all)(0.0f);
+  int32_t j;
+  for (j = 0; j < n; j += CPU_LANES) {
+    if (aux) v = V(load_some)(aux + j, n - j);
+    slope = aux ? V(slope)(v, e->act) : V(all)(1.0f);
+    if (e->softcap != 0 || e->dropout.rate > 0)
+      slope = V(rare_slope)(slope, v, cpu_min(CPU_LANES, n - j), e, row, col + j);
+    V(store_some)(dx + j, V(mul)(slope, V(load_some)(dy + j, n - j)), n - j);
+  }
+}
+
+/* n whole sums of a row of c, from column col on. */
+static void V(finish)(const cpu_gemm *t, int32_t row, int32_t col, const float *v, int32_t n) {
+  float *c = cpu_row(t->c, row) + col;
+  int32_t j;
+  if (t->form == CPU_FORWARD) {
+    if (t->e) V(epilogue)(c, v, n, t->e, row, col);
+    else memcpy(c, v, (size_t)n * sizeof *c);
+    return;
+  }
+  if (t->form == CPU_DX && t->beta == 0) memcpy(c, v, (size_t)n * sizeof *c);
+  else
+    for (j = 0; j < n; j += CPU_LANES)
+      V(store_some)(c + j, V(add)(V(load_some)(c + j, n - j), V(load)(v + j)), n - j);
+  if (t->e) V(epilogue_slope)(c, c, n, t->e, row, col);
+}
+
+typedef struct V(gemm_part) { /* of an item: rows and columns whose sums wait together */
+  int32_t row, rows, col, panels;
+  int32_t k, depth;         /* the terms at hand */
+  float *b, *sums, *turned; /* [panels][depth][32], [panels / 4][rows][128], [some][depth + 16] */
+} V(gemm_part);
+
+/* The sums of a row, in panels from `panel` on. */
+CPU_INLINE float *V(sums_at)(const V(gemm_part) *p, int32_t row, int32_t panel) {
+  const int32_t abreast = CPU_OUT / CPU_ROWS;
+  return p->sums + ((int64_t)(panel / abreast) * p->rows + row) * CPU_OUT +
+         panel % abreast * CPU_ROWS;
+}
+
+/* Row i of the packed panels: n columns of b's row, of which 32 belong to each. */
+static void V(pack_row)(const V(gemm_part) *p, const float *from, int32_t i, int32_t n) {
+  const int64_t bytes = (int64_t)p->depth * CPU_ROWS;
+  int32_t j;
+  for (j = 0; j < p->panels * CPU_ROWS; j += CPU_LANES) {
+    float *to = p->b + j / CPU_ROWS * bytes + i * CPU_ROWS + j % CPU_ROWS;
+    V(store)(to, j + CPU_LANES <= n ? V(load)(from + j)
+                                    : j < n ? V(load_some)(from + j, n - j) : V(all)(0.0f));
+  }
+}
+
+/* Panels of b as its rows come. */
+static void V(pack_down)(const cpu_gemm *t, const V(gemm_part) *p) {
+  enum { AHEAD = 8 }; /* rows: too short for the processor to see streams in them */
+  int32_t n = cpu_min(p->panels * CPU_ROWS, t->cols - p->col), i, j;
+  float copy[CPU_PANELS * CPU_ROWS];
+  for (i = 0; i < p->depth; i++) {
+    const float *from = cpu_gemm_b(t, p->k + i, p->col), *next;
+    next = i + AHEAD < p->depth ? cpu_gemm_b(t, p->k + i + AHEAD, p->col) : NULL;
+    for (j = 0; next && j < n; j += CPU_ALIGN / 4) __builtin_prefetch(next + j);
+    for (j = 0; !from && j < n; j += CPU_ROWS)
+      cpu_gemm_piece(t, copy + j, p->k + i, p->col + j, cpu_min(CPU_ROWS, n - j));
+    V(pack_row)(p, from ? from : copy, i, n);
+  }
+}
+
+/* Sums of row .. row + rows - 1 (+)= rows of a times the packed panels. */
+static void V(gemm_tile)(const V(gemm_part) *p, int32_t row, int32_t rows, const void *const *x) {
+  float out[CPU_TILE * CPU_OUT];
+  size_t bytes = (size_t)p->depth * CPU_ROWS * sizeof *p->b;
+  int32_t panel, n, i, j;
+  for (panel = 0; panel < p->panels; panel += n) {
+    float *sums = V(sums_at)(p, row, panel);
+    n = p->panels - panel < V(wide) ? 1 : V(wide);
+    V(tile_for)(TFM_F32, rows, n)
+        ->run(p->k ? out : sums, x, (const uint8_t *)p->b + (size_t)panel * bytes, bytes, p->depth);
+    for (i = 0; i < rows && p->k; i++)
+      for (j = i * CPU_OUT; j < i * CPU_OUT + n * CPU_ROWS; j += CPU_LANES)
+        V(store)(sums + j, V(add)(V(load)(sums + j), V(load)(out + j)));
+  }
+}
+
+/* Where sums will go to is asked for while they are computed. */
+static void V(gemm_expect)(const cpu_gemm *t, const V(gemm_part) *p, int32_t row, int32_t rows,
+                           int32_t cols) {
+  int32_t i, j;
+  for (i = 0; i < rows; i++) {
+    float *c = cpu_row(t->c, cpu_gemm_c(t, p->row + row + i)) + p->col;
+    for (j = 0; j < cols; j += CPU_ALIGN / 4) __builtin_prefetch(c + j, 1);
+  }
+}
+
+/* All rows of the part, for the terms at hand. */
+static void V(gemm_rows)(const cpu_gemm *t, const V(gemm_part) *p) {
+  const int32_t stride = p->depth + 16; /* no multiple of a page: lines of the cache differ */
+  int32_t at = CPU_TURNED / stride / CPU_TILE * CPU_TILE; /* rows of a that are turned at a time */
+  int32_t cols = cpu_min(p->panels * CPU_ROWS, t->cols - p->col), row, rows, i, j;
+  bool last = p->k + p->depth == t->depth;
+  const void *x[CPU_TILE];
+  for (row = 0; row < p->rows; row += rows) {
+    if (t->form == CPU_DW && row % at == 0)
+      V(turn_a)(t, p->turned, stride, p->row + row, cpu_min(at, p->rows - row), p->k, p->depth);
+    rows = V(tile_for)(TFM_F32, p->rows - row, 1)->rows;
+    for (i = 0; i < rows; i++)
+      x[i] = t->form == CPU_DW ? p->turned + (int64_t)((row + i) % at) * stride
+                               : cpu_gemm_a(t, p->row + row + i) + p->k;
+    if (last) V(gemm_expect)(t, p, row, rows, cols);
+    V(gemm_tile)(p, row, rows, x);
+    for (i = 0; i < rows && last; i++)
+      for (j = 0; j < cols; j += CPU_OUT)
+        V(finish)(t, cpu_gemm_c(t, p->row + row + i), p->col + j,
+                  V(sums_at)(p, row + i, j / CPU_ROWS), cpu_min(CPU_OUT, cols - j));
+  }
+}
+
+/* packed: the rows before had the same columns, whose terms, if few, are still there. */
+static void V(gemm_part_run)(const cpu_gemm *t, V(gemm_part) *p, bool packed) {
+  int32_t blocks = (t->depth + CPU_DEPTH - 1) / CPU_DEPTH, i;
+  int32_t most = ((t->depth + blocks - 1) / blocks + 7) / 8 * 8;
+  bool pack = blocks > 1 || !packed;
+  for (p->k = 0; p->k < t->depth; p->k += p->depth) {
+    p->depth = cpu_min(most, t->depth - p->k);
+    if (pack && t->form != CPU_FORWARD) V(pack_down)(t, p);
+    for (i = 0; i < p->panels && pack && t->form == CPU_FORWARD; i++)
+      V(pack_across)(t, p->b + (int64_t)i * p->depth * CPU_ROWS, p->col + i * CPU_ROWS, p->k,
+                     p->depth);
+    V(gemm_rows)(t, p);
+  }
+}
+
+/* Items are (chunk of rows, pair of panels), pairs running fastest. */
+static void V(gemm_items)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_gemm *t = (const cpu_gemm *)context;
+  int32_t item, n, row, last, panels = cpu_panels(t->cols);
+  V(gemm_part) p;
+  p.b = (float *)(void *)(t->work + (size_t)worker * CPU_TRAIN_BYTES);
+  p.sums = p.b + CPU_PANELS * CPU_ROWS * CPU_DEPTH;
+  p.turned = p.sums + CPU_PANELS * CPU_ROWS * CPU_BLOCK;
+  for (item = begin; item < end; item += n) {
+    int32_t pair = item % t->pairs;
+    n = cpu_min(cpu_min(end - item, t->pairs - pair), CPU_PANELS / 2);
+    p.col = pair * 2 * CPU_ROWS;
+    p.panels = cpu_min(n * 2, panels - pair * 2);
+    row = item / t->pairs * t->chunk;
+    last = cpu_min(row + t->chunk, t->rows);
+    for (; row < last; row += p.rows) {
+      bool packed = row > item / t->pairs * t->chunk;
+      p.row = row;
+      p.rows = cpu_min(CPU_BLOCK, last - row);
+      V(gemm_part_run)(t, &p, packed);
+    }
+  }
+}
+
+static void V(gemm)(tfm_dev *d, cpu_gemm *t) {
+  int32_t chunks;
+  t->d = d;
+  t->work = cpu_quantised_at(d);
+  t->pairs = (cpu_panels(t->cols) + 1) / 2;
+  t->chunk = cpu_gemm_chunk(t->rows, t->pairs, d->threads);
+  chunks = (t->rows + t->chunk - 1) / t->chunk;
+  tfm_parallel_for(d, chunks * t->pairs, cpu_grain((int64_t)t->depth * t->chunk * 2 * CPU_ROWS),
+                   V(gemm_items), t);
+}
+
+static void V(matmul_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                           const tfm_epilogue *e) {
+  cpu_gemm t = {CPU_FORWARD, d, y, x, x, w, e, 0, y.rows, y.cols, x.cols, NULL, 1, 0, 0, 0, NULL};
+  V(gemm)(d, &t);
+}
+
+static void V(matmul_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, float beta,
+                         const tfm_epilogue *before) {
+  cpu_gemm t = {CPU_DX, d, dx, dy, dy, w, before, beta, dx.rows, dx.cols, w->rows, NULL, 1, 0, 0, 0,
+                NULL};
+  V(gemm)(d, &t);
+}
+
+static void V(matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x) {
+  cpu_gemm t = {CPU_DW, d, dw, dy, x, NULL, NULL, 1, dw.rows, dw.cols, dy.rows, NULL, 1, 0, 0, 0,
+                NULL};
+  cpu_sums_job sums = {db, dy};
+  if (dw.type != TFM_F32) {
+    tfm_backend_ref()->matmul_dw(d, dw, db, dy, x); /* it says what is wrong */
+    return;
+  }
+  V(gemm)(d, &t);
+  if (db) tfm_parallel_for(d, dy.cols, 64, cpu_column_sums, &sums);
+}
+
+/* The products of all experts, one after the other: their rows are `slots`, their terms are too. */
+static void V(gemm_experts)(tfm_dev *d, cpu_gemm *t, const tfm_routing *r, bool spread) {
+  int32_t e, n, rows = t->form == CPU_DW ? t->rows : t->w->rows;
+  tfm_mat c = t->c;
+  t->sharing = spread ? r->top_k : 1;
+  for (e = 0; e < r->experts; e++) {
+    n = r->begin[e + 1] - r->begin[e];
+    t->slots = r->order + r->begin[e];
+    t->first = (int64_t)e * rows;
+    if (t->form == CPU_DW) {
+      t->depth = n;
+      t->c.data = cpu_row(c, t->first);
+    } else t->rows = n;
+    if (n > 0) V(gemm)(d, t);
+  }
+}
+
+static void V(matmul_moe_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
+                               const tfm_routing *r, bool spread) {
+  cpu_gemm t = {CPU_FORWARD, d, y, x, x, w, NULL, 0, 0, y.cols, x.cols, NULL, 1, 0, 0, 0, NULL};
+  V(gemm_experts)(d, &t, r, spread);
+}
+
+/* A token's experts add up in ascending order. */
+static void V(moe_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, const tfm_routing *r,
+                      bool spread) {
+  cpu_gemm t = {CPU_DX, d, dx, dy, dy, w, NULL, 1, 0, dx.cols, w->rows, NULL, 1, 0, 0, 0, NULL};
+  int32_t i;
+  for (i = 0; i < dx.rows; i++) memset(cpu_row(dx, i), 0, (size_t)dx.cols * sizeof(float));
+  V(gemm_experts)(d, &t, r, spread);
+}
+
+static void V(moe_dw)(tfm_dev *d, tfm_mat dw, tfm_mat dy, tfm_mat x, const tfm_routing *r,
+                      bool spread) {
+  cpu_gemm t = {CPU_DW, d, dw, dy, x, NULL, NULL, 1, dy.cols, dw.cols, 0, NULL, 1, 0, 0, 0, NULL};
+  if (dw.type == TFM_F32) V(gemm_experts)(d, &t, r, spread);
+  else tfm_backend_ref()->moe_dw(d, dw, dy, x, r, spread); /* it says what is wrong */
+}
+
+/* ---- Training: element by element ---- */
+
+static void V(epilogue_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_slope_job *t = (const cpu_slope_job *)context;
+  int32_t i;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    V(epilogue_slope)(cpu_row(t->dx, i), cpu_row(t->dy, i), t->dx.cols, t->e, i, 0);
+}
+
+static void V(epilogue_bwd)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_epilogue *e) {
+  cpu_slope_job t = {dx, dy, dy, e, TFM_ACT_NONE};
+  tfm_parallel_for(d, dx.rows, cpu_grain(32 * (int64_t)dx.cols), V(epilogue_bwd_rows), &t);
+}
+
+static void V(glu_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_slope_job *t = (const cpu_slope_job *)context;
+  int32_t n = t->dy.cols, i, j;
+  (void)worker;
+  for (i = begin; i < end; i++) {
+    const float *dy = cpu_row(t->dy, i), *gate = cpu_row(t->gate_up, i), *up = gate + n;
+    float *dgate = cpu_row(t->dx, i), *dup = dgate + n;
+    for (j = 0; j < n; j += CPU_LANES) {
+      V(vec) g = V(load_some)(gate + j, n - j), y = V(load_some)(dy + j, n - j);
+      V(vec) u = V(mul)(y, V(load_some)(up + j, n - j));
+      V(store_some)(dgate + j, V(mul)(u, V(slope)(g, t->act)), n - j);
+      V(store_some)(dup + j, V(mul)(y, V(act)(g, t->act)), n - j);
+    }
+  }
+}
+
+static void V(glu_bwd)(tfm_dev *d, tfm_mat dgate_up, tfm_mat dy, tfm_mat gate_up, tfm_act act) {
+  cpu_slope_job t = {dgate_up, dy, gate_up, NULL, act};
+  tfm_parallel_for(d, dy.rows, cpu_grain(32 * (int64_t)dy.cols), V(glu_bwd_rows), &t);
+}
+
+/* ---- Training: norms ---- */
+
+/* dx of one vector of n values, with g = dy (w + offset):
+   deviation^-1 (g - mean of g - xhat * mean of g xhat), the first mean for layer norms only. */
+static void V(norm_bwd_vector)(const cpu_norm_job *t, float *dx, const float *dy, const float *x,
+                               const float *residual, int32_t n, const float *stats) {
+  const V(vec) offset = V(all)(t->p->offset), minus = V(all)(-stats[0]), inverse = V(all)(stats[1]);
+  V(vec) sum = V(all)(0.0f), product = sum, g, xhat, mean, slope;
+  int32_t i;
+  for (i = 0; i < n; i += CPU_LANES) { /* beyond n, dy is 0 */
+    g = V(mul)(V(load_some)(dy + i, n - i), V(add)(V(load_some)(t->w + i, n - i), offset));
+    xhat = V(mul)(V(add)(V(load_some)(x + i, n - i), minus), inverse);
+    sum = V(add)(sum, g);
+    product = V(fma)(g, xhat, product);
+  }
+  mean = V(all)(t->p->kind == TFM_NORM_LAYER ? -V(sum_of)(sum) / (float)n : 0.0f);
+  slope = V(all)(-V(sum_of)(product) / (float)n);
+  for (i = 0; i < n; i += CPU_LANES) {
+    g = V(mul)(V(load_some)(dy + i, n - i), V(add)(V(load_some)(t->w + i, n - i), offset));
+    xhat = V(mul)(V(add)(V(load_some)(x + i, n - i), minus), inverse);
+    g = V(mul)(inverse, V(fma)(xhat, slope, V(add)(g, mean)));
+    if (residual) g = V(add)(g, V(load_some)(residual + i, n - i));
+    V(store_some)(dx + i, g, n - i);
+  }
+}
+
+static void V(norm_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_norm_job *t = (const cpu_norm_job *)context;
+  int32_t n = t->x.cols / t->groups, i, g;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    for (g = 0; g < t->groups; g++)
+      V(norm_bwd_vector)(t, cpu_row(t->dx, i) + g * n, cpu_row(t->dy, i) + g * n,
+                         cpu_row(t->x, i) + g * n,
+                         t->residual.data ? cpu_row(t->residual, i) + g * n : NULL, n,
+                         t->stats + 2 * ((int64_t)i * t->groups + g));
+}
+
+/* Columns [begin, end) of dw and db, over all rows and groups; at most a vector at a time. */
+static void V(norm_bwd_columns)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_norm_job *t = (const cpu_norm_job *)context;
+  int32_t n = t->x.cols / t->groups, row, g, i, some;
+  V(vec) dw, db, dy, xhat;
+  (void)worker;
+  for (i = begin; i < end; i += CPU_LANES) {
+    some = end - i;
+    dw = V(load_some)(t->dw + i, some);
+    db = t->db ? V(load_some)(t->db + i, some) : V(all)(0.0f);
+    for (row = 0; row < t->x.rows; row++)
+      for (g = 0; g < t->groups; g++) {
+        const float *stats = t->stats + 2 * ((int64_t)row * t->groups + g);
+        dy = V(load_some)(cpu_row(t->dy, row) + g * n + i, some);
+        xhat = V(add)(V(load_some)(cpu_row(t->x, row) + g * n + i, some), V(all)(-stats[0]));
+        dw = V(fma)(V(mul)(dy, xhat), V(all)(stats[1]), dw);
+        db = V(add)(db, dy);
+      }
+    V(store_some)(t->dw + i, dw, some);
+    if (t->db) V(store_some)(t->db + i, db, some);
+  }
+}
+
+static void V(norm_bwd)(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy, tfm_mat x,
+                        const float *w, tfm_mat residual, const float *stats, const tfm_norm *p) {
+  cpu_norm_job t = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1};
+  tfm_parallel_for(d, x.cols / t.groups, CPU_LANES, V(norm_bwd_columns),
+                   &t); /* first: dx may lie over dy */
+  tfm_parallel_for(d, x.rows, cpu_grain(8 * (int64_t)x.cols), V(norm_bwd_rows), &t);
+}
+
+/* ---- Training: attention ----
+   With p the probability of a key, from its score s and the row's lse, and dp = dy . v:
+   dv = sum of p dy, ds = p (dp - dy . y), dq = sum of ds k, dk = sum of ds q. An item is what of a
+   sequence shares keys. 96 rows of queries meet 32 keys at a time: scores and dp are
+   products with panels of keys and of values, dq is one with rows of keys; dk and dv are products
+   of q and dy, transposed, with ds and p, whose rows already lie as a panel's do. */
+
+enum { V(queries) = 96 };
+
+typedef struct V(attn_bwd_work) {
+  float *q, *dy;               /* [width][96], transposed */
+  float *p, *ds;               /* [96][32] */
+  float *keys, *values, *rows; /* [width][32], [width][32], panels of 32 columns [32][32] */
+  float *dk, *dv;              /* [width][32], transposed */
+  float delta[V(queries)], lse[V(queries)];
+  const float *q_row[V(queries)], *dy_row[V(queries)];
+  float *dq_row[V(queries)];
+} V(attn_bwd_work);
+
+/* Scores become p, and dp becomes ds; keys first .. end-1 of the tile are seen. */
+static void V(attn_slopes)(const tfm_attn *a, float *p, float *ds, const float *score,
+                           const float *dp, float lse, float delta, int32_t first, int32_t end) {
+  float s[CPU_ROWS], cap[CPU_ROWS];
+  int32_t i;
+  for (i = 0; i < CPU_ROWS; i += CPU_LANES)
+    V(store)(s + i, V(mul)(V(load)(score + i), V(all)(a->scale)));
+  for (i = 0; i < CPU_ROWS; i++) cap[i] = 1.0f;
+  for (i = 0; i < CPU_ROWS && a->softcap != 0; i++) {
+    float t = tanhf(s[i] / a->softcap);
+    s[i] = a->softcap * t;
+    cap[i] = 1.0f - t * t;
+  }
+  for (i = 0; i < first; i++) s[i] = -INFINITY;
+  for (i = end; i < CPU_ROWS; i++) s[i] = -INFINITY;
+  for (i = 0; i < CPU_ROWS; i += CPU_LANES) {
+    V(vec) e = V(exp)(V(add)(V(load)(s + i), V(all)(-lse)));
+    V(vec) d = V(mul)(V(add)(V(load)(dp + i), V(all)(-delta)), V(mul)(V(load)(cap + i), e));
+    V(store)(p + i, e);
+    V(store)(ds + i, V(mul)(d, V(all)(a->scale)));
+  }
+}
+
+/* dq of rows row .. row + 5 or fewer of the block, and their p and ds; returns how many. */
+static int32_t V(attn_bwd_tile)(const cpu_attn_bwd_job *t, const V(attn_bwd_work) *k, int32_t row,
+                                int32_t rows, int32_t pos, int32_t base) {
+  const int32_t width = t->attn.kv->width;
+  const size_t panel = CPU_ROWS * CPU_ROWS * sizeof *k->rows;
+  float score[CPU_TILE * CPU_OUT], dp[CPU_TILE * CPU_OUT];
+  const cpu_tile_row *tile = V(tile_for)(TFM_F32, rows, 1);
+  const void *x[CPU_TILE];
+  int32_t i, j, col, n;
+  tile->run(score, (const void *const *)(k->q_row + row), (const uint8_t *)k->keys, 0, width);
+  tile->run(dp, (const void *const *)(k->dy_row + row), (const uint8_t *)k->values, 0, width);
+  for (i = 0; i < tile->rows; i++) {
+    int32_t at = pos + row + i, first = cpu_first_key(t->attn.p, at) - base;
+    x[i] = k->ds + (row + i) * CPU_ROWS;
+    V(attn_slopes)(t->attn.p, k->p + (row + i) * CPU_ROWS, k->ds + (row + i) * CPU_ROWS,
+                   score + i * CPU_OUT, dp + i * CPU_OUT, k->lse[row + i], k->delta[row + i],
+                   cpu_min(CPU_ROWS, first), cpu_min(CPU_ROWS, at + 1 - base));
+  }
+  for (col = 0; col < width; col += n * CPU_ROWS) {
+    n = width - col >= V(wide) * CPU_ROWS ? V(wide) : 1;
+    V(tile_for)(TFM_F32, tile->rows, n)
+        ->run(score, x, (const uint8_t *)(k->rows + col * CPU_ROWS), panel, CPU_ROWS);
+    for (i = 0; i < tile->rows; i++) {
+      float *dq = k->dq_row[row + i] + col;
+      int32_t some = cpu_min(n * CPU_ROWS, width - col);
+      for (j = 0; j < some; j += CPU_LANES)
+        V(store_some)(dq + j, V(add)(V(load_some)(dq + j, some - j),
+                                     V(load)(score + i * CPU_OUT + j)), some - j);
+    }
+  }
+  return tile->rows;
+}
+
+/* to [width][32] = x [width][96] times panel [rows][32], of rows row .. row + rows - 1. */
+static void V(attn_bwd_sums)(float *to, const float *x, const float *panel, int32_t width,
+                             int32_t row, int32_t rows) {
+  float out[CPU_TILE * CPU_OUT];
+  const cpu_tile_row *tile;
+  const void *at[CPU_TILE];
+  int32_t i, j;
+  for (i = 0; i < width; i += tile->rows) {
+    tile = V(tile_for)(TFM_F32, width - i, 1);
+    for (j = 0; j < tile->rows; j++) at[j] = x + (i + j) * V(queries) + row;
+    tile->run(out, at, (const uint8_t *)(panel + row * CPU_ROWS), 0, rows);
+    for (j = 0; j < tile->rows; j++)
+      memcpy(to + (i + j) * CPU_ROWS, out + j * CPU_OUT, CPU_ROWS * sizeof *to);
+  }
+}
+
+/* Row `at` + key of y, some columns, grows by column key of x [width][32], for n keys. */
+static void V(attn_bwd_add)(tfm_mat y, int32_t at, int32_t col, const float *x, int32_t width,
+                            int32_t n) {
+  int32_t i, j;
+  for (i = 0; i < n; i++) {
+    float *to = cpu_row(y, at + i) + col;
+    for (j = 0; j < width; j++) to[j] += x[j * CPU_ROWS + i];
+  }
+}
+
+/* Rows row .. row + n - 1 of a sequence, one query head: pointers, lse, delta; q and dy turned. */
+static void V(attn_bwd_block)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, int32_t row,
+                              int32_t n, int32_t head) {
+  const cpu_attn_job *a = &t->attn;
+  const int32_t width = a->kv->width, at = head * width;
+  int32_t i, j;
+  for (i = 0; i < n; i++) {
+    const float *y = cpu_row(a->y, row + i) + at;
+    V(vec) sum = V(all)(0.0f);
+    k->q_row[i] = cpu_row(a->q, row + i) + at;
+    k->dy_row[i] = cpu_row(t->dy, row + i) + at;
+    k->dq_row[i] = cpu_row(t->dq, row + i) + at;
+    memset(k->dq_row[i], 0, (size_t)width * sizeof(float));
+    for (j = 0; j < width; j += CPU_LANES)
+      sum = V(fma)(V(load_some)(k->dy_row[i] + j, width - j), V(load_some)(y + j, width - j), sum);
+    k->delta[i] = V(sum_of)(sum);
+    k->lse[i] = a->lse[(int64_t)(row + i) * a->p->heads + head];
+  }
+  for (i = 0; i < n; i += 8) {
+    const float *q[8], *dy[8];
+    for (j = 0; j < 8; j++) {
+      q[j] = k->q_row[cpu_min(i + j, n - 1)];
+      dy[j] = k->dy_row[cpu_min(i + j, n - 1)];
+    }
+    V(turn)(k->q + i, V(queries), q, width);
+    V(turn)(k->dy + i, V(queries), dy, width);
+  }
+}
+
+/* 32 keys from `base` on, before the n rows from position pos on, see and are seen. */
+static void V(attn_bwd_keys)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, const cpu_run *run,
+                             int32_t pos, int32_t n, int32_t base) {
+  const cpu_attn_job *a = &t->attn;
+  const int32_t width = a->kv->width, end = cpu_min(CPU_ROWS, run->rows - base);
+  int32_t first = base > pos ? base - pos : 0, row, keys = run->row + base;
+  V(pack_keys)(k->keys, k->dk, a, run, base, 0, end, false);
+  V(pack_keys)(k->values, k->dk, a, run, base, 0, end, true);
+  V(pack_values)(k->rows, a, run, base, 0, end, false);
+  for (row = first; row < n;) row += V(attn_bwd_tile)(t, k, row, n - row, pos, base);
+  V(attn_bwd_sums)(k->dk, k->q, k->ds, width, first, n - first);
+  V(attn_bwd_sums)(k->dv, k->dy, k->p, width, first, n - first);
+  V(attn_bwd_add)(t->dk, keys, run->head * width, k->dk, width, end);
+  V(attn_bwd_add)(t->dv, keys, run->head * width, k->dv, width, end);
+}
+
+/* One sequence, one head of keys. */
+static void V(attn_bwd_run)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, const cpu_run *run) {
+  const cpu_attn_job *a = &t->attn;
+  const size_t bytes = (size_t)a->kv->width * sizeof(float);
+  int32_t i, g, pos, n, base;
+  for (i = 0; i < run->rows; i++) {
+    memset(cpu_row(t->dk, run->row + i) + run->head * a->kv->width, 0, bytes);
+    memset(cpu_row(t->dv, run->row + i) + run->head * a->kv->width, 0, bytes);
+  }
+  for (g = 0; g < a->group; g++)
+    for (pos = 0; pos < run->rows; pos += n) {
+      n = cpu_min(V(queries), run->rows - pos);
+      V(attn_bwd_block)(t, k, run->row + pos, n, run->head * a->group + g);
+      base = cpu_first_key(a->p, pos) / CPU_ROWS * CPU_ROWS;
+      for (; base < pos + n; base += CPU_ROWS) V(attn_bwd_keys)(t, k, run, pos, n, base);
+    }
+}
+
+/* Items are (sequence, head of keys), heads running fastest. */
+static void V(attn_bwd_items)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_attn_bwd_job *t = (const cpu_attn_bwd_job *)context;
+  int32_t heads = t->attn.kv->heads, item = 0, row = 0;
+  float *at = (float *)(void *)(t->work + (size_t)worker * CPU_TRAIN_BYTES);
+  V(attn_bwd_work) k;
+  cpu_run run;
+  k.q = at, k.dy = at += CPU_WIDTH * V(queries);
+  k.p = at += CPU_WIDTH * V(queries), k.ds = at += CPU_ROWS * V(queries);
+  k.keys = at += CPU_ROWS * V(queries), k.values = at += CPU_WIDTH * CPU_ROWS;
+  k.rows = at += CPU_WIDTH * CPU_ROWS;
+  k.dk = at += CPU_WIDTH * CPU_ROWS, k.dv = at += CPU_WIDTH * CPU_ROWS;
+  for (; item < end && cpu_run_next(&run, t->attn.rows, row, t->attn.rows->n); row += run.rows)
+    for (run.head = 0; run.head < heads; run.head++, item++)
+      if (item >= begin && item < end) V(attn_bwd_run)(t, &k, &run);
+}
+
+static void V(attn_bwd)(tfm_dev *d, tfm_mat dq, tfm_mat dk, tfm_mat dv, tfm_mat dy, tfm_mat y,
+                        tfm_mat q, const tfm_kv *kv, const tfm_rows *rows, const float *lse,
+                        const tfm_attn *p) {
+  cpu_attn_bwd_job t = {{y, q, kv, rows, p, p->heads / kv->heads, 0, 0, NULL,
+                         (float *)(uintptr_t)lse}, /* only read here */
+                        dq, dk, dv, dy, 0, cpu_quantised_at(d)};
+  int32_t i;
+  if (V(attn_declines)(&t.attn)) {
+    tfm_backend_ref()->attn_bwd(d, dq, dk, dv, dy, y, q, kv, rows, lse, p);
+    return;
+  }
+  for (i = 0; i < rows->n; i++) t.sequences += rows->pos[i] == 0;
+  tfm_parallel_for(d, t.sequences * kv->heads, 1, V(attn_bwd_items), &t);
+}
+
+/* ---- Training: loss ---- */
+
+/* Where x has its largest value, the first of equals; its value in top. */
+static int32_t V(largest)(float *top, const float *x, int32_t n) {
+  V(vec) best = V(all)(-INFINITY);
+  int32_t i;
+  for (i = 0; i + CPU_LANES <= n; i += CPU_LANES) best = V(max)(best, V(load)(x + i));
+  *top = V(max_of)(best);
+  for (; i < n; i++) *top = x[i] > *top ? x[i] : *top;
+  for (i = 0; i < n && x[i] != *top;) i++;
+  return i;
+}
+
+/* x = e^(x - top), whose sum it returns. */
+static float V(exp_row)(float *x, int32_t n, float top) {
+  V(vec) sum = V(all)(0.0f), v;
+  const V(vec) minus = V(all)(-top);
+  float rest[CPU_LANES];
+  int32_t i;
+  for (i = 0; i + CPU_LANES <= n; i += CPU_LANES) {
+    v = V(exp)(V(add)(V(load)(x + i), minus));
+    V(store)(x + i, v);
+    sum = V(add)(sum, v);
+  }
+  if (i == n) return V(sum_of)(sum);
+  V(store)(rest, V(all)(-INFINITY));
+  memcpy(rest, x + i, (size_t)(n - i) * sizeof *x);
+  v = V(exp)(V(add)(V(load)(rest), minus));
+  V(store_some)(x + i, v, n - i);
+  V(store)(rest, v);
+  memset(rest + (n - i), 0, (size_t)(CPU_LANES - (n - i)) * sizeof *rest);
+  return V(sum_of)(V(add)(sum, V(load)(rest)));
+}
+
+static void V(loss_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_loss_job *t = (const cpu_loss_job *)context;
+  int32_t row, i, n = t->logits.cols;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    float *x = cpu_row(t->logits, row), weight = t->weight ? t->weight[row] : 1.0f;
+    float top, sum, factor, logit;
+    int32_t target = t->target[row];
+    t->losses[row] = t->hits[row] = 0;
+    if (target < 0) {
+      memset(x, 0, (size_t)n * sizeof *x);
+      continue;
+    }
+    t->hits[row] = V(largest)(&top, x, n) == target ? weight : 0.0f;
+    logit = x[target];
+    sum = V(exp_row)(x, n, top);
+    t->losses[row] = weight * (logf(sum) + top - logit);
+    factor = weight * t->scale / sum;
+    for (i = 0; i < n; i += CPU_LANES)
+      V(store_some)(x + i, V(mul)(V(load_some)(x + i, n - i), V(all)(factor)), n - i);
+    x[target] -= weight * t->scale;
+  }
+}
+
+static void V(loss)(tfm_dev *d, float *losses, float *hits, tfm_mat logits, const int32_t *target,
+                    const float *weight, float scale) {
+  cpu_loss_job t = {losses, hits, logits, target, weight, scale};
+  tfm_parallel_for(d, logits.rows, cpu_grain(16 * (int64_t)logits.cols), V(loss_rows), &t);
+}
+
+/* ---- Training: the optimiser ---- */
+
+/* The sum of squares of each share, whose ends do not depend on the threads. */
+static void V(sumsq_shares)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_arena_job *t = (const cpu_arena_job *)context;
+  int32_t item;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int64_t at = (int64_t)item * CPU_SHARE, i;
+    int64_t last = at + CPU_SHARE < t->n ? at + CPU_SHARE : t->n;
+    double sum = 0;
+    for (; at < last; at += 1024) {
+      V(vec) part[2] = {V(all)(0.0f), V(all)(0.0f)}, x;
+      int64_t stop = at + 1024 < last ? at + 1024 : last;
+      for (i = at; i < stop; i += CPU_LANES) {
+        x = V(load_some)(t->g + i, stop - i < CPU_LANES ? (int32_t)(stop - i) : CPU_LANES);
+        part[i / CPU_LANES % 2] = V(fma)(x, x, part[i / CPU_LANES % 2]);
+      }
+      sum += (double)V(sum_of)(V(add)(part[0], part[1]));
+    }
+    t->sums[item] = sum;
+  }
+}
+
+static void V(sumsq)(tfm_dev *d, float *out, const void *x, tfm_type type, int64_t n) {
+  enum { MOST = 256 };
+  double sums[MOST], sum = 0;
+  cpu_arena_job t;
+  int64_t at;
+  int32_t shares, i;
+  if (type != TFM_F32) {
+    tfm_backend_ref()->sumsq(d, out, x, type, n);
+    return;
+  }
+  memset(&t, 0, sizeof t);
+  t.sums = sums;
+  for (at = 0; at < n; at += t.n) {
+    t.g = (const float *)x + at;
+    t.n = n - at < (int64_t)MOST * CPU_SHARE ? n - at : (int64_t)MOST * CPU_SHARE;
+    shares = (int32_t)((t.n + CPU_SHARE - 1) / CPU_SHARE);
+    tfm_parallel_for(d, shares, 1, V(sumsq_shares), &t);
+    for (i = 0; i < shares; i++) sum += sums[i];
+  }
+  out[0] = (float)((double)out[0] + sum);
+}
+
+static void V(adamw_shares)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_arena_job *t = (const cpu_arena_job *)context;
+  const tfm_adamw *p = t->p;
+  const V(vec) beta1 = V(all)(p->beta1), beta2 = V(all)(p->beta2), fix1 = V(all)(t->fix1);
+  const V(vec) rest1 = V(all)((1 - p->beta1) * t->factor), fix2 = V(all)(t->fix2);
+  const V(vec) rest2 = V(all)((1 - p->beta2) * t->factor * t->factor), eps = V(all)(p->eps);
+  const V(vec) rate = V(all)(-p->lr), kept = V(all)(1 - p->lr * p->decay);
+  int64_t i = (int64_t)begin * CPU_SHARE, last = (int64_t)end * CPU_SHARE;
+  (void)worker;
+  if (last > t->n) last = t->n;
+  for (; i < last; i += CPU_LANES) {
+    int32_t n = last - i < CPU_LANES ? (int32_t)(last - i) : CPU_LANES;
+    V(vec) g = V(load_some)(t->g + i, n), w = V(load_some)(t->w + i, n), step;
+    V(vec) m = V(fma)(beta1, V(load_some)(t->m + i, n), V(mul)(rest1, g));
+    V(vec) v = V(fma)(beta2, V(load_some)(t->v + i, n), V(mul)(rest2, V(mul)(g, g)));
+    step = V(div)(V(mul)(m, fix1), V(add)(V(sqrt)(V(mul)(v, fix2)), eps));
+    V(store_some)(t->m + i, m, n);
+    V(store_some)(t->v + i, v, n);
+    V(store_some)(t->w + i, V(fma)(rate, step, V(mul)(w, kept)), n);
+  }
+}
+
+static void V(adamw)(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
+                     const void *g, tfm_type gtype, int64_t n, const float *sumsq,
+                     const tfm_adamw *p) {
+  cpu_arena_job t = {master, m, v, (const float *)g, 1, 1, 1, n, NULL, p};
+  float norm = sqrtf(sumsq[0]);
+  if (type != TFM_F32 || gtype != TFM_F32 || w != (void *)master) {
+    tfm_backend_ref()->adamw(d, w, type, master, m, v, g, gtype, n, sumsq, p);
+    return;
+  }
+  if (!isfinite(norm)) return;
+  if (p->clip > 0 && norm > p->clip) t.factor = p->clip / norm;
+  t.fix1 = (float)(1 / (1 - pow((double)p->beta1, p->step)));
+  t.fix2 = (float)(1 / (1 - pow((double)p->beta2, p->step)));
+  tfm_parallel_for(d, (int32_t)((n + CPU_SHARE - 1) / CPU_SHARE), 1, V(adamw_shares), &t);
+}
+
 #undef CPU_FLOAT_TILES
 #undef CPU_BLOCK_TILES
+#undef CPU_LINE_TILES
 #undef CPU_TILE_OF
 #undef CPU_TILE_ROW
 #endif

@@ -8,8 +8,9 @@
             then tfm_next); tg128 writes 128 tokens after a single one (tfm_next), as generate does.
 
    "shape:" names an architecture: small random weights, made in memory. The limit of a workload is
-   the slower of: its bytes at the read bandwidth measured over as many bytes, and its float32
-   operations at the peak of fused multiply-adds; both measured with the same threads. --write gives
+   the slower of: its bytes at the read bandwidth measured over as many bytes, and its operations at
+   the peak of fused float32 multiply-adds, or, for weights in blocks on a processor with AVX-512
+   VNNI, of products of bytes; all measured with the same threads. --write gives
    a shape to other programs, as llama2.c (with FILE.tokenizer) or safetensors. */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
@@ -46,6 +47,7 @@ typedef float lanes __attribute__((vector_size(64)));
 typedef struct ceiling_job {
   pthread_barrier_t *start;
   const lanes *data; /* to read; NULL: multiply and add */
+  bool bytes;        /* products of bytes, not of floats */
   size_t count;
   float result;      /* kept, or the compiler would leave the work out */
   double began, ended;
@@ -81,17 +83,41 @@ static float multiply_add(size_t count) {
   return add_up(x);
 }
 
+/* Sums of four products of bytes: 64 multiply-adds an instruction. */
+static float multiply_bytes(size_t count) {
+#ifdef __AVX512VNNI__
+  int32_t sums[24][16] __attribute__((aligned(64))) = {{0}};
+  typedef int32_t dwords __attribute__((vector_size(64)));
+  dwords x[24] = {{0}}, a = {0x01010101}, b = {0x01010101};
+  float total = 0;
+  size_t i;
+  int j;
+#pragma GCC unroll 24
+  for (i = 0; i < count; i++)
+#pragma GCC unroll 24
+    for (j = 0; j < 24; j++) __asm__ volatile("vpdpbusd %2, %1, %0" : "+v"(x[j]) : "v"(a), "v"(b));
+  memcpy(sums, x, sizeof sums);
+  for (j = 0; j < 24; j++) total += (float)sums[j][0];
+  return total;
+#else
+  (void)count;
+  return 0;
+#endif
+}
+
 static void *ceiling_thread(void *context) {
   ceiling_job *job = (ceiling_job *)context;
   pthread_barrier_wait(job->start);
   job->began = seconds();
-  job->result = job->data ? read_once(job->data, job->count) : multiply_add(job->count);
+  job->result = job->data    ? read_once(job->data, job->count)
+                : job->bytes ? multiply_bytes(job->count)
+                             : multiply_add(job->count);
   job->ended = seconds();
   return NULL;
 }
 
 /* Seconds from the first thread's beginning to the last one's end. */
-static double ceiling_time(int32_t threads, const lanes *data, size_t count_each) {
+static double ceiling_time(int32_t threads, const lanes *data, size_t count_each, bool bytes) {
   pthread_t thread[THREADS_MAX];
   ceiling_job job[THREADS_MAX];
   pthread_barrier_t start;
@@ -102,6 +128,7 @@ static double ceiling_time(int32_t threads, const lanes *data, size_t count_each
     job[i].start = &start;
     job[i].data = data ? data + (size_t)i * count_each : NULL;
     job[i].count = count_each;
+    job[i].bytes = bytes;
     if (pthread_create(&thread[i], NULL, ceiling_thread, &job[i]) != 0) {
       fprintf(stderr, TOOL ": the system gave %d threads of %d\n", (int)i, (int)threads);
       exit(TOOL_FAILED);
@@ -126,7 +153,7 @@ static double read_ceiling(int32_t threads, uint64_t bytes) {
   if (!data) return 0;
   memset(data, 0, whole);
   for (i = 0; i < 5 || (spent < 0.2 && i < 1000); i++) {
-    double time = ceiling_time(threads, data, each), rate = (double)whole / time;
+    double time = ceiling_time(threads, data, each, false), rate = (double)whole / time;
     spent += time;
     if (rate > best) best = rate;
   }
@@ -134,15 +161,54 @@ static double read_ceiling(int32_t threads, uint64_t bytes) {
   return best;
 }
 
-/* Floating-point operations per second, best of several. */
-static double multiply_ceiling(int32_t threads) {
+/* Multiplications and additions per second, best of several. `each`: in a count. */
+static double product_ceiling(int32_t threads, bool bytes, double each) {
   const size_t count = 1 << 21;
   double best = 0;
   int i;
   for (i = 0; i < 7; i++) {
-    double rate = 2.0 * 16 * 12 * (double)count * threads / ceiling_time(threads, NULL, count);
+    double rate = each * (double)count * threads / ceiling_time(threads, NULL, count, bytes);
     if (rate > best) best = rate;
   }
+  return best;
+}
+
+static double multiply_ceiling(int32_t threads) { /* of floats */
+  return product_ceiling(threads, false, 2.0 * 16 * 12);
+}
+
+static double byte_ceiling(int32_t threads) {
+  return product_ceiling(threads, true, 2.0 * 64 * 24);
+}
+
+static bool multiplies_bytes(void) {
+#ifdef __AVX512VNNI__
+  return true;
+#else
+  return false;
+#endif
+}
+
+static void do_nothing(void *context, int32_t begin, int32_t end, int32_t worker) {
+  (void)context, (void)begin, (void)end, (void)worker;
+}
+
+/* Seconds that threads take to start on a job together and to finish it, at best; 0 on failure. */
+static double dispatch_time(int32_t threads) {
+  enum { TIMES = 10000 };
+  tfmi_heap heap;
+  tfm_dev d;
+  double best = 0;
+  int i, repeat;
+  memset(&heap, 0, sizeof heap);
+  if (tfmi_dev_open(&d, &heap, TFM_REF, 0, threads, NULL, true) != TFM_OK) return 0;
+  for (repeat = 0; repeat < 7; repeat++) {
+    double start = seconds(), time;
+    for (i = 0; i < TIMES; i++) tfm_parallel_for(&d, threads, 1, do_nothing, NULL);
+    time = (seconds() - start) / TIMES;
+    if (repeat == 0 || time < best) best = time;
+  }
+  tfmi_dev_close(&d, &heap);
   return best;
 }
 
@@ -166,6 +232,13 @@ static int print_ceilings(const options *o) {
   printf(o->json ? "{\"ceiling\": \"fma\", \"threads\": %d, \"gflops\": %.1f}\n"
                  : "float32 FMA     %3d threads  %9.1f GFLOP/s\n",
          (int)threads, multiply_ceiling(threads) / 1e9);
+  if (multiplies_bytes())
+    printf(o->json ? "{\"ceiling\": \"int8\", \"threads\": %d, \"gops\": %.1f}\n"
+                   : "bytes, VNNI     %3d threads  %9.1f GOP/s\n",
+           (int)threads, byte_ceiling(threads) / 1e9);
+  printf(o->json ? "{\"ceiling\": \"dispatch\", \"threads\": %d, \"microseconds\": %.2f}\n"
+                 : "empty dispatch  %3d threads  %9.2f us\n",
+         (int)threads, dispatch_time(threads) * 1e6);
   return 0;
 }
 
@@ -422,10 +495,11 @@ typedef struct figure {
   double median, best;         /* tokens per second */
   double gb_per_s, gflops;     /* at the median */
   double share;                /* of the limit; below zero: no ceiling was measured */
-  const char *bound;           /* "read" or "fma" */
+  const char *bound;           /* "read", "fma" or "int8" */
 } figure;
 
-static figure figure_of(const workload *w, double *rates, int32_t n, double read, double multiply) {
+static figure figure_of(const workload *w, double *rates, int32_t n, double read, double multiply,
+                        const char *unit) {
   figure f = {0, 0, 0, 0, -1, "none"};
   qsort(rates, (size_t)n, sizeof *rates, by_value);
   f.median = n % 2 ? rates[n / 2] : 0.5 * (rates[n / 2 - 1] + rates[n / 2]);
@@ -434,7 +508,7 @@ static figure figure_of(const workload *w, double *rates, int32_t n, double read
   f.gflops = f.median * w->flops / 1e9;
   if (read > 0 && multiply > 0) {
     double by_read = read / w->bytes, by_multiply = multiply / w->flops;
-    f.bound = by_read < by_multiply ? "read" : "fma";
+    f.bound = by_read < by_multiply ? "read" : unit;
     f.share = f.median / (by_read < by_multiply ? by_read : by_multiply);
   }
   return f;
@@ -444,10 +518,11 @@ static void print_figure(const options *o, const tfm_model_info *info, const wor
                          const figure *f, int32_t threads) {
   char share[32] = "null", name[32];
   const char *slash = strrchr(o->path, '/');
-  snprintf(name, sizeof name, "%s%d", w->kind, (int)w->tokens);
+  snprintf(name, sizeof name, o->batch > 1 ? "%s%dx%d" : "%s%d", w->kind, (int)w->tokens,
+           (int)o->batch);
   if (f->share >= 0) snprintf(share, sizeof share, "%.3f", f->share);
   if (o->json)
-    printf("{\"model\": \"%s\", \"type\": \"%s\", \"device\": \"%s\", \"threads\": %d, "
+    printf("{\"model\": \"%s\", \"type\": \"%s\", \"backend\": \"%s\", \"threads\": %d, "
            "\"batch\": %d, \"workload\": \"%s\", \"tokens_per_s\": %.2f, "
            "\"best_tokens_per_s\": %.2f, \"bytes_per_token\": %.0f, \"gb_per_s\": %.2f, "
            "\"flops_per_token\": %.0f, \"gflops\": %.2f, \"bound\": \"%s\", "
@@ -466,6 +541,8 @@ static void print_figure(const options *o, const tfm_model_info *info, const wor
 static int measure(const options *o, const tfm_model_info *info, const run_state *r,
                    const workload *w) {
   double rates[REPEAT_MAX], read = 0, multiply = 0, each = (double)w->tokens * o->batch;
+  bool bytes = multiplies_bytes() && !strcmp(info->device, "cpu") &&
+               tfmi_types[info->weights].block_values > 1;
   tfm_stats stats;
   figure f;
   int32_t i;
@@ -473,7 +550,8 @@ static int measure(const options *o, const tfm_model_info *info, const run_state
   if (strcmp(info->device, "cuda")) { /* a GPU's ceilings are not measured here */
     uint64_t set = info->token_bytes < 1 << 20 ? 1 << 20 : info->token_bytes;
     read = read_ceiling(cores_or(stats.threads), set < 1 << 30 ? set : 1 << 30);
-    multiply = multiply_ceiling(cores_or(stats.threads));
+    multiply = bytes ? byte_ceiling(cores_or(stats.threads))
+                     : multiply_ceiling(cores_or(stats.threads));
   }
   if (run_once(r, w, r->ids + w->tokens) < 0) return tool_fail(); /* warm */
   for (i = 0; i < o->repeat; i++) {
@@ -481,7 +559,7 @@ static int measure(const options *o, const tfm_model_info *info, const run_state
     if (time < 0) return tool_fail();
     rates[i] = each / time;
   }
-  f = figure_of(w, rates, o->repeat, read, multiply);
+  f = figure_of(w, rates, o->repeat, read, multiply, bytes ? "int8" : "fma");
   print_figure(o, info, w, &f, stats.threads);
   return 0;
 }

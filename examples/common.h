@@ -17,7 +17,7 @@ enum { TOOL_FAILED = 1, TOOL_USAGE = 2, TOOL_CANCELLED = 130 }; /* exit statuses
 
 static inline int tool_fail(void) {
   fprintf(stderr, TOOL ": %s\n", tfm_error());
-  return TOOL_FAILED;
+  return tfm_error_status() == TFM_E_CANCELLED ? TOOL_CANCELLED : TOOL_FAILED;
 }
 
 /* ---- Arguments; a bad one ends the program with a hint at --help ---- */

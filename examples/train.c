@@ -1,256 +1,278 @@
-/* train.c - trains a small model on a text, then lets it write.
+/* train.c - trains a language model on your texts, from the first weights to a model that writes.
 
    build:   cc -O3 -march=native -o train examples/train.c -lm -lpthread
-   run:     ./train book.txt -o model            letters as tokens, 4 layers of 128
-            ./train book.txt -o model --resume   goes on from model/checkpoint
-   output:  a line of loss now and then on stderr, samples and the last one on stdout. The folder
-            gets config.json and model.safetensors, which generate and transformers read, and the
-            checkpoint. Ctrl-C saves and exits with status 130. */
+   run:     ./train book.txt -o model               letters as tokens, 4 layers of 128
+            ./train books/ -o model --preset small  a vocabulary of 4096 built from the texts
+            ./train books/ -o model --preset small --resume     goes on from model/checkpoint
+            ./train books/ --preset small --lr-find             which learning rate?
+   output:  progress on stderr, samples on stdout. DIR gets config.json, model.safetensors and
+            tokenizer.json, which generate and transformers read; checkpoint; log.jsonl; loss.svg;
+            samples.txt. Ctrl-C saves and exits with status 130. */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 #define TOOL "train"
 #include "common.h"
-#include <math.h>
-#include <signal.h>
-#include <sys/stat.h>
-#include <time.h>
+#include "training.h"
 
-enum { KEY_ARCH = 256 + 32, KEY_LAYERS, KEY_WIDTH, KEY_HEADS, KEY_LR, KEY_SAVE, KEY_RESUME,
-       KEY_TOKENIZER, KEY_SEED };
+enum { KEY_ARCH = 256 + 32, KEY_PRESET, KEY_LAYERS, KEY_WIDTH, KEY_HEADS, KEY_KV_HEADS, KEY_FFN,
+       KEY_TOKENIZER, KEY_UNTIED, KEY_LR_FIND };
 
 typedef struct options {
   tfm_shape shape;
-  tfm_trainer_config config;
-  const char *path, *folder, *tokenizer;
-  int64_t save_every;
-  bool resume;
+  run_options run;
+  const char *tokenizer, *preset;
+  int32_t lr_find; /* steps of each rate; 0: train */
 } options;
-
-typedef struct data { /* the text as tokens; the last tenth is for validation */
-  tfm_tokenizer *tokenizer;
-  int32_t *ids;
-  int64_t count, training;
-} data;
-
-static volatile int32_t interrupted;
-
-static void on_interrupt(int signal_number) {
-  (void)signal_number;
-  interrupted = 1;
-}
 
 /* ---- Options ---- */
 
+static const struct preset {
+  const char *name, *arch, *tokenizer;
+  int32_t layers, width, heads, ffn, context, batch, accumulate;
+  float lr;
+} presets[] = { /* parameters: 0.8, 5.8, 20 and 102 million */
+  {"char", "gpt2", "char", 4, 128, 4, 512, 64, 16, 1, 1e-3f},
+  {"small", "llama", "bpe:4096", 6, 256, 4, 768, 256, 32, 1, 1e-3f},
+  {"medium", "llama", "bpe:8192", 5, 512, 8, 1376, 512, 16, 1, 6e-4f},
+  {"large", "llama", "bpe:16384", 12, 768, 12, 2048, 512, 8, 4, 4e-4f}};
+
 static const struct argp_option option_list[] = {
-  {"output", 'o', "DIR", 0, "Write the model and the checkpoint into DIR", 0},
-  {"resume", KEY_RESUME, NULL, 0, "Go on from DIR/checkpoint: same text, same options", 0},
-  {"tokenizer", KEY_TOKENIZER, "PATH", 0, "Tokens of PATH; by default, one per character", 0},
-  {"steps", 'n', "N", 0, "Train N steps, default 1000", 0},
-  {"batch", 'b', "B", 0, "Sequences in a step, default 16", 0},
-  {"context", 'c', "T", 0, "Tokens of a sequence, default 64", 0},
-  {"arch", KEY_ARCH, "NAME", 0, "gpt2, the default, or llama", 0},
-  {"layers", KEY_LAYERS, "N", 0, "Default 4", 0},
-  {"width", KEY_WIDTH, "N", 0, "Default 128", 0},
-  {"heads", KEY_HEADS, "N", 0, "Default 4", 0},
-  {"lr", KEY_LR, "X", 0, "Highest learning rate, default 0.001; it falls along a cosine", 0},
-  {"save-every", KEY_SAVE, "N", 0, "Steps between checkpoints, default 250", 0},
-  {"seed", KEY_SEED, "S", 0, "Of the first weights and the choice of sequences, default 1", 0},
-  {"threads", 'j', "N", 0, "Use N threads; 0, the default: one per core", 0},
+  {"preset", KEY_PRESET, "NAME", 0, "char (the default), small, medium or large: the defaults of "
+   "what follows, and of --batch, --context and --lr", 0},
+  {"tokenizer", KEY_TOKENIZER, "KIND", 0, "char, word, word:N or bpe:N, built from the texts; or "
+   "a PATH", 0},
+  {"arch", KEY_ARCH, "NAME", 0, "gpt2 or llama", 0},
+  {"layers", KEY_LAYERS, "N", 0, "Layers", 0},
+  {"width", KEY_WIDTH, "N", 0, "Values of the residual stream", 0},
+  {"heads", KEY_HEADS, "N", 0, "Attention heads", 0},
+  {"kv-heads", KEY_KV_HEADS, "N", 0, "Heads of keys and values; default --heads", 0},
+  {"ffn", KEY_FFN, "N", 0, "Values inside the feed-forward part", 0},
+  {"untied", KEY_UNTIED, NULL, 0, "A head of its own instead of the embedding table", 0},
+  {"lr-find", KEY_LR_FIND, "N", OPTION_ARG_OPTIONAL, "Instead of training, N (100) steps with each "
+   "of 13 rates, from 1e-5 to 1e-1; DIR/lr.svg", 0},
   {NULL, 0, NULL, 0, NULL, 0}};
+
+static int32_t width_of(struct argp_state *state, const char *option, const char *arg) {
+  return (int32_t)tool_integer(state, option, arg, 1, 65536);
+}
 
 static error_t option_parse(int key, char *arg, struct argp_state *state) {
   options *o = (options *)state->input;
   tfm_shape *s = &o->shape;
-  tfm_trainer_config *c = &o->config;
   switch (key) {
-  case 'o': o->folder = arg; return 0;
-  case KEY_RESUME: o->resume = true; return 0;
+  case ARGP_KEY_INIT: state->child_inputs[0] = &o->run; return 0;
+  case KEY_PRESET: o->preset = arg; return 0;
   case KEY_TOKENIZER: o->tokenizer = arg; return 0;
-  case 'n': c->steps = (int32_t)tool_integer(state, "--steps", arg, 1, 100000000); return 0;
-  case 'b': c->batch = (int32_t)tool_integer(state, "--batch", arg, 1, 65536); return 0;
-  case 'c': s->context = (int32_t)tool_integer(state, "--context", arg, 2, 65536); return 0;
   case KEY_ARCH: s->family = arg; return 0;
   case KEY_LAYERS: s->layers = (int32_t)tool_integer(state, "--layers", arg, 1, 4096); return 0;
-  case KEY_WIDTH: s->width = (int32_t)tool_integer(state, "--width", arg, 1, 65536); return 0;
-  case KEY_HEADS: s->heads = (int32_t)tool_integer(state, "--heads", arg, 1, 65536); return 0;
-  case KEY_LR: c->lr = tool_number(state, "--lr", arg, 1e-9f, 10); return 0;
-  case KEY_SAVE: o->save_every = tool_integer(state, "--save-every", arg, 1, INT32_MAX); return 0;
-  case KEY_SEED: s->seed = (uint64_t)tool_integer(state, "--seed", arg, 0, INT64_MAX); return 0;
-  case 'j': c->threads = (int32_t)tool_integer(state, "--threads", arg, 0, 1024); return 0;
-  case ARGP_KEY_ARG: return tool_only_argument(state, arg, &o->path);
+  case KEY_WIDTH: s->width = width_of(state, "--width", arg); return 0;
+  case KEY_HEADS: s->heads = width_of(state, "--heads", arg); return 0;
+  case KEY_KV_HEADS: s->kv_heads = width_of(state, "--kv-heads", arg); return 0;
+  case KEY_FFN: s->ffn_width = width_of(state, "--ffn", arg); return 0;
+  case KEY_UNTIED: s->untied = true; return 0;
+  case KEY_LR_FIND:
+    o->lr_find = arg ? (int32_t)tool_integer(state, "--lr-find", arg, 1, 100000) : 100;
+    return 0;
+  case ARGP_KEY_ARG: o->run.named[o->run.named_count++] = arg; return 0;
   case ARGP_KEY_END:
-    if (!o->path) argp_error(state, "expected a TEXT to learn from");
-    if (o->resume && !o->folder) argp_error(state, "--resume needs the DIR of --output");
+    if (!o->run.named_count) argp_error(state, "expected DATA, a text to learn from");
+    if (o->run.resume && !o->run.folder) argp_error(state, "--resume needs the DIR of --output");
     return 0;
   default: return ARGP_ERR_UNKNOWN;
   }
 }
 
-static const struct argp parser = {option_list, option_parse, "TEXT",
-                                   "Trains a small model on a text, then lets it write.", NULL,
-                                   NULL, NULL};
+static const struct argp parser = {option_list, option_parse, "DATA...",
+                                   "Trains a language model on texts: files, or folders of them.",
+                                   run_child, NULL, NULL};
 
-/* ---- Data ---- */
-
-static bool data_open(data *d, const options *o) {
-  FILE *f = fopen(o->path, "rb");
-  size_t bytes;
-  char *text = f ? tool_read_all(f, &bytes) : NULL;
-  if (f) fclose(f);
-  else fprintf(stderr, TOOL ": %s cannot be opened\n", o->path);
-  if (!text) return false;
-  d->tokenizer = o->tokenizer ? tfm_tokenizer_load(o->tokenizer, NULL)
-                              : tfm_tokenizer_from_text(text, bytes, NULL);
-  d->count = d->tokenizer ? tfm_encode(d->tokenizer, text, bytes, 0, NULL, 0) : -1;
-  d->ids = d->count > 0 ? (int32_t *)malloc((size_t)d->count * sizeof *d->ids) : NULL;
-  if (d->ids) tfm_encode(d->tokenizer, text, bytes, 0, d->ids, (size_t)d->count);
-  else tool_fail();
-  d->training = d->count - d->count / 10;
-  free(text);
-  if (d->ids && d->count / 10 <= o->shape.context) {
-    fprintf(stderr, TOOL ": %s has %lld tokens; expected more than ten times the context\n",
-            o->path, (long long)d->count);
-    return false;
+/* What the command line left open is as the preset has it. */
+static bool preset_apply(options *o) {
+  const char *name = o->preset ? o->preset : "char";
+  tfm_shape *s = &o->shape;
+  tfm_trainer_config *c = &o->run.config;
+  bool as_preset = !s->width && !s->family; /* or else the family's own feed-forward width */
+  size_t i;
+  for (i = 0; i < sizeof presets / sizeof *presets; i++) {
+    const struct preset *p = &presets[i];
+    if (strcmp(p->name, name)) continue;
+    if (!s->family) s->family = p->arch;
+    if (!s->layers) s->layers = p->layers;
+    if (!s->width) s->width = p->width;
+    if (!s->heads) s->heads = p->heads;
+    if (!s->ffn_width && as_preset) s->ffn_width = p->ffn;
+    if (!c->context) c->context = p->context;
+    if (!c->batch) c->batch = p->batch;
+    if (!c->accumulate) c->accumulate = p->accumulate;
+    if (c->lr == 0) c->lr = p->lr;
+    if (!o->tokenizer) o->tokenizer = p->tokenizer;
+    return true;
   }
-  return d->ids != NULL;
+  fprintf(stderr, TOOL ": --preset: expected char, small, medium or large, found \"%s\"\n", name);
+  return false;
 }
 
-static double seconds(void) {
-  struct timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
+/* ---- The vocabulary ---- */
 
-static uint64_t mix(uint64_t x) { /* splitmix64 */
-  x += UINT64_C(0x9E3779B97F4A7C15);
-  x = (x ^ x >> 30) * UINT64_C(0xBF58476D1CE4E5B9);
-  x = (x ^ x >> 27) * UINT64_C(0x94D049BB133111EB);
-  return x ^ x >> 31;
-}
+typedef struct texts { /* whole files in memory, while a vocabulary is built */
+  char **text;
+  size_t *bytes, count;
+} texts;
 
-/* Sequences of ids [first, end), chosen by seed and step alone: a resumed run sees the same. */
-static void batch_fill(const data *d, const options *o, int64_t first, int64_t end, int64_t step,
-                       int32_t *tokens, int32_t *targets) {
-  int32_t context = o->shape.context, row;
-  for (row = 0; row < o->config.batch; row++) {
-    uint64_t at = mix(mix(o->shape.seed + (uint64_t)step) + (uint64_t)row);
-    const int32_t *from = d->ids + first + (int64_t)(at % (uint64_t)(end - first - context));
-    memcpy(tokens + (size_t)row * (size_t)context, from, (size_t)context * sizeof *tokens);
-    memcpy(targets + (size_t)row * (size_t)context, from + 1, (size_t)context * sizeof *tokens);
+static bool texts_read(texts *t, const file_list *files) {
+  size_t i;
+  for (i = 0; i < files->count; i++) {
+    FILE *f = fopen(files->path[i], "rb");
+    t->text[t->count] = f ? tool_read_all(f, &t->bytes[t->count]) : NULL;
+    if (f) fclose(f);
+    else fprintf(stderr, TOOL ": %s cannot be opened\n", files->path[i]);
+    if (!t->text[t->count++]) return false;
   }
+  return true;
 }
 
-/* ---- The run ---- */
-
-static char *in_folder(const options *o, const char *name, char *path, size_t room) {
-  snprintf(path, room, "%s/%s", o->folder, name);
-  return path;
+static tfm_tokenizer *tokenizer_train(const options *o, tfm_vocabulary kind, int32_t size) {
+  static const char *const special[] = {"<|endoftext|>", "<unk>"};
+  const run_options *r = &o->run;
+  size_t all = r->texts.count + r->held_out.count;
+  texts t = {(char **)calloc(all, sizeof *t.text), (size_t *)calloc(all, sizeof *t.bytes), 0};
+  tfm_vocabulary_config c;
+  tfm_tokenizer *made = NULL;
+  memset(&c, 0, sizeof c);
+  c.host.progress = tool_progress;
+  c.host.cancel = &interrupted;
+  c.kind = kind;
+  c.size = size;
+  c.special = special;
+  c.special_count = kind == TFM_WORDS ? 2 : 1;
+  c.threads = r->config.threads;
+  if (t.text && t.bytes && texts_read(&t, &r->texts) &&
+      (kind != TFM_CHARACTERS || texts_read(&t, &r->held_out))) { /* whose letters count too */
+    made = tfm_tokenizer_train((const char *const *)t.text, t.bytes, t.count, &c);
+    if (!made) tool_fail();
+  }
+  while (t.count) free(t.text[--t.count]);
+  free(t.text);
+  free(t.bytes);
+  return made;
 }
 
-static bool save(tfm_trainer *t, const options *o) {
-  char path[1000];
-  if (!o->folder) return true;
-  return tfm_trainer_save(t, in_folder(o, "checkpoint", path, sizeof path)) == TFM_OK &&
-         tfm_trainer_export(t, o->folder) == TFM_OK;
+/* The tokenizer that --tokenizer names: built from the texts, or a file's. */
+static tfm_tokenizer *tokenizer_named(const options *o) {
+  static const struct { const char *name; tfm_vocabulary kind; } kinds[] = {
+    {"char", TFM_CHARACTERS}, {"word", TFM_WORDS}, {"bpe", TFM_BPE}};
+  tfm_tokenizer *t;
+  size_t i;
+  for (i = 0; i < 3; i++) {
+    size_t n = strlen(kinds[i].name);
+    if (strncmp(o->tokenizer, kinds[i].name, n)) continue;
+    if (o->tokenizer[n] == 0) return tokenizer_train(o, kinds[i].kind, 0);
+    if (o->tokenizer[n] == ':')
+      return tokenizer_train(o, kinds[i].kind, atoi(o->tokenizer + n + 1));
+  }
+  t = tfm_tokenizer_load(o->tokenizer, NULL);
+  if (!t) tool_fail();
+  return t;
 }
 
-/* Mean loss of four batches that are never learnt from. */
-static double validate(tfm_trainer *t, const data *d, const options *o, int32_t *tokens,
-                       int32_t *targets) {
+/* A run that goes on has one; a new one leaves it in its folder, where that can be written. */
+static tfm_tokenizer *tokenizer_open(const options *o) {
+  char path[RUN_ROOM];
+  tfm_tokenizer *t;
+  if (o->run.resume && access(run_path(&o->run, "tokenizer.json", path), R_OK) == 0) {
+    t = tfm_tokenizer_load(path, NULL);
+    if (!t) tool_fail();
+    return t;
+  }
+  t = tokenizer_named(o);
+  if (t && o->run.folder &&
+      tfm_tokenizer_save(t, run_path(&o->run, "tokenizer.json", path)) != TFM_OK)
+    fprintf(stderr, TOOL ": %s\n", tfm_error());
+  return t;
+}
+
+/* ---- Which rate ---- */
+
+/* The loss after some steps at one rate, from the same weights over the same texts. */
+static double loss_at(run *r, const options *o, float rate) {
+  tfm_trainer_config c = o->run.config;
   double sum = 0;
-  int i;
-  for (i = 0; i < 4; i++) {
+  int32_t i, last = o->lr_find < 10 ? o->lr_find : 10;
+  c.lr = rate;
+  c.min_lr = 0;
+  c.schedule = TFM_CONSTANT;
+  c.warmup = o->lr_find / 10;
+  r->trainer = tfm_trainer_init(&o->shape, &c);
+  r->sequences = 0;
+  for (i = 0; i < o->lr_find; i++) {
     tfm_step s = {0};
-    batch_fill(d, o, d->training, d->count, i, tokens, targets);
-    if (tfm_trainer_eval(t, tokens, targets, NULL, &s) != TFM_OK) return NAN;
-    sum += s.loss / 4;
+    tfm_status status = r->trainer ? run_step(r, &s) : TFM_E_MEMORY;
+    if (status != TFM_OK || s.skipped) sum = NAN;
+    if (status != TFM_OK) break;
+    if (i >= o->lr_find - last) sum += s.loss / last;
   }
+  tfm_trainer_free(r->trainer);
+  r->trainer = NULL;
   return sum;
 }
 
-/* A passage by the model that was saved last. */
-static bool write_sample(const data *d, const options *o) {
-  tfm_sampling how = {.temperature = 0.8f, .seed = o->shape.seed};
-  tfm_model *m = tfm_model_load(o->folder, NULL);
-  tfm_session *s = tfm_session_create(m, NULL);
-  tfm_status status = tfm_feed(s, d->ids, 1);
-  int32_t ids[256], n = 0, id = 0;
-  char text[8192];
-  while (status == TFM_OK && n < 256 && n < o->shape.context - 2 && (id = tfm_next(s, &how)) >= 0)
-    ids[n++] = id;
-  if (n > 0 && tfm_decode(d->tokenizer, ids, (size_t)n, text, sizeof text) > 0) puts(text);
-  fflush(stdout);
-  tfm_session_free(s);
-  tfm_model_free(m);
-  return n > 0;
+static int lr_find(run *r, const options *o) {
+  plot_line line = {"loss", "#4878cf", NULL, NULL, 0, 0, true};
+  plot p = {"loss after a few steps at each learning rate", "learning rate", "", &line, 1, true};
+  const tfm_trainer_config *c = &o->run.config;
+  size_t n = (size_t)c->batch * (size_t)c->context * (size_t)c->accumulate;
+  char path[RUN_ROOM];
+  int i;
+  r->info.batch = c->batch;
+  r->info.accumulate = c->accumulate;
+  r->tokens = (int32_t *)malloc(2 * n * sizeof *r->tokens);
+  r->targets = r->tokens + n;
+  for (i = 0; r->tokens && i < 13 && !interrupted; i++) {
+    float rate = powf(10, -5 + (float)i / 3);
+    double loss = loss_at(r, o, rate);
+    if (isnan(loss) && tfm_error_status() == TFM_E_MEMORY) return tool_fail();
+    fprintf(stderr, "lr %.1e  loss %.4f\n", (double)rate, loss);
+    p.lines = &line;
+    plot_add(&line, (double)rate, loss);
+    if (o->run.folder) plot_write(&p, run_path(&o->run, "lr.svg", path));
+  }
+  plot_free(&line);
+  return interrupted ? TOOL_CANCELLED : 0;
 }
 
-static int run(tfm_trainer *t, const data *d, const options *o) {
-  size_t n = (size_t)o->config.batch * (size_t)o->shape.context;
-  int32_t *tokens = (int32_t *)malloc(2 * n * sizeof *tokens), *targets = tokens + n;
-  tfm_trainer_info info = {0};
-  tfm_status status = tokens ? tfm_trainer_describe(t, &info) : TFM_E_MEMORY;
-  double since = seconds();
-  int64_t step = info.step, told = step;
-  fprintf(stderr, TOOL ": %llu parameters, %.1f MB, %lld tokens\n",
-          (unsigned long long)info.parameters, (double)info.memory_bytes / 1e6,
-          (long long)d->count);
-  while (status == TFM_OK && step < o->config.steps) {
-    tfm_step s = {0};
-    bool tell;
-    batch_fill(d, o, 0, d->training, step, tokens, targets);
-    status = tfm_trainer_step(t, tokens, targets, NULL, &s);
-    if (status != TFM_OK) break;
-    step++;
-    tell = step % o->save_every == 0 || step == o->config.steps;
-    if (!tell && step % 25) continue;
-    fprintf(stderr, "step %lld  loss %.4f  accuracy %.3f  %.0f tokens/s", (long long)step, s.loss,
-            s.accuracy, (double)(step - told) * (double)n / (seconds() - since));
-    if (tell) fprintf(stderr, "  validation %.4f", validate(t, d, o, tokens, targets));
-    fprintf(stderr, "\n");
-    if (tell && !save(t, o)) status = tfm_error_status();
-    if (tell && o->folder && status == TFM_OK && !write_sample(d, o)) status = tfm_error_status();
-    since = seconds();
-    told = step;
-  }
-  free(tokens);
-  if (status == TFM_E_CANCELLED) return save(t, o) ? TOOL_CANCELLED : tool_fail();
-  return status == TFM_OK ? 0 : tool_fail();
+static int run_all(options *o, run *r, tfm_tokenizer *tokenizer) {
+  tfm_tokenizer_info v = {0};
+  r->o = &o->run;
+  r->tokenizer = tokenizer;
+  if (tfm_tokenizer_describe(tokenizer, &v) != TFM_OK || !run_data_open(r)) return tool_fail();
+  o->run.config.data = r->data->mark;
+  o->shape.vocabulary = v.vocabulary;
+  o->shape.context = o->run.config.context;
+  o->shape.seed = o->run.seed;
+  o->shape.tokenizer = tokenizer;
+  if (o->lr_find) return lr_find(r, o);
+  r->trainer = tfm_trainer_init(&o->shape, &o->run.config);
+  return r->trainer ? run_loop(r) : tool_fail();
 }
 
 int main(int argc, char **argv) {
   options o;
-  data d = {0};
-  tfm_trainer *t = NULL;
-  tfm_tokenizer_info vocabulary = {0};
-  char path[1000];
+  run r;
+  tfm_tokenizer *tokenizer = NULL;
   int status = TOOL_FAILED;
   memset(&o, 0, sizeof o);
-  o.shape.layers = o.shape.heads = 4;
-  o.shape.width = 128;
-  o.shape.context = 64;
-  o.shape.seed = 1;
-  o.save_every = 250;
-  o.config.batch = 16;
-  o.config.steps = 1000;
-  o.config.lr = 1e-3f;
-  o.config.schedule = TFM_COSINE;
-  o.config.host.cancel = &interrupted;
+  memset(&r, 0, sizeof r);
+  run_defaults(&o.run, argc);
   tool_parse(&parser, argc, argv, &o);
-  o.config.warmup = o.config.steps / 20;
-  o.config.context = o.shape.context;
+  if (!preset_apply(&o)) return TOOL_USAGE;
+  run_settle(&o.run);
   signal(SIGINT, on_interrupt);
-  if (data_open(&d, &o) && tfm_tokenizer_describe(d.tokenizer, &vocabulary) == TFM_OK) {
-    o.shape.vocabulary = vocabulary.vocabulary;
-    if (o.folder) mkdir(o.folder, 0777);
-    t = tfm_trainer_init(&o.shape, &o.config);
-    if (!t || (o.resume &&
-               tfm_trainer_resume(t, in_folder(&o, "checkpoint", path, sizeof path)) != TFM_OK))
-      status = tool_fail();
-    else status = run(t, &d, &o);
-  }
-  tfm_trainer_free(t);
-  tfm_tokenizer_free(d.tokenizer);
-  free(d.ids);
+  if (o.run.folder) mkdir(o.run.folder, 0777);
+  if (run_list(&o.run)) tokenizer = tokenizer_open(&o);
+  if (tokenizer) status = run_all(&o, &r, tokenizer);
+  else if (interrupted) status = TOOL_CANCELLED;
+  run_free(&r);
+  tfm_tokenizer_free(tokenizer);
+  run_options_free(&o.run);
   return tool_finish(status);
 }

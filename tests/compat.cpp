@@ -8,7 +8,10 @@ int main() {
   tfm_engine_config engine{};
   tfm_sampling sampling{};
   tfm_plan plan{};
-  tfm_tokenizer *t = tfm_tokenizer_from_text("abc", 3, nullptr);
+  tfm_vocabulary_config characters{};
+  const char *texts[] = {"abc"};
+  characters.kind = TFM_CHARACTERS;
+  tfm_tokenizer *t = tfm_tokenizer_train(texts, nullptr, 1, &characters);
   int32_t ids[3] = {0, 0, 0};
   model.device = TFM_REF;
   sampling.temperature = 1;

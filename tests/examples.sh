@@ -90,9 +90,10 @@ check "Ctrl-C" interrupt
 small=(build/train README.md --layers 1 --width 32 --heads 2 --context 48 --batch 8 --steps 1200
        --save-every 400 --lr 0.01)
 resumes() { # interrupted and resumed, as if nothing had happened
+  rm -f "$work/err"
   "${small[@]}" -o "$work/again" > "$work/out" 2> "$work/err" &
   local pid=$!
-  until grep -q "step 25" "$work/err" || ! kill -0 $pid 2> /dev/null; do sleep 0.05; done
+  until grep -sq "step 25" "$work/err" || ! kill -0 $pid 2> /dev/null; do sleep 0.05; done
   kill -INT $pid
   wait $pid
   local found=$?
@@ -101,13 +102,35 @@ resumes() { # interrupted and resumed, as if nothing had happened
     cmp "$work/whole/model.safetensors" "$work/again/model.safetensors"
 }
 check "train" status 0 "${small[@]}" -o "$work/whole" -j 1
-check "train writes samples" test -s "$work/out"
+check "train writes samples" test -s "$work/out" -a -s "$work/whole/samples.txt"
 check "train tells the validation loss" grep -q "validation [0-9]" "$work/err"
+check "train draws its losses" python3 -c 'import sys, xml.dom.minidom
+assert xml.dom.minidom.parse(sys.argv[1]).getElementsByTagName("circle").length == 3' \
+  "$work/whole/loss.svg"
 check "train, Ctrl-C and --resume" resumes
+check "train logs every line once" python3 -c 'import json, sys
+logs = [[json.loads(line) for line in open(path)] for path in sys.argv[1:]]
+steps = [[row["step"] for row in log] for log in logs]
+assert steps[0] == steps[1] == list(range(25, 1201, 25)), steps
+differ = [a["step"] for a, b in zip(*logs) if a["loss"] != b["loss"]]
+assert len(differ) < 2, differ  # the mean over the steps since the interruption
+assert logs[0][-1]["validation"] < 3.3, logs[0][-1]' "$work/whole/log.jsonl" "$work/again/log.jsonl"
+check "what train wrote generates" status 0 build/generate "$work/whole" -n 20
 check "train, another shape" fails_with 1 "another shape" build/train README.md -o "$work/whole" \
   --resume --context 48 --steps 1200
-check "train, too short a text" fails_with 1 "ten times" build/train tests/api.txt --context 3000
+check "train, other data" fails_with 1 "other data" "${small[@]}" -o "$work/whole" --resume \
+  --seed 2
+check "train, too short a text" fails_with 1 "more than the context" build/train tests/api.txt \
+  --context 30000
 check "train, no such text" fails_with 1 "no/such" build/train no/such
+check "train, no such preset" fails_with 2 "medium" build/train README.md --preset huge
+books=(build/train examples --validation examples/hello.c --arch llama --tokenizer bpe:300
+       --layers 1 --width 32 --heads 2 --kv-heads 1 --ffn 64 --context 32
+       --batch 4 --steps 4 --generate "a b")
+check "train on a folder" status 0 "${books[@]}" -o "$work/folder"
+check "train begins samples" grep -q "^a b" "$work/out"
+check "train --lr-find" status 0 "${books[@]}" --lr-find=3 -o "$work/folder"
+check "train --lr-find draws" test -s "$work/folder/lr.svg"
 
 round_trip() { # TOKENIZER
   printf 'Hello, world! It costs 3 EUR.\n' > "$work/text"
@@ -116,6 +139,22 @@ round_trip() { # TOKENIZER
     cut -f 1 | paste -sd ' ' | cmp - "$work/ids"
 }
 check "tokenize and back" round_trip $tiny
+
+trains() { # KIND:N: a vocabulary of a text, which the text goes through and comes back
+  status 0 build/tokenize --train "$1" README.md CHANGELOG.md -o "$work/tokenizer.json" &&
+    round_trip "$work/tokenizer.json" && build/tokenize "$work/tokenizer.json" < README.md |
+    build/tokenize --decode "$work/tokenizer.json" | cmp - README.md &&
+    rm "$work/tokenizer.json"
+}
+check "tokenize --train bpe" trains bpe:500
+check "tokenize --train word" status 0 build/tokenize --train word:300 README.md -o "$work/words"
+check "tokenize --train char" status 0 build/tokenize --train char README.md -o "$work/chars"
+check "tokenize --train tells" grep -q "characters, [0-9]* tokens" "$work/err"
+check "tokenize --train, no overwriting" fails_with 2 "exists; --force" build/tokenize --train bpe \
+  README.md -o "$work/chars"
+check "tokenize --train, no output" fails_with 2 "needs the FILE" build/tokenize --train bpe \
+  README.md
+check "tokenize --train, no such kind" fails_with 2 "bpe:N" build/tokenize --train bep:1 x -o y
 
 step_by_step() { # MODEL VOCABULARY: one call, and token by token, write the same logits
   status 0 build/logits "$1" --ids "1 5,7 9" -o "$work/a" &&

@@ -38,17 +38,71 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, GenerationConfig,
-                          LlamaConfig, LlamaForCausalLM)
+from transformers import (AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GemmaConfig,
+                          GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig, MixtralConfig,
+                          Phi3Config, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig)
+from transformers.activations import ACT2FN
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 DATA = Path(__file__).resolve().parent / "data"
 SPECIAL = ["<unk>", "<s>", "</s>"]
 TRAINED = ["gpt2-a", "gpt2-b", "llama-a", "llama-b", "llama-c"]
+ONE_PLUS = ("gemma", "gemma2", "gemma3_text")  # norms multiply by 1 + w, embeddings by the root of the width
 TRAINING = {"steps": 20, "lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1, "clip": 1.0}
 
 
-def gpt2_config(**options):
-    return GPT2Config(bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options)
+# --- gpt2_moe: our own family, as transformer.h's >>families describes it
+
+class GPT2MoeConfig(GPT2Config):
+    model_type = "gpt2_moe"
+
+
+class Stack(torch.nn.Module):
+    """E linear maps."""
+    def __init__(self, experts, outputs, inputs):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(experts, outputs, inputs))
+        self.bias = torch.nn.Parameter(torch.zeros(experts, outputs))
+
+
+class GPT2Experts(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        inner = config.n_expert_inner or config.n_inner or 4 * config.n_embd
+        self.used = config.n_expert_used
+        self.act = ACT2FN[config.activation_function]
+        self.router = torch.nn.Linear(config.n_embd, config.n_expert, bias=False)
+        self.experts = torch.nn.ModuleDict({"c_fc": Stack(config.n_expert, inner, config.n_embd),
+                                            "c_proj": Stack(config.n_expert, config.n_embd, inner)})
+
+    def forward(self, x):
+        self.logits = self.router(x).flatten(0, -2)
+        best, chosen = self.logits.topk(self.used, dim=-1)
+        weights = best.softmax(dim=-1)
+        flat, up, down = x.flatten(0, -2), self.experts["c_fc"], self.experts["c_proj"]
+        out = torch.zeros_like(flat)
+        for e in range(self.router.out_features):
+            row, slot = torch.where(chosen == e)
+            y = self.act(flat[row] @ up.weight[e].T + up.bias[e]) @ down.weight[e].T + down.bias[e]
+            out = out.index_add(0, row, y * weights[row, slot, None])
+        return out.view_as(x)
+
+
+class GPT2MoeLMHeadModel(GPT2LMHeadModel):
+    config_class = GPT2MoeConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.mlp = GPT2Experts(config)
+
+
+AutoConfig.register("gpt2_moe", GPT2MoeConfig)
+AutoModelForCausalLM.register(GPT2MoeConfig, GPT2MoeLMHeadModel)
+
+
+def gpt2_config(kind=GPT2Config, **options):
+    return kind(bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **options)
 
 
 def llama3_rope(factor, theta):
@@ -56,6 +110,124 @@ def llama3_rope(factor, theta):
     # so all three bands of the llama3 rule occur in a head of 14 or 16 dimensions.
     return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def small(config, width, heads, **options):
+    return config(hidden_size=width, num_attention_heads=heads, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+                  **options)
+
+
+def rope(kind, theta=10000.0, **options):
+    return {"rope_type": kind, "rope_theta": theta, **options}
+
+
+def dense_cases():
+    """The families beside GPT-2 and Llama: past a window, past the context that scaling starts from."""
+    f32, bf16 = torch.float32, torch.bfloat16
+    factors = {"short_factor": [1.0, 1.1, 1.3], "long_factor": [1.5, 3.0, 7.0],
+               "original_max_position_embeddings": 24}
+    return {
+        "llama-d": (small(LlamaConfig, 24, 3, num_hidden_layers=2, intermediate_size=32, vocab_size=53,
+                          max_position_embeddings=64, rope_parameters=rope(
+                              "yarn", 50.0, factor=4.0, original_max_position_embeddings=16, beta_fast=3.0,
+                              beta_slow=0.5, mscale=2.0, mscale_all_dim=0.5, truncate=False)),
+                    41, f32, None, None),
+        "llama-e": (small(LlamaConfig, 24, 2, num_hidden_layers=2, intermediate_size=32, vocab_size=53,
+                          max_position_embeddings=20, rope_parameters=rope("dynamic", 30.0, factor=3.0)),
+                    45, f32, None, to_transformers4),
+        "mistral-a": (small(MistralConfig, 24, 4, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=33,
+                            vocab_size=53, max_position_embeddings=64, sliding_window=8, head_dim=10),
+                      37, f32, None, None),
+        "mistral-b": (small(MistralConfig, 30, 3, num_key_value_heads=1, num_hidden_layers=2, intermediate_size=28,
+                            vocab_size=47, max_position_embeddings=64, sliding_window=None, tie_word_embeddings=True,
+                            head_dim=None, rope_parameters=rope("yarn", 40.0, factor=4.0,
+                                                                original_max_position_embeddings=16)),
+                      40, bf16, None, to_transformers4),
+        "qwen2-a": (small(Qwen2Config, 24, 4, num_key_value_heads=2, num_hidden_layers=3, intermediate_size=20,
+                          vocab_size=53, max_position_embeddings=64, use_sliding_window=True, sliding_window=9,
+                          max_window_layers=1), 37, f32, None, None),
+        "qwen2-b": (small(Qwen2Config, 30, 3, num_key_value_heads=3, num_hidden_layers=2, intermediate_size=32,
+                          vocab_size=47, max_position_embeddings=64, tie_word_embeddings=True, rms_norm_eps=1e-3,
+                          rope_parameters=rope("linear", 100.0, factor=2.5)), 33, bf16, None, to_transformers4),
+        "qwen3-a": (small(Qwen3Config, 24, 4, num_key_value_heads=2, num_hidden_layers=3, intermediate_size=20,
+                          head_dim=10, vocab_size=53, max_position_embeddings=64, use_sliding_window=True,
+                          sliding_window=9, max_window_layers=2, attention_bias=True), 37, f32, None, None),
+        "qwen3-b": (small(Qwen3Config, 30, 3, num_key_value_heads=1, num_hidden_layers=2, intermediate_size=32,
+                          head_dim=14, vocab_size=47, max_position_embeddings=64, tie_word_embeddings=True,
+                          rms_norm_eps=1e-3, rope_parameters=rope(
+                              "yarn", 60.0, factor=4.0, original_max_position_embeddings=16, attention_factor=1.25)),
+                    45, bf16, None, to_transformers4),
+        "gemma-a": (small(GemmaConfig, 24, 4, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=33,
+                          head_dim=10, vocab_size=53, max_position_embeddings=64, attention_bias=True),
+                    37, f32, None, None),
+        "gemma-b": (small(GemmaConfig, 30, 3, num_key_value_heads=1, num_hidden_layers=2, intermediate_size=32,
+                          head_dim=12, vocab_size=47, max_position_embeddings=64, rms_norm_eps=1e-3),
+                    33, bf16, None, to_transformers4),
+        "gemma2-a": (small(Gemma2Config, 24, 4, num_key_value_heads=2, num_hidden_layers=3, intermediate_size=20,
+                           head_dim=10, vocab_size=53, max_position_embeddings=64, sliding_window=8,
+                           query_pre_attn_scalar=13, attn_logit_softcapping=1.5, final_logit_softcapping=2.5),
+                     37, f32, None, None),
+        "gemma2-b": (small(Gemma2Config, 30, 3, num_key_value_heads=1, num_hidden_layers=2, intermediate_size=32,
+                           head_dim=12, vocab_size=47, max_position_embeddings=64, sliding_window=11,
+                           query_pre_attn_scalar=6, attn_logit_softcapping=None, final_logit_softcapping=3.0,
+                           rms_norm_eps=1e-3), 33, bf16, None, to_transformers4),
+        "gemma3-a": (small(Gemma3TextConfig, 24, 4, num_key_value_heads=2, num_hidden_layers=3, intermediate_size=20,
+                           head_dim=10, vocab_size=53, max_position_embeddings=64, sliding_window=8,
+                           query_pre_attn_scalar=13, final_logit_softcapping=3.0,
+                           layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+                           rope_parameters={"full_attention": rope("linear", 500.0, factor=4.0),
+                                            "sliding_attention": rope("default", 20.0)}), 37, f32, None, None),
+        "gemma3-b": (small(Gemma3TextConfig, 30, 3, num_key_value_heads=1, num_hidden_layers=3, intermediate_size=32,
+                           head_dim=12, vocab_size=47, max_position_embeddings=64, sliding_window=11,
+                           query_pre_attn_scalar=6, sliding_window_pattern=2, rms_norm_eps=1e-3,
+                           rope_parameters={"full_attention": rope("default", 300.0),
+                                            "sliding_attention": rope("default", 10.0)}),
+                     33, bf16, None, to_transformers4),
+        "phi3-a": (small(Phi3Config, 24, 2, num_key_value_heads=1, num_hidden_layers=2, intermediate_size=33,
+                         vocab_size=53, max_position_embeddings=64, original_max_position_embeddings=24,
+                         sliding_window=13,
+                         rope_parameters=rope("longrope", 80.0, partial_rotary_factor=0.5, **factors)),
+                   41, f32, None, None),
+        "phi3-b": (small(Phi3Config, 18, 3, num_hidden_layers=2, intermediate_size=32, vocab_size=47,
+                         max_position_embeddings=96, original_max_position_embeddings=24, tie_word_embeddings=True,
+                         rope_parameters=rope("longrope", 80.0, **factors)), 24, bf16, None, to_transformers4),
+    }
+
+
+def expert_cases():
+    f32, bf16 = torch.float32, torch.bfloat16
+    llama = {"num_key_value_heads": 2, "vocab_size": 53, "max_position_embeddings": 64}
+    other = {"num_key_value_heads": 1, "vocab_size": 47, "max_position_embeddings": 64, "tie_word_embeddings": True,
+             "rms_norm_eps": 1e-3}
+    return {
+        "mixtral-a": (small(MixtralConfig, 24, 4, **llama, num_hidden_layers=2, intermediate_size=20,
+                            num_local_experts=5, num_experts_per_tok=2, sliding_window=8), 37, f32, None, None),
+        "mixtral-b": (small(MixtralConfig, 30, 3, **other, num_hidden_layers=2, intermediate_size=16, head_dim=12,
+                            num_local_experts=4, num_experts_per_tok=3, router_aux_loss_coef=0.5,
+                            rope_parameters=rope("default", 200.0)), 33, bf16, None, to_transformers4),
+        "qwen2moe-a": (small(Qwen2MoeConfig, 24, 4, **llama, num_hidden_layers=4, intermediate_size=20,
+                             moe_intermediate_size=12, shared_expert_intermediate_size=28, num_experts=6,
+                             num_experts_per_tok=3, decoder_sparse_step=2, use_sliding_window=True,
+                             sliding_window=9, max_window_layers=2), 37, f32, None, None),
+        "qwen2moe-b": (small(Qwen2MoeConfig, 30, 3, **other, num_hidden_layers=3, intermediate_size=32,
+                             moe_intermediate_size=14, shared_expert_intermediate_size=10, num_experts=5,
+                             num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[1], qkv_bias=False),
+                       33, bf16, None, to_transformers4),
+        "qwen3moe-a": (small(Qwen3MoeConfig, 24, 4, **llama, num_hidden_layers=3, intermediate_size=20, head_dim=10,
+                             moe_intermediate_size=12, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
+                             mlp_only_layers=[1], attention_bias=True, use_sliding_window=True, sliding_window=9),
+                       37, f32, None, None),
+        "qwen3moe-b": (small(Qwen3MoeConfig, 30, 3, **other, num_hidden_layers=2, intermediate_size=32, head_dim=14,
+                             moe_intermediate_size=14, num_experts=7, num_experts_per_tok=2,
+                             decoder_sparse_step=1), 33, bf16, None, to_transformers4),
+        "gpt2moe-a": (gpt2_config(GPT2MoeConfig, n_embd=24, n_head=3, n_layer=2, n_positions=64, vocab_size=53,
+                                  n_inner=20, n_expert=8, n_expert_used=2, n_expert_inner=None,
+                                  router_aux_loss_coef=0.01), 37, f32, None, None),
+        "gpt2moe-b": (gpt2_config(GPT2MoeConfig, n_embd=30, n_head=5, n_layer=2, n_positions=40, vocab_size=47,
+                                  n_expert=5, n_expert_used=3, n_expert_inner=14, activation_function="relu",
+                                  tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True,
+                                  router_aux_loss_coef=0.02), 33, bf16, None, None),
+    }
 
 
 def cases():
@@ -107,6 +279,24 @@ def to_transformers4_llama(folder):
         config["rope_scaling"] = rope
         config["torch_dtype"] = config.pop("dtype")
         config["pretraining_tp"] = 1
+        config["transformers_version"] = "4.46.0"
+    edit_json(folder / "config.json", edit)
+
+
+def to_transformers4(folder):
+    """The same for the other families: rope_theta and rope_scaling, torch_dtype, no layer_types."""
+    def edit(config):
+        rope = config.pop("rope_parameters")
+        config.pop("layer_types", None)
+        if "full_attention" in rope:
+            config["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+            config["sliding_window_pattern"] = config.pop("_sliding_window_pattern")
+            rope = rope["full_attention"]
+        config["rope_theta"] = rope.pop("rope_theta")
+        if "partial_rotary_factor" in rope:
+            config["partial_rotary_factor"] = rope.pop("partial_rotary_factor")
+        config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+        config["torch_dtype"] = config.pop("dtype")
         config["transformers_version"] = "4.46.0"
     edit_json(folder / "config.json", edit)
 
@@ -165,23 +355,31 @@ def add_tiny_extras(folder):
 
 # --- random weights
 
+def neutral(config, name, p):
+    """What a parameter is when it does nothing: a norm's weight 1 (Gemma's: 0), all else 0."""
+    norm = p.dim() == 1 and not name.endswith("bias")
+    return 1.0 if norm and config.model_type not in ONE_PLUS else 0.0
+
+
 def fill(module, rng):
     """Norm weights about 1, biases about 0, matrices scaled so that attention stays soft."""
+    scaled = module.config.model_type in ONE_PLUS
     for name, p in module.named_parameters():
         noise = torch.from_numpy(rng.standard_normal(p.shape)).float()
-        if p.dim() == 1:
-            p.copy_(0.3 * noise + (0.0 if name.endswith("bias") else 1.0))
+        if p.dim() == 1 or name.endswith("bias"):
+            p.copy_(0.3 * noise + neutral(module.config, name, p))
         elif any(part in name for part in ("wte", "wpe", "embed_tokens")):
-            p.copy_(0.3 * noise)
+            p.copy_(0.3 * noise / (p.shape[1] ** 0.5 / 3 if scaled else 1))
         else:
-            # GPT-2's Conv1D stores [in, out], Linear stores [out, in].
-            inputs = p.shape[0] if ".h." in name else p.shape[1]
+            # GPT-2's Conv1D stores [in, out], Linear and experts store [out, in].
+            turned = ".h." in name and "router" not in name and "experts" not in name
+            inputs = p.shape[0] if turned else p.shape[-1]
             p.copy_(1.5 / inputs ** 0.5 * noise)
 
 
 def save_case(folder, config, dtype, shard, edit, rng):
     shutil.rmtree(folder, ignore_errors=True)
-    model = (GPT2LMHeadModel if config.model_type == "gpt2" else LlamaForCausalLM)(config)
+    model = AutoModelForCausalLM.from_config(config)
     fill(model, rng)
     options = {"max_shard_size": shard} if shard else {}
     model.to(dtype).save_pretrained(folder, **options)
@@ -192,7 +390,14 @@ def save_case(folder, config, dtype, shard, edit, rng):
 # --- golden logits
 
 def load(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    """The model in float32; a scale of embeddings is rounded to the type that the model is stored in."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model.config._experts_implementation = "eager"
+    if model.config.model_type in ONE_PLUS:
+        config = json.loads((folder / "config.json").read_text())
+        scale = model.model.embed_tokens.embed_scale
+        scale.copy_(scale.to(getattr(torch, config.get("dtype") or config["torch_dtype"])))
+    return model
 
 
 def pick_ids(folder, vocab, length, rng):
@@ -218,7 +423,7 @@ def check_spread(name, logits, attentions):
 def check_every_parameter_matters(model, ids, logits):
     for name, p in model.named_parameters():
         saved = p.clone()
-        p.fill_(1.0 if p.dim() == 1 and not name.endswith("bias") else 0.0)
+        p.fill_(neutral(model.config, name, p))
         change = np.abs(forward(model, ids).logits[0].numpy() - logits).max()
         p.copy_(saved)
         assert change > 0.02, (name, change)
@@ -288,7 +493,8 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    for number, (name, (config, length, dtype, shard, edit)) in enumerate(cases().items()):
+    everything = cases() | dense_cases() | expert_cases()
+    for number, (name, (config, length, dtype, shard, edit)) in enumerate(everything.items()):
         if args.only and name not in args.only:
             continue
         rng = np.random.default_rng(1000 + number)

@@ -23,6 +23,7 @@ TABLES bool device_open(device *t, tfm_device which, int32_t threads) {
   t->b = t->d.table;
   memset(&net, 0, sizeof net);
   net.width = net.ffn_width = 2048; /* as much as any test below has */
+  net.embed.roles = TFM_ROLE_GRADIENT;
   t->work_bytes = t->b->work_bytes(&t->d, &net, 256, 4, 256);
   if (t->work_bytes) t->d.work = t->b->alloc(&t->d, t->work_bytes);
   return true;
@@ -167,6 +168,8 @@ typedef struct weight {
   uint8_t *file;
 } weight;
 
+TABLES unsigned weight_roles = (unsigned)TFM_ROLE_MATMUL | (unsigned)TFM_ROLE_GATHER;
+
 /* Values as a file would hold them. Where nothing encodes: any bytes, with scales of about 0.01. */
 TABLES void file_values(tfm_type type, uint8_t *to, const float *x, int n) {
   const int values = tfmi_types[type].block_values, size = tfmi_types[type].block_bytes;
@@ -187,7 +190,7 @@ TABLES weight weight_new(device *t, int rows, int cols, int experts, tfm_type fr
   int all = rows * (experts ? experts : 1), count = parts * (experts ? experts : 1), i, j;
   tfm_part *part = (tfm_part *)calloc((size_t)count, sizeof *part);
   tfm_weight_source s = {part, count, rows, cols, experts, transposed, true,
-                         false, TFM_ROLE_MATMUL | TFM_ROLE_GATHER, to};
+                         false, weight_roles, to};
   weight x;
   float *plain = (float *)malloc((size_t)all * (size_t)cols * sizeof *plain);
   uint8_t *end;

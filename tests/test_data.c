@@ -92,11 +92,18 @@ TEST(an_epoch_visits_everything_once) {
   }
 }
 
+static tfm_tokenizer *characters_of(const char *text, size_t bytes) {
+  tfm_vocabulary_config c;
+  memset(&c, 0, sizeof c);
+  c.kind = TFM_CHARACTERS;
+  return tfm_tokenizer_train(&text, &bytes, 1, &c);
+}
+
 static tfm_data *characters(tfm_tokenizer **t, const tfm_data_config *c) {
   blob b = blob_read("README.md");
   static const char *const readme[] = {"README.md"};
   tfm_data *d;
-  *t = tfm_tokenizer_from_text((const char *)b.data, b.bytes, NULL);
+  *t = characters_of((const char *)b.data, b.bytes);
   d = tfm_data_open(readme, 1, *t, c);
   if (!d) fprintf(stderr, "%s\n", tfm_error());
   CHECK(d && d->tokens > 3000);
@@ -171,7 +178,7 @@ static uint64_t mark_of(const tfm_tokenizer *t, const char *separator, bool expe
 
 TEST(the_cache_is_made_anew_when_stale) {
   static const char alphabet[] = " ;abcdefghijklmnopqrstuvwxyz\n";
-  tfm_tokenizer *t = words(), *letters = tfm_tokenizer_from_text(alphabet, 29, NULL);
+  tfm_tokenizer *t = words(), *letters = characters_of(alphabet, 29);
   uint64_t mark;
   blob b;
   FILE *f;

@@ -15,6 +15,7 @@ static void on_threads(void (*test)(device *)) {
       device t;
       if (!device_open(&t, all[i], threads)) break;
       counter = matrix_hash = 0;
+      weight_roles |= (unsigned)TFM_ROLE_GRADIENT;
       if (!tfmi_entry_missing(t.b, TFMI_ENTRY_BACKWARD)) test(&t);
       device_close(&t);
       bits[threads / 2] = matrix_hash;
@@ -69,12 +70,27 @@ static void ints_free(device *t, const int32_t *p, int n) {
 
 /* ---- Products ---- */
 
+/* y = x W^T of weights that learn, which a table may hold in another form. */
+static void forward(device *t, matrix *x, const weight *w) {
+  matrix y = matrix_new(t, x->m.rows, w->w.rows, 2);
+  int i, j, k = x->m.cols;
+  tfm_epilogue e;
+  memset(&e, 0, sizeof e);
+  t->b->matmul(&t->d, y.m, x->m, &w->w, &e);
+  matrix_get(t, &y);
+  for (i = 0; i < y.m.rows; i++)
+    for (j = 0; j < y.m.cols; j++)
+      expect(&y, i, j, dot(x->v + i * k, w->v + j * k, k), 0.3 * sqrt(k) + 1);
+  matrix_free(t, &y);
+}
+
 static void products(device *t, int m, int n, int k, tfm_type type, int parts) {
   weight w = weight_new(t, n, k, 0, type, TFM_TYPE_DEFAULT, false, parts, 0);
   matrix x = matrix_new(t, m, k, 3), dy = matrix_new(t, m, n, 5), dx = matrix_new(t, m, k, 1);
   matrix dw = matrix_typed(t, n, k, 7, TFM_F32), db = vector_new(t, n);
   double *dx0 = of(&dx), *dw0 = of(&dw), *db0 = of(&db);
   int beta, i, j, s;
+  if (type == TFM_F32) forward(t, &x, &w);
   for (beta = 1; beta >= 0; beta--) {
     t->b->matmul_dx(&t->d, dx.m, dy.m, &w.w, (float)beta, NULL);
     matrix_get(t, &dx);
@@ -111,6 +127,9 @@ static void test_products(device *t) {
     products(t, sizes[below(8)], 3 + sizes[below(8)], sizes[below(8)], TFM_F32, 1 + below(3));
   for (i = 1; i < 5; i++) products(t, 21, 37, 96, types[i], 2);
   products(t, 70, 140, 300, TFM_F32, 3);
+  products(t, 270, 35, 530, TFM_F32, 1);
+  products(t, 19, 530, 270, TFM_F32, 2);
+  products(t, 530, 61, 40, TFM_F32, 1);
   products(t, 35, 66, 555, TFM_BF16, 1);
 }
 TEST(matmul_dx_and_dw) { on_threads(test_products); }
@@ -327,6 +346,7 @@ static double attended_sum(void *context) {
   return sum;
 }
 
+/* sequences below 0: so many, each in one piece; above: the first half interleaves them. */
 static void attention(device *t, int rows, int heads, int kv_heads, int width, int sequences,
                       tfm_attn p, int some) {
   int q_width = heads * width, k_width = kv_heads * width, i, pos[200], seq[200], next[8] = {0};
@@ -338,8 +358,9 @@ static void attention(device *t, int rows, int heads, int kv_heads, int width, i
   tfm_rows r;
   tfm_kv c;
   attended a;
-  for (i = 0; i < rows; i++) { /* the first half interleaves the sequences */
-    seq[i] = i < rows / 2 ? below(sequences) : sequences - 1;
+  for (i = 0; i < rows; i++) {
+    seq[i] = sequences < 0 ? -sequences * i / rows
+             : i < rows / 2 ? below(sequences) : sequences - 1;
     pos[i] = next[seq[i]]++;
   }
   d_id = ints_put(t, pos, rows);
@@ -383,10 +404,16 @@ static void test_attention(device *t) {
   attention(t, 29, 6, 2, 7, 3, p, 1000);
   attention(t, 31, 10, 2, 19, 2, p, 100);
   attention(t, 150, 2, 1, 16, 2, p, 40);
+  attention(t, 29, 6, 2, 7, -3, p, 1000);
+  attention(t, 31, 4, 4, 37, -2, p, 100);
+  attention(t, 150, 2, 1, 64, -1, p, 40);
   p.window = 9;
+  attention(t, 29, 6, 3, 7, -2, p, 300);
+  attention(t, 150, 2, 1, 16, -1, p, 40);
   attention(t, 29, 6, 3, 7, 2, p, 300);
   p.softcap = 1.5f;
   attention(t, 29, 6, 3, 7, 2, p, 300);
+  attention(t, 40, 6, 3, 7, -2, p, 300);
   p.dropout.rate = 0.25f;
   p.dropout.seed = 5;
   attention(t, 29, 6, 3, 7, 2, p, 300);
@@ -614,6 +641,12 @@ static void experts(device *t, int tokens, int n, int k, tfm_moe p, bool spread)
     for (j = 0; j < k; j++) expect(&dx, i, j, from[i * k + j], sqrt(n) + 1);
   for (i = 0; i < p.experts * n; i++)
     for (j = 0; j < k; j++) expect(&dw, i, j, want[i * k + j], sqrt(tokens) + 1);
+  t->b->matmul_moe(&t->d, dy.m, x.m, &w.w, &r.d, spread);
+  matrix_get(t, &dy);
+  for (s = 0; s < slots; s++)
+    for (e = r.h.expert[s], i = 0; i < n; i++)
+      expect(&dy, s, i, dot(x.v + (spread ? s / p.top_k : s) * k, w.v + (e * n + i) * k, k),
+             sqrt(k) + 1);
   matrix_free(t, &logits), matrix_free(t, &x), matrix_free(t, &dy), matrix_free(t, &dx);
   matrix_free(t, &dw);
   weight_free(t, &w);

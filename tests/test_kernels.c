@@ -7,17 +7,17 @@
 #include "files.h"
 
 /* What the tuned CPU table may be off by, as it multiplies quantised weights by activations rounded
-   to 8 bits: 6 deviations of a sum whose terms are off by up to half a step each. A block of 32
+   to 8 bits: 6 deviations of a sum whose terms are off by up to half a step each. A group of 128
    values has steps of a 127th of its largest. In units of `tolerance`. */
 static double rounding(const device *t, tfm_type type, const float *x, const float *w, int n) {
   double variance = 0, top = 0, squares = 0;
   int i;
   if (type < TFM_Q8_0 || strcmp(t->b->name, "cpu")) return 0;
   for (i = 0; i < n; i++) {
-    if (i % 32 == 0) top = squares = 0;
+    if (i % 128 == 0) top = squares = 0;
     if (fabs((double)x[i]) > top) top = fabs((double)x[i]);
     squares += (double)w[i] * (double)w[i];
-    if (i % 32 == 31) variance += squares * top * top / (127.0 * 127.0 * 12);
+    if (i % 128 == 127 || i == n - 1) variance += squares * top * top / (127.0 * 127.0 * 12);
   }
   return 6 * sqrt(variance) / tolerance(t->b->activation);
 }
@@ -184,6 +184,7 @@ static void test_matmul(device *t) {
   for (i = 0; i < 3; i++)
     for (j = 0; j < 6; j++) matmul_plain(t, 5, 9, ks[j], types[i], 1, 1);
   matmul_plain(t, 2, 1, 32, TFM_Q4_0, 1, 1);
+  for (i = 3; i < 5; i++) matmul_plain(t, 70, 70, 1184, types[i], 2, 1); /* over a chunk's edge */
 }
 TEST(matmul) { on_tables(test_matmul); }
 
@@ -295,7 +296,7 @@ static void test_more_types(device *t) {
   for (i = 0; i < TFMI_COUNT(more_types); i++) {
     if (!computes(t, more_types[i], TFM_TYPE_DEFAULT)) continue;
     for (m = 1; m < 40; m = 3 * m + 1) matmul_plain(t, m, 45, 512, more_types[i], 3, m % 4);
-    same_bits(t, more_types[i], 256);
+    same_bits(t, more_types[i], 768);
     embed_plain(t, more_types[i]);
     for (to = TFM_F32; to <= TFM_Q5_1; to = (tfm_type)(to + 1))
       if (computes(t, more_types[i], to)) pack_and_back(t, more_types[i], to, false, 1);
@@ -733,7 +734,8 @@ static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
   weight up = weight_new(t, N, C, E, type, TFM_TYPE_DEFAULT, false, 2, 0);
   weight down = weight_new(t, C, 32, E, type, TFM_TYPE_DEFAULT, false, 1, 0);
   int32_t expert[T * K], order[T * K], begin[E + 1];
-  tfm_routing g = {T, K, E, NULL, (float *)weights.m.data, NULL, NULL, (float *)probs.m.data};
+  tfm_routing g = {T, K, E, NULL, (float *)weights.m.data, NULL, NULL, (float *)probs.m.data, NULL,
+                   NULL};
   tfm_mat mid32 = mid.m;
   int i, j, s, e;
   g.expert = (int32_t *)array(t, expert, sizeof expert);
@@ -807,6 +809,64 @@ static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
   matrix_free(t, &probs);
   matrix_free(t, &weights);
 }
+
+static void moe_bias_case(device *t, tfm_act act, bool biased) {
+  enum { T = 13, E = 5, K = 2, N = 37 };
+  matrix x = matrix_new(t, T * K, N, 3), y = matrix_new(t, T * K, N, 1);
+  matrix bias = matrix_typed(t, E, N, 0, TFM_F32);
+  int32_t expert[T * K], s, j;
+  tfm_routing g;
+  memset(&g, 0, sizeof g);
+  for (s = 0; s < T * K; s++) expert[s] = below(E);
+  g.tokens = T, g.top_k = K, g.experts = E;
+  g.expert = (int32_t *)array(t, expert, sizeof expert);
+  t->b->moe_bias(&t->d, y.m, x.m, biased ? (const float *)bias.m.data : NULL, &g, act);
+  t->b->moe_bias(&t->d, x.m, x.m, biased ? (const float *)bias.m.data : NULL, &g, act);
+  for (s = 0; s < T * K; s++)
+    for (j = 0; j < N; j++) {
+      double v = (double)x.v[s * N + j] + (biased ? (double)bias.v[expert[s] * N + j] : 0);
+      x.v[s * N + j] = (float)activate(v, act);
+    }
+  matrix_get(t, &y);
+  for (s = 0; s < T * K; s++)
+    for (j = 0; j < N; j++) expect(&y, s, j, (double)x.v[s * N + j], 1);
+  memcpy(y.v, x.v, sizeof *y.v * T * K * N);
+  matrix_get(t, &x); /* in place */
+  for (s = 0; s < T * K; s++)
+    for (j = 0; j < N; j++) expect(&x, s, j, (double)y.v[s * N + j], 1);
+  t->b->release(&t->d, g.expert, sizeof expert);
+  matrix_free(t, &x), matrix_free(t, &y), matrix_free(t, &bias);
+}
+
+static void add_gated_case(device *t, int rows, int cols) {
+  matrix x = matrix_new(t, rows, cols, 3), y = matrix_new(t, rows, cols, 1);
+  matrix gate = matrix_typed(t, rows, 1, 2, TFM_F32);
+  float *before = (float *)malloc((size_t)(rows * cols) * sizeof *before);
+  int i, j;
+  for (i = 0; i < rows; i++) gate.v[i] *= 8;
+  matrix_put(t, &gate);
+  memcpy(before, y.v, (size_t)(rows * cols) * sizeof *before);
+  t->b->add_gated(&t->d, y.m, x.m, gate.m);
+  matrix_get(t, &y);
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < cols; j++)
+      expect(&y, i, j, (double)before[i * cols + j] +
+                           (double)x.v[i * cols + j] / (1 + exp(-(double)gate.v[i])), 2);
+  free(before);
+  matrix_free(t, &x), matrix_free(t, &y), matrix_free(t, &gate);
+}
+
+static void test_moe_parts(device *t) {
+  int act;
+  if (!t->b->moe_bias || !t->b->add_gated) return;
+  for (act = TFM_ACT_NONE; act <= TFM_ACT_RELU; act++) {
+    moe_bias_case(t, (tfm_act)act, true);
+    moe_bias_case(t, (tfm_act)act, false);
+  }
+  add_gated_case(t, 1, 1);
+  add_gated_case(t, 23, 133);
+}
+TEST(experts_biases_and_the_gate) { on_tables(test_moe_parts); }
 
 static void test_moe(device *t) {
   int i;
@@ -991,6 +1051,26 @@ static void apart(void *user, int32_t workers, void (*job)(void *, int32_t), voi
   while (workers--) job(context, workers);
   ++*(int *)user;
 }
+
+#if defined(__linux__)
+#ifndef __USE_GNU
+extern int sched_setaffinity(int, size_t, const unsigned long *);
+extern int sched_getaffinity(int, size_t, unsigned long *);
+#define MASK unsigned long *
+#else
+#define MASK cpu_set_t *
+#endif
+TEST(threads_default_to_the_cores_allowed) {
+  unsigned long all[16] = {0}, one[16] = {0};
+  int i = 0;
+  if (sched_getaffinity(0, sizeof all, (MASK)all) < 0) return;
+  while (!all[i]) i++;
+  one[i] = all[i] & (~all[i] + 1);
+  CHECK_EQ_INT(sched_setaffinity(0, sizeof one, (MASK)one), 0);
+  CHECK_EQ_INT(tfmi_cores(), 1);
+  CHECK_EQ_INT(sched_setaffinity(0, sizeof all, (MASK)all), 0);
+}
+#endif
 
 TEST(parallel_for_covers_each_once) {
   static const int32_t threads[] = {1, 2, 3, 9, 70};

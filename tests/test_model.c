@@ -10,10 +10,19 @@ typedef struct golden {
   char folder[200];
   blob ids, logits; /* int32 [T], float32 [T, V] */
   size_t tokens, vocabulary;
+  int32_t context;  /* of the engine */
   float range;      /* highest - lowest logit */
 } golden;
 
-static const char *const cases[] = {"gpt2-a", "gpt2-b", "gpt2-c", "llama-a", "llama-b", "llama-c"};
+static const char *const cases[] = {
+  "gpt2-a", "gpt2-b", "gpt2-c", "llama-a", "llama-b", "llama-c", "llama-d", "llama-e", "mistral-a",
+  "mistral-b", "qwen2-a", "qwen2-b", "qwen3-a", "qwen3-b", "gemma-a", "gemma-b", "gemma2-a",
+  "gemma2-b", "gemma3-a", "gemma3-b", "phi3-a", "phi3-b", "mixtral-a", "mixtral-b", "qwen2moe-a",
+  "qwen2moe-b", "qwen3moe-a", "qwen3moe-b", "gpt2moe-a", "gpt2moe-b"};
+
+/* Where frequencies depend on the context: transformers takes the tokens so far for it. */
+static const struct { const char *name; int32_t context; } contexts[] = {
+  {"llama-e", 45}, {"phi3-b", 24}};
 
 static const int32_t *golden_ids(const golden *g) {
   return (const int32_t *)(const void *)g->ids.data;
@@ -28,6 +37,8 @@ static golden golden_open(const char *name) {
   size_t i, n;
   float low, high;
   snprintf(g.folder, sizeof g.folder, DATA "models/%s", name);
+  for (i = 0, g.context = 0; i < sizeof contexts / sizeof *contexts; i++)
+    if (!strcmp(contexts[i].name, name)) g.context = contexts[i].context;
   snprintf(path, sizeof path, "%s/ids.i32", g.folder);
   g.ids = blob_read(path);
   snprintf(path, sizeof path, "%s/logits.f32", g.folder);
@@ -70,6 +81,7 @@ static float model_distance(const golden *g, const tfm_model *m, int32_t batch_r
   memset(&c, 0, sizeof c);
   c.batch_rows = batch_rows;
   c.page_tokens = 16;
+  c.context = g->context;
   s = tfm_session_create(m, &c);
   CHECK(s != NULL);
   if (!s) fprintf(stderr, "%s\n", tfm_error());
@@ -106,7 +118,7 @@ TEST(logits_equal_transformers) {
     whole = model_distance(&g, m, 0, false);
     chunks = model_distance(&g, m, 7, false);
     steps = model_distance(&g, m, 0, true);
-    printf("  %-8s largest difference / range: whole %.1e, passes of 7 %.1e, steps %.1e\n",
+    printf("  %-10s largest difference / range: whole %.1e, passes of 7 %.1e, steps %.1e\n",
            cases[i], (double)whole, (double)chunks, (double)steps);
     CHECK(whole <= GOLDEN_BOUND);
     CHECK(chunks <= GOLDEN_BOUND);
@@ -135,8 +147,13 @@ static tfm_model *typed_model(const golden *g, tfm_type type, tfm_device device)
 /* The reference's logits on the same weights take the place of the golden ones. */
 static bool typed_golden(golden *g, tfm_type type) {
   tfm_model *m = typed_model(g, type, TFM_REF);
-  tfm_session *s = tfm_session_create(m, NULL);
-  bool good = s && tfm_eval(s, golden_ids(g), g->tokens, (float *)(void *)g->logits.data) == TFM_OK;
+  tfm_engine_config c;
+  tfm_session *s;
+  bool good;
+  memset(&c, 0, sizeof c);
+  c.context = g->context;
+  s = tfm_session_create(m, &c);
+  good = s && tfm_eval(s, golden_ids(g), g->tokens, (float *)(void *)g->logits.data) == TFM_OK;
   tfm_session_free(s);
   tfm_model_free(m);
   return good;
@@ -151,7 +168,7 @@ TEST(tuned_logits_are_near_the_reference) {
       float d;
       if (m && typed_golden(&g, typed[k].type)) {
         d = model_distance(&g, m, 7, false);
-        printf("  %-8s %-5s largest difference / range %.1e\n", cases[i],
+        printf("  %-10s %-5s largest difference / range %.1e\n", cases[i],
                tfm_type_name(typed[k].type), (double)d);
         CHECK(d <= typed[k].bound);
       }
@@ -244,6 +261,110 @@ static const mutation mutations[] = {
     {"llama-c", "\"factor\": 4.0", "\"factor\": 8.0"},
     {"llama-c", "\"rms_norm_eps\": 1e-06", "\"rms_norm_eps\": 1e-03"},
     {"llama-c", "\"num_key_value_heads\": 1", "\"num_key_value_heads\": 2"},
+    {"llama-d", "\"yarn\"", "\"linear\""},
+    {"llama-d", "\"factor\": 4.0", "\"factor\": 3.0"},
+    {"llama-d", "\"beta_fast\": 3.0", "\"beta_fast\": 2.0"},
+    {"llama-d", "\"beta_slow\": 0.5", "\"beta_slow\": 1.0"},
+    {"llama-d", "\"mscale\": 2.0", "\"mscale\": 1.0"},
+    {"llama-d", "\"mscale_all_dim\": 0.5", "\"mscale_all_dim\": 1.0"},
+    {"llama-d", "\"original_max_position_embeddings\": 16",
+     "\"original_max_position_embeddings\": 24"},
+    {"llama-d", "\"truncate\": false", "\"truncate\": true"},
+    {"llama-d", "\"rope_theta\": 50.0", "\"rope_theta\": 51.0"},
+    {"llama-e", "\"factor\": 3.0", "\"factor\": 4.0"},
+    {"llama-e", "\"max_position_embeddings\": 20", "\"max_position_embeddings\": 21"},
+    {"mistral-a", "\"sliding_window\": 8", "\"sliding_window\": 9"},
+    {"mistral-a", "\"sliding_window\": 8", "\"sliding_window\": null"},
+    {"mistral-a", "\"head_dim\": 10", "\"head_dim\": null"},
+    {"mistral-a", "\"hidden_act\": \"silu\"", "\"hidden_act\": \"gelu\""},
+    {"mistral-a", "\"model_type\": \"mistral\"", "\"model_type\": \"qwen2\""},
+    {"mistral-b", "\"sliding_window\": null", "\"sliding_window\": 39"},
+    {"mistral-b", "\"factor\": 4.0", "\"factor\": 2.0"},
+    {"mistral-b", "\"rope_theta\": 40.0", "\"rope_theta\": 41.0"},
+    {"mistral-b", "\"rms_norm_eps\": 1e-06", "\"rms_norm_eps\": 1e-03"},
+    {"qwen2-a", "\"sliding_attention\",\n    \"sliding_attention\"",
+     "\"sliding_attention\",\n    \"full_attention\""},
+    {"qwen2-a", "\"sliding_window\": 9", "\"sliding_window\": 8"},
+    {"qwen2-a", "\"use_sliding_window\": true", "\"use_sliding_window\": false"},
+    {"qwen2-b", "\"factor\": 2.5", "\"factor\": 2.0"},
+    {"qwen2-b", "\"rms_norm_eps\": 0.001", "\"rms_norm_eps\": 0.00001"},
+    {"qwen2-b", "\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false"},
+    {"qwen3-a", "\"attention_bias\": true", "\"attention_bias\": false"},
+    {"qwen3-a", "\"head_dim\": 10", "\"head_dim\": 12"},
+    {"qwen3-a", "\"sliding_window\": 9", "\"sliding_window\": 8"},
+    {"qwen3-a", "\"full_attention\",\n    \"sliding_attention\"",
+     "\"full_attention\",\n    \"full_attention\""},
+    {"qwen3-b", "\"attention_factor\": 1.25", "\"attention_factor\": 1.0"},
+    {"qwen3-b", "\"rms_norm_eps\": 0.001", "\"rms_norm_eps\": 0.00001"},
+    {"gemma-a", "\"hidden_act\": \"gelu_pytorch_tanh\"", "\"hidden_act\": \"silu\""},
+    {"gemma-a", "\"attention_bias\": true", "\"attention_bias\": false"},
+    {"gemma-a", "\"model_type\": \"gemma\"", "\"model_type\": \"llama\""},
+    {"gemma-b", "\"torch_dtype\": \"bfloat16\"", "\"torch_dtype\": \"float32\""},
+    {"gemma-b", "\"head_dim\": 12", "\"head_dim\": 10"},
+    {"gemma2-a", "\"attn_logit_softcapping\": 1.5", "\"attn_logit_softcapping\": null"},
+    {"gemma2-a", "\"final_logit_softcapping\": 2.5", "\"final_logit_softcapping\": null"},
+    {"gemma2-a", "\"query_pre_attn_scalar\": 13", "\"query_pre_attn_scalar\": 10"},
+    {"gemma2-a", "\"sliding_window\": 8", "\"sliding_window\": 7"},
+    {"gemma2-a", "\"full_attention\"", "\"sliding_attention\""},
+    {"gemma2-a", "\"hidden_activation\": \"gelu_pytorch_tanh\"",
+     "\"hidden_activation\": \"gelu\""},
+    {"gemma2-b", "\"attn_logit_softcapping\": null", "\"attn_logit_softcapping\": 9.0"},
+    {"gemma2-b", "\"final_logit_softcapping\": 3.0", "\"final_logit_softcapping\": 4.0"},
+    {"gemma2-b", "\"sliding_window\": 11", "\"sliding_window\": 12"},
+    {"gemma2-b", "\"torch_dtype\": \"bfloat16\"", "\"torch_dtype\": \"float32\""},
+    {"gemma3-a", "\"factor\": 4.0", "\"factor\": 2.0"},
+    {"gemma3-a", "\"rope_theta\": 500.0", "\"rope_theta\": 510.0"},
+    {"gemma3-a", "\"rope_theta\": 20.0", "\"rope_theta\": 21.0"},
+    {"gemma3-a", "\"query_pre_attn_scalar\": 13", "\"query_pre_attn_scalar\": 10"},
+    {"gemma3-a", "\"sliding_window\": 8", "\"sliding_window\": 9"},
+    {"gemma3-a", "\"full_attention\",\n", "\"sliding_attention\",\n"},
+    {"gemma3-a", "\"final_logit_softcapping\": 3.0", "\"final_logit_softcapping\": null"},
+    {"gemma3-b", "\"sliding_window_pattern\": 2", "\"sliding_window_pattern\": 3"},
+    {"gemma3-b", "\"rope_local_base_freq\": 10.0", "\"rope_local_base_freq\": 11.0"},
+    {"gemma3-b", "\"rope_theta\": 300.0", "\"rope_theta\": 310.0"},
+    {"phi3-a", "\"partial_rotary_factor\": 0.5", "\"partial_rotary_factor\": 1.0"},
+    {"phi3-a", "\"sliding_window\": 13", "\"sliding_window\": 12"},
+    {"phi3-a", "\"longrope\"", "\"default\""},
+    {"phi3-a", "7.0", "7.5"},
+    {"phi3-a", "\"original_max_position_embeddings\": 24",
+     "\"original_max_position_embeddings\": 64"},
+    {"phi3-b", "1.3", "1.2"},
+    {"phi3-b", "\"max_position_embeddings\": 96", "\"max_position_embeddings\": 64"},
+    {"phi3-b", "\"rope_theta\": 80.0", "\"rope_theta\": 81.0"},
+    {"mixtral-a", "\"num_experts_per_tok\": 2", "\"num_experts_per_tok\": 3"},
+    {"mixtral-a", "\"num_local_experts\": 5", "\"num_local_experts\": 4"},
+    {"mixtral-a", "\"sliding_window\": 8", "\"sliding_window\": 9"},
+    {"mixtral-a", "\"hidden_act\": \"silu\"", "\"hidden_act\": \"gelu\""},
+    {"mixtral-b", "\"num_experts_per_tok\": 3", "\"num_experts_per_tok\": 2"},
+    {"mixtral-b", "\"rope_theta\": 200.0", "\"rope_theta\": 210.0"},
+    {"mixtral-b", "\"head_dim\": 12", "\"head_dim\": 10"},
+    {"qwen2moe-a", "\"norm_topk_prob\": false", "\"norm_topk_prob\": true"},
+    {"qwen2moe-a", "\"decoder_sparse_step\": 2", "\"decoder_sparse_step\": 4"},
+    {"qwen2moe-a", "\"num_experts_per_tok\": 3", "\"num_experts_per_tok\": 2"},
+    {"qwen2moe-a", "\"moe_intermediate_size\": 12", "\"moe_intermediate_size\": 10"},
+    {"qwen2moe-a", "\"shared_expert_intermediate_size\": 28",
+     "\"shared_expert_intermediate_size\": 20"},
+    {"qwen2moe-a", "\"qkv_bias\": true", "\"qkv_bias\": false"},
+    {"qwen2moe-a", "\"sliding_attention\"", "\"full_attention\""},
+    {"qwen2moe-a", "\"sliding_window\": 9", "\"sliding_window\": 10"},
+    {"qwen2moe-b", "\"norm_topk_prob\": true", "\"norm_topk_prob\": false"},
+    {"qwen2moe-b", "\"mlp_only_layers\": [\n    1\n  ]", "\"mlp_only_layers\": [2]"},
+    {"qwen2moe-b", "\"num_experts\": 5", "\"num_experts\": 4"},
+    {"qwen3moe-a", "\"norm_topk_prob\": true", "\"norm_topk_prob\": false"},
+    {"qwen3moe-a", "\"attention_bias\": true", "\"attention_bias\": false"},
+    {"qwen3moe-a", "\"sliding_window\": 9", "\"sliding_window\": 8"},
+    {"qwen3moe-a", "\"use_sliding_window\": true", "\"use_sliding_window\": false"},
+    {"qwen3moe-a", "\"mlp_only_layers\": [\n    1\n  ]", "\"mlp_only_layers\": []"},
+    {"qwen3moe-b", "\"norm_topk_prob\": false", "\"norm_topk_prob\": true"},
+    {"qwen3moe-b", "\"num_experts_per_tok\": 2", "\"num_experts_per_tok\": 1"},
+    {"qwen3moe-b", "\"num_local_experts\": 7", "\"num_local_experts\": 6"},
+    {"gpt2moe-a", "\"n_expert_used\": 2", "\"n_expert_used\": 1"},
+    {"gpt2moe-a", "\"n_expert\": 8", "\"n_expert\": 7"},
+    {"gpt2moe-a", "\"n_inner\": 20", "\"n_inner\": 21"},
+    {"gpt2moe-b", "\"n_expert_inner\": 14", "\"n_expert_inner\": 12"},
+    {"gpt2moe-b", "\"relu\"", "\"gelu\""},
+    {"gpt2moe-b", "\"scale_attn_by_inverse_layer_idx\": true",
+     "\"scale_attn_by_inverse_layer_idx\": false"},
 };
 
 TEST(every_config_field_matters) {

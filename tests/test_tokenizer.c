@@ -402,29 +402,6 @@ TEST(tokenizer_tiktoken) {
   free(file);
 }
 
-/* ---- Characters ---- */
-
-TEST(tokenizer_from_text) {
-  static const char text[] = "hello \xc3\xa9\n";
-  tfm_tokenizer *t = tfm_tokenizer_from_text(text, sizeof text - 1, NULL);
-  tfm_tokenizer_info info;
-  int32_t ids[16];
-  char back[64];
-  CHECK(t != NULL);
-  CHECK_EQ_INT(tfm_tokenizer_describe(t, &info), TFM_OK);
-  CHECK_EQ_INT(info.vocabulary, 7);
-  CHECK_STR(info.kind, "characters");
-  CHECK_EQ_INT(tfm_encode(t, text, sizeof text - 1, 0, ids, 16), 8);
-  CHECK_EQ_INT(ids[7], 0); /* the line feed is the lowest code point */
-  CHECK_EQ_INT(tfm_decode(t, ids, 8, back, sizeof back), 9);
-  CHECK_STR(back, text);
-  CHECK_EQ_INT(tfm_encode(t, "hex", 3, 0, ids, 16), TFM_E_ARG);
-  CHECK_STR_HAS(tfm_error(), "U+0078");
-  tfm_tokenizer_free(t);
-  CHECK(!tfm_tokenizer_from_text("\xff", 1, NULL));
-  CHECK(!tfm_tokenizer_from_text("", 0, NULL));
-}
-
 /* ---- Arguments ---- */
 
 TEST(tokenizer_arguments) {

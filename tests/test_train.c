@@ -251,6 +251,211 @@ TEST(targets_have_weights) {
   golden_close(&g);
 }
 
+/* ---- Dropout ---- */
+
+static tfm_trainer_config dropping(const golden *g) {
+  tfm_trainer_config c = golden_config(g);
+  c.drop_embed = 0.1f;
+  c.drop_attn = 0.2f;
+  c.drop_residual = 0.3f;
+  c.seed = 9;
+  return c;
+}
+
+/* Loss and, in t->g, gradients of a golden's batch, with the masks of the first step. */
+static double dropped_loss(tfm_trainer *t, const golden *g) {
+  tfmi_lesson batch = {g->ids, g->targets, NULL};
+  tfm_step s = {0};
+  CHECK_EQ_INT(tfmi_train_passes(t, &batch, t->config.accumulate, true, &s), TFM_OK);
+  return s.loss;
+}
+
+/* The loss along a random direction of one parameter, and what the gradient says of it. */
+static void along(tfm_trainer *t, const golden *g, const tfmi_parameter *p, double *got,
+                  double *want) {
+  int64_t n = tfmi_parameter_values(p), i;
+  float *g0 = (float *)malloc((size_t)n * sizeof *g0), *w0 = (float *)malloc((size_t)n * 4);
+  double length = 0, step, loss[2];
+  size_t host, device;
+  int k;
+  memcpy(g0, t->g + p->at, (size_t)n * sizeof *g0);
+  memcpy(w0, t->w + p->at, (size_t)n * sizeof *w0);
+  for (i = 0; i < n; i++) length += (double)g0[i] * (double)g0[i];
+  length = sqrt(length);
+  step = 4e-3 / length;
+  for (k = 0; k < 2; k++) {
+    for (i = 0; i < n; i++) t->w[p->at + i] = w0[i] + (float)((k ? -step : step) * (double)g0[i]);
+    tfmi_pack_parameters(t, &host, &device);
+    loss[k] = dropped_loss(t, g);
+  }
+  memcpy(t->w + p->at, w0, (size_t)n * sizeof *w0);
+  tfmi_pack_parameters(t, &host, &device);
+  *got = (loss[0] - loss[1]) / (2 * step * length);
+  *want = length;
+  free(g0), free(w0);
+}
+
+/* Gradients under dropout are the slopes of the loss under the same masks. */
+TEST(dropout_has_gradients) {
+  static const char *const which[] = {"gpt2-a", "llama-b"};
+  int i, k;
+  for (k = 0; k < 2; k++) {
+    golden g;
+    tfm_trainer_config c;
+    tfm_trainer *t;
+    double worst = 0;
+    if (!golden_open(&g, which[k], k ? TFM_AUTO : TFM_REF)) return;
+    c = dropping(&g);
+    t = tfm_trainer_create(g.model, &c);
+    CHECK(t != NULL);
+    for (i = 0; t && i < t->parameters; i++) {
+      double got, want;
+      dropped_loss(t, &g);
+      along(t, &g, &t->parameter[i], &got, &want);
+      if (want > 0.05) worst = fmax(worst, fabs(got / want - 1)); /* else: rounding of the loss */
+    }
+    printf("  %-8s slopes under dropout differ by at most %.1e\n", which[k], worst);
+    CHECK(worst < 3e-3);
+    tfm_trainer_free(t);
+    golden_close(&g);
+  }
+}
+
+/* Masks belong to sequences and places: threads, batches and devices change nothing. */
+TEST(dropout_is_the_same_however_it_is_computed) {
+  golden g, r;
+  tfm_trainer_config c;
+  tfm_trainer *t, *u, *v, *w;
+  double plain;
+  tfm_step s;
+  if (!golden_open(&g, "gpt2-a", TFM_AUTO) || !golden_open(&r, "gpt2-a", TFM_REF)) return;
+  c = dropping(&g);
+  t = tfm_trainer_create(g.model, &c);
+  c.threads = 3;
+  u = tfm_trainer_create(g.model, &c);
+  v = tfm_trainer_create(r.model, &c);
+  c.batch = 1;
+  c.accumulate = 2;
+  w = tfm_trainer_create(g.model, &c);
+  plain = dropped_loss(t, &g);
+  CHECK(plain == dropped_loss(u, &g) && !memcmp(t->g, u->g, (size_t)t->total * sizeof(float)));
+  CHECK(fabs(plain - dropped_loss(v, &g)) < 1e-5);
+  CHECK(gradient_error(v->g, t->g, (size_t)t->total) < 1e-4);
+  CHECK(fabs(plain - dropped_loss(w, &g)) < 1e-5);
+  CHECK(gradient_error(w->g, t->g, (size_t)t->total) < 1e-4);
+  CHECK_EQ_INT(tfm_trainer_eval(t, g.ids, g.targets, NULL, &s), TFM_OK);
+  CHECK(fabs(s.loss - (double)g.losses[0]) < 1e-4); /* without dropout */
+  CHECK(fabs(plain - s.loss) > 1e-3);
+  t->sequences += 2;
+  CHECK(plain != dropped_loss(t, &g)); /* new masks */
+  tfm_trainer_free(t), tfm_trainer_free(u), tfm_trainer_free(v), tfm_trainer_free(w);
+  golden_close(&g), golden_close(&r);
+}
+
+/* ---- Computing activations again ---- */
+
+TEST(recomputation_changes_no_bit) {
+  size_t i;
+  int k;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    golden g;
+    tfm_trainer_config c;
+    tfm_trainer *t, *u;
+    if (!golden_open(&g, cases[i], TFM_AUTO)) continue;
+    c = dropping(&g);
+    t = tfm_trainer_create(g.model, &c);
+    c.recompute = true;
+    u = tfm_trainer_create(g.model, &c);
+    for (k = 0; k < 3; k++) {
+      CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, NULL), TFM_OK);
+      CHECK_EQ_INT(tfm_trainer_step(u, g.ids, g.targets, NULL, NULL), TFM_OK);
+    }
+    CHECK(t && u && !memcmp(t->w, u->w, (size_t)t->total * sizeof(float)));
+    tfm_trainer_free(t), tfm_trainer_free(u);
+    golden_close(&g);
+  }
+}
+
+TEST(recomputation_needs_less_memory) {
+  tfm_shape s = {0};
+  tfm_trainer_config c;
+  tfm_trainer_info all = {0}, less = {0}, held = {0};
+  tfm_trainer *t;
+  s.layers = 8;
+  s.width = 64;
+  s.heads = 4;
+  s.vocabulary = 100;
+  s.context = 64;
+  memset(&c, 0, sizeof c);
+  c.batch = 8;
+  CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &all), TFM_OK);
+  c.recompute = true;
+  CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &less), TFM_OK);
+  t = tfm_trainer_init(&s, &c);
+  CHECK_EQ_INT(tfm_trainer_describe(t, &held), TFM_OK);
+  printf("  8 layers: %.1f MB of activations, %.1f MB with recomputation\n",
+         (double)(all.memory_bytes - all.state_bytes) / 1e6,
+         (double)(less.memory_bytes - less.state_bytes) / 1e6);
+  CHECK_EQ_INT(held.memory_bytes, less.memory_bytes);
+  CHECK((less.memory_bytes - less.state_bytes) * 3 < all.memory_bytes - all.state_bytes);
+  tfm_trainer_free(t);
+}
+
+/* ---- Frozen parameters ---- */
+
+/* After a step with some frozen: they are as before, and the others as if nothing were. */
+static void freezes(const golden *g, unsigned freeze, int32_t first_layer, bool some) {
+  tfm_trainer_config c = golden_config(g);
+  tfm_trainer *before, *all, *part;
+  double square = 0;
+  tfm_step s = {0};
+  int64_t k;
+  int i, frozen = 0, trained = 0;
+  c.clip = -1;
+  before = tfm_trainer_create(g->model, &c);
+  all = tfm_trainer_create(g->model, &c);
+  c.freeze = freeze;
+  c.first_layer = first_layer;
+  part = tfm_trainer_create(g->model, &c);
+  CHECK(before && all && part);
+  CHECK_EQ_INT(tfm_trainer_step(all, g->ids, g->targets, NULL, NULL), TFM_OK);
+  CHECK_EQ_INT(tfm_trainer_step(part, g->ids, g->targets, NULL, &s), TFM_OK);
+  for (i = 0; i < part->parameters; i++) {
+    const tfmi_parameter *p = &part->parameter[i];
+    const float *want = (p->frozen ? before : all)->w + p->at;
+    int64_t n = tfmi_parameter_values(p);
+    CHECK(!memcmp(part->w + p->at, want, (size_t)n * sizeof *want));
+    for (k = 0; !p->frozen && k < n; k++)
+      square += (double)all->g[p->at + k] * (double)all->g[p->at + k];
+    frozen += p->frozen, trained += !p->frozen;
+  }
+  CHECK(trained > 0 && (frozen > 0) == some);
+  CHECK(fabs(sqrt(square) / (double)s.gradient_norm - 1) < 1e-5);
+  tfm_trainer_free(before), tfm_trainer_free(all), tfm_trainer_free(part);
+}
+
+TEST(frozen_parameters_stay) {
+  static const char *const which[] = {"gpt2-a", "llama-c"};
+  tfm_trainer_config c;
+  golden g;
+  int k;
+  for (k = 0; k < 2; k++) {
+    if (!golden_open(&g, which[k], TFM_AUTO)) return;
+    freezes(&g, 0, 0, false);
+    freezes(&g, TFM_EMBEDDINGS, 0, true);
+    freezes(&g, TFM_NORMS | TFM_HEAD, 0, true);
+    freezes(&g, TFM_ATTENTION, 0, true);
+    freezes(&g, TFM_FEED_FORWARD | TFM_EMBEDDINGS, 0, true);
+    freezes(&g, 0, 1, true);
+    freezes(&g, 0, g.model->net.layers, true); /* the final norm, and an untied head */
+    c = golden_config(&g);
+    c.freeze = ~0u;
+    CHECK(!tfm_trainer_create(g.model, &c));
+    CHECK_STR_HAS(tfm_error(), "frozen");
+    golden_close(&g);
+  }
+}
+
 TEST(evaluation_learns_nothing) {
   golden g;
   tfm_trainer_config c;

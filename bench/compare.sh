@@ -1,0 +1,49 @@
+#!/usr/bin/env bash
+# Prompts and texts beside llama.cpp's and PyTorch's, on the same random weights, in turns.
+#   bench/compare.sh [SHAPE [TYPE [ROUNDS [THREADS]]]]     stories15m q8_0 5 2
+# Needs what `make examples bench` builds, and a Python ($PYTHON) with llama-cpp-python; with torch
+# and transformers too, PyTorch takes part, in float32. Prints medians of tokens/s and ratios.
+set -eu
+cd "$(dirname "$0")/.."
+shape=${1:-stories15m} type=${2:-q8_0} rounds=${3:-5} threads=${4:-2}
+python=${PYTHON:-python3} prompt=512 tokens=128
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+make --no-print-directory -s build/bench build/convert
+build/bench "shape:$shape" --write "$work/model.bin"
+build/convert "$work/model.bin" "$work/model.gguf" -t "$type"
+
+peers="llama_cpp"
+if "$python" -c 'import torch, transformers' 2> "$work/log"; then
+  build/convert "$work/model.bin" "$work/folder" && peers="llama_cpp torch"
+fi
+
+ours() {
+  build/bench "$work/model.gguf" -p $prompt -n $tokens -j "$threads" --repeat 1 --json |
+    sed -n 's/.*"tokens_per_s": \([0-9.]*\).*/\1/p' | paste -sd' '
+}
+peer() {
+  local model=$work/model.gguf
+  [ "$1" = torch ] && model=$work/folder
+  "$python" bench/peers.py "$1" "$model" $prompt $tokens "$threads" 2> "$work/log"
+}
+median() { # of column $2 in a file; of an even number, the mean of the two in the middle
+  cut -d' ' -f"$2" "$1" | sort -g |
+    awk '{ v[NR] = $1 } END { print (v[int((NR + 1) / 2)] + v[int(NR / 2) + 1]) / 2 }'
+}
+
+for ((round = 0; round < rounds; round++)); do
+  ours >> "$work/ours"
+  for p in $peers; do peer "$p" >> "$work/$p" || { tail -3 "$work/log"; exit 1; }; done
+done
+for column in 1 2; do
+  a=$(median "$work/ours" $column)
+  for p in $peers; do
+    name=$([ $column = 1 ] && echo pp$prompt || echo tg$tokens)
+    awk -v name="$name" -v shape="$shape" -v p="$p" -v type="$type" \
+      -v n="$threads" -v a="$a" -v b="$(median "$work/$p" $column)" 'BEGIN {
+      printf "%s %s, %d threads, %s: transformer.h %.1f, %s %.1f tokens/s, ratio %.2f\n",
+             shape, type, n, name, a, p, b, a / b }'
+  done
+done

@@ -1,0 +1,77 @@
+#!/usr/bin/env python3
+"""Tokens per second of llama.cpp and PyTorch, for compare.sh: two numbers, a prompt's and a text's.
+
+bench/peers.py llama_cpp FILE.gguf PROMPT TOKENS THREADS    llama-cpp-python from PyPI
+bench/peers.py torch FOLDER PROMPT TOKENS THREADS           transformers and torch, float32
+"""
+
+import sys
+import time
+
+
+def timed(work):
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def ids(n, vocabulary):
+    return [8 + i * 7919 % (vocabulary - 8) for i in range(n)]
+
+
+def llama_cpp(path, prompt, tokens, threads):
+    """As our bench: a prompt and the choice of one token; then tokens after a single one."""
+    import llama_cpp as ll
+
+    model = ll.Llama(
+        path, n_ctx=max(prompt, tokens) + 8, n_batch=512, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+    first = ids(prompt, model.n_vocab())
+
+    def read(ids):
+        model.reset()
+        model.eval(ids)
+        model.sample(temp=0.0)
+
+    def write():
+        for _ in range(tokens):
+            model.eval([model.sample(temp=0.0)])
+
+    read(first)
+    pp = timed(lambda: read(first))
+    read(first[:1])
+    return pp, timed(write)
+
+
+def torch(folder, prompt, tokens, threads):
+    import torch as t
+    from transformers import AutoModelForCausalLM
+
+    t.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=t.float32).eval()
+    first = t.tensor([ids(prompt, model.config.vocab_size)])
+
+    def read(ids):
+        out = model(ids, use_cache=True, logits_to_keep=1)
+        return out.logits[:, -1:].argmax(-1), out.past_key_values
+
+    def write():
+        next_id, cache = read(first[:, :1])
+        for _ in range(tokens):
+            out = model(next_id, past_key_values=cache, use_cache=True)
+            next_id, cache = out.logits[:, -1:].argmax(-1), out.past_key_values
+
+    with t.inference_mode():
+        read(first)
+        pp = timed(lambda: read(first))
+        return pp, timed(write)
+
+
+def main():
+    peer, path = sys.argv[1:3]
+    prompt, tokens, threads = map(int, sys.argv[3:6])
+    pp, tg = {"llama_cpp": llama_cpp, "torch": torch}[peer](path, prompt, tokens, threads)
+    print(f"{prompt / pp:.2f} {tokens / tg:.2f}")
+
+
+main()

@@ -36,6 +36,7 @@ examples: $(EXAMPLES) ## the programs of examples/
 tests: $(TESTS) ## the unit tests, plain and with sanitizers
 bench: $B/bench ## the benchmark: build/bench --help
 lib: $(LIBRARY) ## the static library
+lib-shared: $B/libtransformer.so ## the shared library, for examples/transformer.py
 
 # ---- Building ----
 
@@ -79,6 +80,16 @@ $B/transformer_cuda.o: transformer_cuda.cu transformer.h | $B
 $(LIBRARY): $B/transformer.o $(OBJECTS)
 	@rm -f $@
 	$(AR) rcs $@ $^
+
+# Nothing is seen of it but the public functions: tests/api.txt.
+$B/libtransformer.so: transformer.h transformer_cpu.c tests/api.txt | $B
+	(echo '{ global:'; sed -n 's/.*[ *]\(tfm_[a-z0-9_]*\)(.*/  \1;/p' tests/api.txt; \
+	  echo '  local: *; };') > $B/libtransformer.map
+	$(CC) $(CFLAGS) $(WARN) $(USE) -fPIC -c -DTRANSFORMER_IMPLEMENTATION -x c \
+	  -o $B/transformer.pic.o transformer.h
+	$(CC) $(CFLAGS) $(WARN) $(USE) -fPIC -c -o $B/transformer_cpu.pic.o transformer_cpu.c
+	$(CC) -shared -Wl,--version-script=$B/libtransformer.map -o $@ $B/transformer.pic.o \
+	  $B/transformer_cpu.pic.o $(LIBS)
 
 # ---- Using ----
 
@@ -131,7 +142,7 @@ clean: ## remove build/
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
 
-.PHONY: all examples tests bench lib deps run test lint compat tsan fuzz cuda-check format install \
-  uninstall clean help
+.PHONY: all examples tests bench lib lib-shared deps run test lint compat tsan fuzz cuda-check \
+  format install uninstall clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:

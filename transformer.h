@@ -43,9 +43,10 @@
      >>json       a strict pull parser              >>engine     memory, pages, many sequences
      >>gguf       the GGUF container                >>session    feeding, choosing, text
      >>steps      text rewritten, cut to pieces     >>generate   prompt in, text out
-     >>tokenizer  text to ids and back              >>train      backward pass, optimiser, trainer
-     >>vocabulary built from text, saved            >>export     folders, checkpoints
-     >>formats    safetensors, shards, llama2.c     >>data       text files to sequences
+     >>tokenizer  text to ids and back              >>convert    models written in other formats
+     >>vocabulary built from text, saved            >>train      backward pass, optimiser, trainer
+     >>formats    safetensors, shards, llama2.c     >>export     folders, checkpoints
+                                                    >>data       text files to sequences
 
    Options, defined before the include:
      TRANSFORMER_IMPLEMENTATION         this file gets the code
@@ -258,6 +259,40 @@ typedef struct tfm_model_info {
 } tfm_model_info;
 
 TFM_API tfm_status tfm_model_describe(const tfm_model *model, tfm_model_info *out);
+
+/* ---- Files of models, without loading them --------------------------------------------------- */
+
+typedef struct tfm_tensor_info { /* texts are valid during the call */
+  const char *name, *type;       /* as the file has it: "F32", "Q4_K", "I64" */
+  int32_t rank;
+  uint64_t dims[4], bytes;       /* slowest first; what is beyond the fourth is not told */
+  /* By tfm_convert only. error: root mean square of what the new type changed, in units of the
+     values' own. */
+  const char *new_name, *new_type;
+  uint64_t new_bytes;
+  double error;
+} tfm_tensor_info;
+
+typedef void (*tfm_tensor_visitor)(void *user, const tfm_tensor_info *tensor);
+
+/* Tells all tensors of a model's files, of any family, in the order of their names. */
+TFM_API tfm_status tfm_model_tensors(const char *path, const tfm_host *host,
+                                     tfm_tensor_visitor visitor, void *user);
+
+typedef struct tfm_convert_config {
+  tfm_host host;
+  tfm_type type;     /* of matrices; 0: as they are, where the new format has it */
+  int32_t threads;   /* 0: one per core */
+  bool overwrite;    /* files that are there already */
+  tfm_tensor_visitor visitor; /* called for each tensor when it is written; NULL: none */
+  void *user;
+} tfm_convert_config;
+
+/* Writes a model that tfm_model_load reads, in another format or type, with its tokenizer: a GGUF
+   file when `to` ends with .gguf (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1; vectors stay F32),
+   else a Hugging Face folder (F32, F16, BF16). Each file appears under its name when it is whole.
+   The numbers do not depend on threads, and are gguf's own. */
+TFM_API tfm_status tfm_convert(const char *from, const char *to, const tfm_convert_config *config);
 
 /* ---- Tokenizers ------------------------------------------------------------------------------ */
 
@@ -1641,6 +1676,14 @@ static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...
   vsnprintf(text, sizeof text, format, args);
   va_end(args);
   tfmi_out_bytes(o, text, strlen(text));
+}
+
+/* Little-endian. */
+static void tfmi_out_number_le(tfmi_out *o, uint64_t value, int bytes) {
+  uint8_t le[8];
+  int i;
+  for (i = 0; i < bytes; i++) le[i] = (uint8_t)(value >> 8 * i);
+  tfmi_out_bytes(o, le, (size_t)bytes);
 }
 
 /* A file is written under a temporary name and takes its own when it is whole: it is there whole,
@@ -3280,7 +3323,9 @@ typedef struct tfmi_tensor { /* of any format; lies in a file */
   const char *type_name;
   uint64_t rank, dims[4]; /* slowest first; beyond the fourth they are not kept */
   int32_t file;           /* which of the model's files it lies in */
-  bool used;              /* something asked for it */
+  bool used;              /* something asked for it: */
+  bool bias;
+  int32_t slot, layer;    /* as this (a tfmi_slot) of this layer */
   const uint8_t *data;
   size_t bytes;
 } tfmi_tensor;
@@ -7777,6 +7822,7 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   bool prefix = true, spm, bos = true, unigram;
   tfmi_gguf_open(&g, &m->load, file.at, file.n);
   if (!tfmi_gguf_get_text(&g, "tokenizer.ggml.model", &model)) return false;
+  if (tfmi_text_is(model, "no_vocab")) return false;
   unigram = tfmi_text_is(model, "t5");
   spm = unigram || tfmi_text_is(model, "llama");
   if (!spm && !tfmi_text_is(model, "gpt2"))
@@ -9329,6 +9375,7 @@ typedef struct tfmi_source {
   tfmi_tensor *tensor; /* sorted by name */
   uint64_t tensors;
   tfmi_settings config, generation;
+  tfmi_text config_text; /* as it is written, when it is a file's */
   tfmi_gguf *gguf;    /* where settings come from instead, or NULL */
   bool interleaved;   /* q and k rows are in Meta's order, for rotation of neighbours */
 } tfmi_source;
@@ -9922,6 +9969,16 @@ static bool tfmi_is_llama2(const uint8_t *data, size_t bytes) {
   return tfmi_is_ak42(data, bytes) || (bytes >= 28 && tfmi_llama2_header(&h, data));
 }
 
+/* A zip archive, as torch.save makes, or its older form: a pickle of a long magic number. */
+static bool tfmi_is_pickle(const uint8_t *data, size_t bytes) {
+  return bytes >= 4 && (memcmp(data, "PK\3\4", 4) == 0 || memcmp(data, "\x80\2\x8a\n", 4) == 0);
+}
+
+static TFMI_NORETURN void tfmi_refuse_pickle(tfmi_load *l) {
+  tfmi_fail(l, TFM_E_UNSUPPORTED, "a PyTorch pickle, which is a program, not data; convert it with "
+            "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OUT)");
+}
+
 static void tfmi_source_file(tfmi_source *s, const tfmi_file *file) {
   static const char *const old[] = {"lmgg", "tjgg", "fmgg", "algg", "GGML", "GGJT", "ggml", "ggjt"};
   tfmi_tensor *all = NULL;
@@ -9931,6 +9988,7 @@ static void tfmi_source_file(tfmi_source *s, const tfmi_file *file) {
     if (file->bytes >= 4 && memcmp(file->data, old[i], 4) == 0)
       tfmi_fail(s->load, TFM_E_UNSUPPORTED, "an old GGML file, expected GGUF version 3; convert "
                 "the model again");
+  if (tfmi_is_pickle(file->data, file->bytes)) tfmi_refuse_pickle(s->load);
   if (file->bytes >= 4 && memcmp(file->data, "GGUF", 4) == 0) {
     tfmi_source_gguf(s, file);
   } else if (tfmi_is_ak42(file->data, file->bytes)) {
@@ -9957,7 +10015,7 @@ static void tfmi_source_settings(tfmi_source *s, const char *config_json) {
   if (!s->path)
     tfmi_fail(l, TFM_E_ARG, "safetensors from memory need config_json, the text of a config.json");
   folder = tfmi_folder_of(l, s->path);
-  text = tfmi_text_of_file(s, tfmi_join(l, folder, "config.json"));
+  text = s->config_text = tfmi_text_of_file(s, tfmi_join(l, folder, "config.json"));
   s->config = tfmi_settings_read(l, "config.json", text.at, text.n);
   path = tfmi_join(l, folder, "generation_config.json");
   if (!tfmi_file_exists(l, path)) return;
@@ -9968,18 +10026,20 @@ static void tfmi_source_settings(tfmi_source *s, const char *config_json) {
 /* The file of weights that stands for a folder. */
 static const char *tfmi_folder_weights(tfmi_load *l, const char *folder) {
   static const char *const names[] = {"model.safetensors", "model.safetensors.index.json"};
+  static const char *const pickles[] = {"pytorch_model.bin", "pytorch_model.bin.index.json"};
   int i;
   for (i = 0; i < TFMI_COUNT(names); i++) {
     const char *path = tfmi_join(l, folder, names[i]);
     if (tfmi_file_exists(l, path)) return path;
   }
+  for (i = 0; i < TFMI_COUNT(pickles); i++)
+    if (tfmi_file_exists(l, tfmi_join(l, folder, pickles[i]))) tfmi_refuse_pickle(l);
   tfmi_fail(l, TFM_E_IO, "the folder has neither model.safetensors nor its .index.json; name a "
             "GGUF or llama2.c file itself");
 }
 
-/* Fills the directory and the settings. path NULL: data, borrowed. */
-static void tfmi_source_read(tfmi_source *s, const char *path, const void *data, size_t bytes,
-                             const char *config_json) {
+/* Fills the directory. path NULL: data, borrowed. */
+static void tfmi_source_read(tfmi_source *s, const char *path, const void *data, size_t bytes) {
   tfmi_load *l = s->load;
   s->path = path;
   if (path) {
@@ -9998,7 +10058,6 @@ static void tfmi_source_read(tfmi_source *s, const char *path, const void *data,
     s->model->files[0].bytes = bytes;
     tfmi_source_file(s, &s->model->files[0]);
   }
-  if (strcmp(s->format, "safetensors") == 0) tfmi_source_settings(s, config_json);
 }
 
 /* =================================================================================================
@@ -11126,7 +11185,11 @@ static tfmi_tensor *tfmi_ask_expert(tfmi_builder *b, tfmi_slot slot, int32_t lay
   if (!pattern) return NULL;
   t = tfmi_tensor_find(b->s, tfmi_slot_name(name, sizeof name, prefix, pattern, layer, expert,
                                             suffix));
-  if (t) t->used = true;
+  if (!t) return NULL;
+  t->used = true;
+  t->slot = slot;
+  t->layer = layer;
+  t->bias = strcmp(suffix, ".bias") == 0;
   return t;
 }
 
@@ -11489,6 +11552,7 @@ static const float *tfmi_factors(tfmi_builder *b, const char *name) {
   float *out;
   if (!t) return NULL;
   t->used = true;
+  t->slot = TFMI_SLOTS; /* none */
   tfmi_expect(b, t, 0, half, 0);
   tfmi_expect_type(b, t, true);
   out = TFMI_NEW(float, tfmi_keep(b->s->load, (uint64_t)half, sizeof *out));
@@ -11628,13 +11692,17 @@ static void tfmi_builder_allocate(tfmi_builder *b) {
               d->table->name, (unsigned long long)b->device_used);
 }
 
-static void tfmi_builder_run(tfmi_builder *b) {
+static void tfmi_builder_measure(tfmi_builder *b) {
   int type;
   tfmi_network(b, true);
   tfmi_dev_check(b->s->load, &b->m->dev);
   tfmi_builder_report(b);
   for (type = 1, b->m->weights = TFM_F32; type < TFM_TYPE_COUNT; type++)
     if (b->type_bytes[type] > b->type_bytes[b->m->weights]) b->m->weights = (tfm_type)type;
+}
+
+static void tfmi_builder_run(tfmi_builder *b) {
+  tfmi_builder_measure(b);
   tfmi_builder_allocate(b);
   if (b->s->load->heap->dry) return;
   tfmi_network(b, false);
@@ -11654,23 +11722,32 @@ typedef struct tfmi_model_request {
   const void *data;
   size_t bytes;
   const tfm_model_config *config;
+  struct tfmi_conversion *conversion; /* not NULL: written again instead of loaded */
   tfm_model *model;
   tfmi_load load;
   tfmi_source source;
   tfmi_builder builder;
 } tfmi_model_request;
 
+/* >>convert: written instead of loaded; true: only told what there is. */
+static void tfmi_conversion_run(tfmi_model_request *r);
+static bool tfmi_conversion_tells(const struct tfmi_conversion *c, const tfmi_source *s);
+
 static void tfmi_model_read(tfmi_model_request *r) {
   const tfm_model_config *c = r->config;
   r->source.load = &r->load;
   r->source.model = r->model;
-  tfmi_source_read(&r->source, r->path, r->data, r->bytes, c->config_json);
+  tfmi_source_read(&r->source, r->path, r->data, r->bytes);
+  if (r->conversion && tfmi_conversion_tells(r->conversion, &r->source)) return;
+  if (strcmp(r->source.format, "safetensors") == 0)
+    tfmi_source_settings(&r->source, c->config_json);
   tfmi_builder_begin(&r->builder, &r->source, c);
   if (tfmi_dev_open(&r->model->dev, &r->model->heap, c->device, c->device_index, c->threads,
                     c->override, c->no_fallback) != TFM_OK)
     tfmi_fail_again(&r->load);
   tfmi_builder_entries(&r->builder);
-  tfmi_builder_run(&r->builder);
+  if (r->conversion) tfmi_conversion_run(r);
+  else tfmi_builder_run(&r->builder);
   tfmi_pool_close(&r->model->dev, &r->model->heap); /* engines have pools of their own */
   r->model->dev.threads = 1;
 }
@@ -11691,7 +11768,8 @@ static void tfmi_ring_move(tfmi_block *to, tfmi_block *from) { /* `to` is empty 
 
 /* dry: everything but the weights, for a plan. */
 static tfm_model *tfmi_model_make(const char *path, const void *data, size_t bytes,
-                                  const tfm_model_config *config, bool dry) {
+                                  const tfm_model_config *config, bool dry,
+                                  struct tfmi_conversion *conversion) {
   tfmi_load *outer = tfmi_stb_load;
   tfmi_model_request r;
   tfm_model_config c;
@@ -11719,6 +11797,7 @@ static tfm_model *tfmi_model_make(const char *path, const void *data, size_t byt
   r.data = data;
   r.bytes = bytes;
   r.config = &c;
+  r.conversion = conversion;
   r.model = m;
   tfmi_load_init(&r.load, &m->heap, path ? path : "model in memory");
   r.load.no_mmap = c.no_mmap;
@@ -11733,14 +11812,14 @@ static tfm_model *tfmi_model_make(const char *path, const void *data, size_t byt
 }
 
 TFM_API tfm_model *tfm_model_load(const char *path, const tfm_model_config *config) {
-  if (path) return tfmi_model_make(path, NULL, 0, config, false);
+  if (path) return tfmi_model_make(path, NULL, 0, config, false, NULL);
   tfmi_report(TFM_E_ARG, "tfm_model_load: path is NULL");
   return NULL;
 }
 
 TFM_API tfm_model *tfm_model_load_memory(const void *data, size_t bytes,
                                          const tfm_model_config *config) {
-  if (data) return tfmi_model_make(NULL, data, bytes, config, false);
+  if (data) return tfmi_model_make(NULL, data, bytes, config, false, NULL);
   tfmi_report(TFM_E_ARG, "tfm_model_load_memory: data is NULL");
   return NULL;
 }
@@ -11798,7 +11877,7 @@ TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *mod
   tfm_status status;
   if (!path || !out) return tfmi_report(TFM_E_ARG, "tfm_plan_memory: path or out is NULL");
   memset(out, 0, sizeof *out);
-  m = tfmi_model_make(path, NULL, 0, model, true);
+  m = tfmi_model_make(path, NULL, 0, model, true, NULL);
   if (!m) return tfmi_error.status;
   out->mapped_bytes = m->mapped_bytes;
   out->load_peak_bytes = m->heap.peak;
@@ -16572,6 +16651,978 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
   return id >= 0 || id == TFM_END || id == TFM_E_FULL ? tokens : id;
 }
 
+/* =================================================================================================
+   >>convert   a model's files written again: Hugging Face folders, GGUF
+   =================================================================================================
+
+   A conversion is a load that stops after its first walk: by then everything has been checked, and
+   each tensor that the network asked for knows what it is of which layer. That, and not its name,
+   decides what it is called in the other format; so families need nothing here.
+
+   Rows are converted into a chunk by all threads and written behind one another. On the way a
+   matrix may be turned (GPT-2's are [in, out] in Hugging Face's files only), the rows of q and k
+   brought from halves to pairs or back (see tfm_rope), and 1 added to norms that GGUF stores so.
+
+   Whatever can fail but the disk fails before the first byte is written. Files get their names when
+   they are whole (tfmi_out_file). The vocabulary of a GGUF file is written from the tokenizer that
+   was loaded, whatever kind of file that came from. */
+
+#if TFMI_COMPILES_COLD
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#endif
+
+/* A number of JSON whatever the locale. */
+static void tfmi_out_number(tfmi_out *o, double value) {
+  char text[40], *comma;
+  snprintf(text, sizeof text, "%.17g", value);
+  comma = strchr(text, ',');
+  if (comma) *comma = '.';
+  tfmi_out_bytes(o, text, strlen(text));
+}
+
+typedef struct tfmi_described { /* what a config.json tells */
+  const tfmi_family *family;
+  const tfm_net *net;
+  const tfmi_rotation *rotation;
+  const tfmi_source *source; /* of the rarer numbers; NULL: those that every family has */
+  bool tied, qkv_bias, up_bias;
+  int32_t bos, end_count;
+  const int32_t *end;
+  tfm_type type;
+} tfmi_described;
+
+static const char *tfmi_torch_name(tfm_type type) {
+  return type == TFM_F16 ? "float16" : type == TFM_BF16 ? "bfloat16" : "float32";
+}
+
+static void tfmi_config_rope(const tfmi_described *t, tfmi_out *o) {
+  const tfmi_rotation *r = t->rotation;
+  const struct { const char *name; double value; } rows[] = {
+    {"factor", r->factor}, {"low_freq_factor", r->low}, {"high_freq_factor", r->high},
+    {"original_max_position_embeddings", r->original}};
+  int i;
+  tfmi_out_text(o, ",\n  \"rope_theta\": ");
+  tfmi_out_number(o, r->theta);
+  if (r->kind != TFMI_ROPE_LLAMA3) return;
+  tfmi_out_text(o, ",\n  \"rope_scaling\": {\"rope_type\": \"llama3\"");
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    tfmi_out_text(o, ", \"%s\": ", rows[i].name);
+    tfmi_out_number(o, rows[i].value);
+  }
+  tfmi_out_text(o, "}");
+}
+
+static void tfmi_config_flags(const tfmi_described *t, tfmi_out *o) {
+  const tfmi_family *f = t->family;
+  const tfm_layer *y = &t->net->layer[0];
+  bool by_scale = tfmi_has(f, TFMI_LAYER_SCALE), scaled = y->attn.scale != 1.0f;
+  bool by_layer = t->net->layers > 1 && y[1].attn.scale != y->attn.scale;
+  const struct { const char *key; bool value; } rows[] = {
+    {f->qkv_bias.key, t->qkv_bias}, {f->up_bias.key, t->up_bias},
+    {f->tied.key, t->tied}, {by_scale ? "scale_attn_weights" : NULL, scaled},
+    {by_scale ? "scale_attn_by_inverse_layer_idx" : NULL, by_layer}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(rows); i++)
+    if (rows[i].key)
+      tfmi_out_text(o, ",\n  \"%s\": %s", rows[i].key, rows[i].value ? "true" : "false");
+  if (t->bos >= 0) tfmi_out_text(o, ",\n  \"bos_token_id\": %d", (int)t->bos);
+  for (i = 0; i < t->end_count; i++)
+    tfmi_out_text(o, "%s%d", i ? ", " : ",\n  \"eos_token_id\": [", (int)t->end[i]);
+  if (t->end_count) tfmi_out_text(o, "]");
+}
+
+static void tfmi_config_write(const tfmi_described *t, tfmi_out *o) {
+  const tfmi_family *f = t->family;
+  const tfm_net *net = t->net;
+  const struct { const char *key; double value; } rows[] = {
+    {f->key[TFMI_N_LAYERS].hf[0], (double)net->layers},
+    {f->key[TFMI_N_WIDTH].hf[0], (double)net->width},
+    {f->key[TFMI_N_HEADS].hf[0], (double)net->heads},
+    {f->key[TFMI_N_KV_HEADS].hf[0], (double)net->kv_heads},
+    {f->key[TFMI_N_HEAD_WIDTH].hf[0], (double)net->head_width},
+    {f->key[TFMI_N_FFN].hf[0], (double)net->ffn_width},
+    {f->key[TFMI_N_VOCABULARY].hf[0], (double)net->vocabulary},
+    {f->key[TFMI_N_CONTEXT].hf[0], (double)net->context},
+    {f->key[TFMI_N_EPS].hf[0], (double)net->norm.eps}};
+  int i;
+  tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
+                f->classes[0]);
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    if (!rows[i].key) continue;
+    tfmi_out_text(o, ",\n  \"%s\": ", rows[i].key);
+    tfmi_out_number(o, rows[i].value);
+  }
+  for (i = 0; tfmi_acts[i].act != net->act; i++) continue;
+  tfmi_out_text(o, ",\n  \"%s\": \"%s\"", f->act_key, tfmi_acts[i].name);
+  tfmi_config_flags(t, o);
+  if (tfmi_has(f, TFMI_ROTARY)) tfmi_config_rope(t, o);
+  for (i = TFMI_N_THETA + 1; t->source && i < TFMI_QUANTITIES; i++) {
+    double value = tfmi_number(t->source, f, (tfmi_quantity)i);
+    if (!f->key[i].hf[0] || value == 0) continue;
+    tfmi_out_text(o, ",\n  \"%s\": ", f->key[i].hf[0]);
+    tfmi_out_number(o, value);
+  }
+  tfmi_out_text(o, ",\n  \"torch_dtype\": \"%s\"\n}\n", tfmi_torch_name(t->type));
+}
+
+typedef struct tfmi_item { /* a tensor to be written */
+  const tfmi_tensor *t; /* its values */
+  const float *made;    /* or these */
+  const char *name;
+  tfm_type type;
+  uint64_t rows, cols;  /* of the new one; a vector is one row, with rows 0 */
+  bool turned;          /* [cols, rows] in t */
+  int32_t pairs;        /* head width, where rows go from halves to pairs; below 0: back */
+  float add;            /* to each value */
+  size_t bytes;
+} tfmi_item;
+
+typedef struct tfmi_conversion {
+  const char *to;       /* NULL: only tell the tensors */
+  tfm_convert_config config;
+  const tfm_tokenizer *tokenizer; /* or NULL */
+  const tfmi_merge *merge;        /* [merges] of the tokenizer, in their order */
+  int64_t merges;
+  int32_t *kind;                  /* [vocabulary] GGUF's token types */
+  float *score;                   /* and scores */
+  bool gguf, cancelled;
+  const tfmi_family *there; /* what GGUF takes the model for; NULL: nothing */
+  tfmi_builder *b;
+  tfmi_item *item;
+  uint64_t items, done_bytes, total_bytes;
+  tfmi_text *line;      /* [lines] of the old config.json */
+  uint64_t lines;
+  tfm_type type;        /* of most matrices */
+  uint8_t *chunk;       /* [chunk_bytes], of whole rows */
+  size_t chunk_bytes;
+  double *sums;         /* [2, rows of a chunk]: squares of values, of errors */
+} tfmi_conversion;
+
+enum { TFMI_CHUNK = 1 << 20 };
+
+/* ---- What is written ---- */
+
+static bool tfmi_is_matrix(const tfmi_tensor *t) { return t->rank > 1 && !t->bias; }
+
+static bool tfmi_is_norm(const tfmi_tensor *t) { return t->rank == 1 && !t->bias; }
+
+/* Whether rotated pairs are neighbours: in some families' GGUF files. */
+static bool tfmi_pairs_there(const tfmi_conversion *c) {
+  return c->gguf && tfmi_has(c->there, TFMI_PAIRS);
+}
+
+static tfm_type tfmi_item_type(const tfmi_conversion *c, const tfmi_tensor *t, uint64_t cols) {
+  tfm_type type = c->config.type ? c->config.type : t->type;
+  bool f8 = type == TFM_F8_E4M3 || type == TFM_F8_E5M2;
+  if (!c->gguf) return c->type;
+  if (!tfmi_is_matrix(t) || t->slot == TFMI_POSITIONS) return TFM_F32;
+  if (cols % (uint64_t)tfmi_types[type].block_values) return TFM_F16; /* as llama.cpp does it */
+  return f8 ? TFM_BF16 : type;
+}
+
+/* The name in the other format; fails where it has none. */
+static const char *tfmi_item_name(const tfmi_conversion *c, const tfmi_tensor *t) {
+  tfmi_load *l = c->b->s->load;
+  const char *const *slots = c->gguf ? tfmi_gguf_slots : c->b->f->slot;
+  const char *pattern = t->slot == TFMI_SLOTS ? NULL : slots[t->slot];
+  const char *prefix = c->gguf || t->slot == TFMI_HEAD ? "" : c->b->f->prefix;
+  char *name = (char *)tfmi_scratch(l, 128, 1);
+  if (c->gguf == (c->b->s->gguf != NULL) && t->name.n < 128)
+    return (const char *)memcpy(name, t->name.at, t->name.n);
+  if (!pattern || t->rank > 2 || strstr(pattern, "%e") || strstr(c->b->slot[t->slot], "%e"))
+    tfmi_fail(l, TFM_E_UNSUPPORTED, "tensor %s has no counterpart in %s; its parts are stored "
+              "otherwise there", tfmi_plain(t->name).text, c->gguf ? "GGUF" : "such a folder");
+  tfmi_layer_name(name, 128, prefix, pattern, t->layer, t->bias ? ".bias" : ".weight");
+  return name;
+}
+
+static tfmi_item tfmi_item_of(const tfmi_conversion *c, const tfmi_tensor *t) {
+  const tfmi_builder *b = c->b;
+  bool pairs_here = b->m->net.layer[0].rope.interleaved, pairs_there = tfmi_pairs_there(c);
+  bool other = c->gguf != (b->s->gguf != NULL);
+  bool turns = tfmi_has(b->f, TFMI_CONV1D) && tfmi_is_matrix(t) && t->layer >= 0 && other;
+  tfmi_item m;
+  memset(&m, 0, sizeof m);
+  m.t = t;
+  m.name = tfmi_item_name(c, t);
+  m.turned = turns;
+  m.rows = t->rank < 2 ? 0 : t->dims[turns ? 1 : 0];
+  m.cols = t->rank < 2 ? t->dims[0] : t->dims[turns ? 0 : 1];
+  if (t->rank == 3) m.rows *= m.cols, m.cols = t->dims[2]; /* experts, checked by the network */
+  if ((t->slot == TFMI_Q || t->slot == TFMI_K) && pairs_here != pairs_there) {
+    m.pairs = pairs_there ? b->m->net.head_width : -b->m->net.head_width;
+    if (t->rank < 2) m.rows = m.cols, m.cols = 1; /* a bias, by its elements */
+  }
+  if (tfmi_is_norm(t) && other && tfmi_has(b->f, TFMI_ONE_PLUS)) m.add = c->gguf ? 1.0f : -1.0f;
+  m.type = tfmi_item_type(c, t, m.cols);
+  return m;
+}
+
+/* GGUF tells llama3's scaling of the rotation as divisors of the frequencies. */
+static tfmi_item tfmi_item_rotation(const tfmi_conversion *c) {
+  const tfmi_rotation *r = c->b->m->rotation;
+  tfmi_rotation plain = r[0];
+  int32_t half = r->rot / 2, i;
+  float *divisor = TFMI_NEW(float, tfmi_scratch(c->b->s->load, (uint64_t)half, sizeof *divisor));
+  tfmi_item m;
+  memset(&m, 0, sizeof m);
+  m.name = "rope_freqs.weight";
+  m.type = TFM_F32;
+  m.cols = (uint64_t)half;
+  m.made = divisor;
+  plain.kind = TFMI_ROPE_DEFAULT;
+  for (i = 0; i < half; i++)
+    divisor[i] = tfmi_rotation_frequency(&plain, 0, i) / tfmi_rotation_frequency(r, 0, i);
+  return m;
+}
+
+static void tfmi_conversion_items(tfmi_conversion *c) {
+  tfmi_source *s = c->b->s;
+  tfmi_load *l = s->load;
+  tfmi_item *all = NULL;
+  uint64_t i;
+  for (i = 0; i < s->tensors; i++)
+    if (s->tensor[i].used && (c->gguf || s->tensor[i].slot != TFMI_SLOTS)) {
+      tfmi_item m = tfmi_item_of(c, &s->tensor[i]);
+      stbds_arrput(all, m);
+    }
+  if (c->gguf && c->b->m->rotation[0].kind == TFMI_ROPE_LLAMA3) {
+    tfmi_item m = tfmi_item_rotation(c);
+    stbds_arrput(all, m);
+  }
+  c->item = all;
+  c->items = (uint64_t)stbds_arrlen(all);
+  for (i = 0; i < c->items; i++) {
+    uint64_t values; /* bounded: t has as many */
+    if (!tfmi_mul(all[i].rows ? all[i].rows : 1, all[i].cols, &values) ||
+        !tfmi_type_bytes(all[i].type, values, &all[i].bytes))
+      tfmi_fail(l, TFM_E_FORMAT, "tensor %s is larger than the address space", all[i].name);
+    c->total_bytes += all[i].bytes;
+  }
+}
+
+/* The new tensor's shape, slowest first; returns its rank. */
+static uint64_t tfmi_item_dims(const tfmi_item *m, uint64_t *dims) {
+  dims[0] = m->cols;
+  if (!m->t) return 1;
+  memcpy(dims, m->t->dims, sizeof m->t->dims);
+  if (m->turned) dims[0] = m->t->dims[1], dims[1] = m->t->dims[0];
+  return m->t->rank;
+}
+
+/* ---- Values ---- */
+
+/* Where a row of the new tensor is in the old one. */
+static uint64_t tfmi_item_row(const tfmi_item *m, uint64_t row) {
+  uint64_t width = (uint64_t)(m->pairs < 0 ? -m->pairs : m->pairs), in, half = width / 2;
+  if (m->pairs == 0) return row;
+  in = row % width;
+  if (m->pairs > 0) return row - in + in % 2 * half + in / 2;
+  return row - in + (in < half ? 2 * in : 2 * (in - half) + 1);
+}
+
+/* y[i] = values (row, col + i) of the new tensor, n <= TFMI_PIECE of them. */
+static void tfmi_item_values(const tfmi_item *m, float *y, uint64_t row, uint64_t col, int32_t n) {
+  const struct tfmi_codec *codec;
+  uint64_t from = tfmi_item_row(m, row);
+  int32_t i;
+  if (m->made) {
+    memcpy(y, m->made + col, (size_t)n * sizeof *y);
+    return;
+  }
+  codec = &tfmi_codecs[m->t->type];
+  if (m->turned) {
+    for (i = 0; i < n; i++)
+      codec->decode(y + i, m->t->data + tfmi_span(m->t->type, (int64_t)((col + (uint64_t)i) *
+                                                  m->rows + from)), 1);
+  } else {
+    codec->decode(y, m->t->data + tfmi_span(m->t->type, (int64_t)(from * m->cols + col)), n);
+  }
+  for (i = 0; m->add != 0 && i < n; i++) y[i] += m->add;
+}
+
+typedef struct tfmi_item_job {
+  const tfmi_item *m;
+  uint64_t first; /* row of the chunk's first */
+  size_t row_bytes;
+  uint8_t *to;
+  double *sums;   /* NULL: nobody asks */
+  int32_t rows;
+} tfmi_item_job;
+
+static void tfmi_item_errors(const tfmi_item_job *t, int32_t row, const float *x, const uint8_t *y,
+                             int32_t n) {
+  float back[TFMI_PIECE];
+  int32_t i;
+  tfmi_codecs[t->m->type].decode(back, y, n);
+  for (i = 0; i < n; i++) {
+    double error = (double)x[i] - (double)back[i];
+    t->sums[row] += (double)x[i] * (double)x[i];
+    t->sums[t->rows + row] += error * error;
+  }
+}
+
+static void tfmi_item_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_item_job *t = (const tfmi_item_job *)context;
+  const tfmi_item *m = t->m;
+  float piece[TFMI_PIECE];
+  int32_t row;
+  uint64_t col;
+  (void)worker;
+  for (row = begin; row < end; row++)
+    for (col = 0; col < m->cols; col += TFMI_PIECE) {
+      int32_t n = m->cols - col < TFMI_PIECE ? (int32_t)(m->cols - col) : TFMI_PIECE;
+      uint8_t *to = t->to + (size_t)row * t->row_bytes + tfmi_span(m->type, (int64_t)col);
+      tfmi_item_values(m, piece, t->first + (uint64_t)row, col, n);
+      tfmi_codecs[m->type].encode(to, piece, n);
+      if (t->sums) tfmi_item_errors(t, row, piece, to, n);
+    }
+}
+
+/* The same bytes in the same order. */
+static bool tfmi_item_as_it_is(const tfmi_item *m) {
+  return m->t && m->type == m->t->type && !m->turned && !m->pairs && m->add == 0;
+}
+
+static void tfmi_item_tell(tfmi_conversion *c, const tfmi_item *m, double values, double errors) {
+  tfm_tensor_info info;
+  tfmi_plain_text name = tfmi_plain(m->t ? m->t->name : tfmi_text_of(m->name));
+  if (!c->config.visitor) return;
+  memset(&info, 0, sizeof info);
+  info.name = name.text;
+  info.type = m->t ? m->t->type_name : "F32";
+  info.rank = m->t ? (int32_t)m->t->rank : 1;
+  if (m->t) memcpy(info.dims, m->t->dims, sizeof info.dims);
+  else info.dims[0] = m->cols;
+  info.bytes = m->t ? m->t->bytes : m->bytes;
+  info.new_name = m->name;
+  info.new_type = tfm_type_name(m->type);
+  info.new_bytes = m->bytes;
+  info.error = values > 0 ? sqrt(errors / values) : 0;
+  c->config.visitor(c->config.user, &info);
+}
+
+static void tfmi_item_write(tfmi_conversion *c, const tfmi_item *m, tfmi_out *o) {
+  tfm_dev *d = &c->b->m->dev;
+  uint64_t rows = m->rows ? m->rows : 1, first;
+  size_t row_bytes = m->bytes / (size_t)rows;
+  int32_t most = (int32_t)(row_bytes < TFMI_CHUNK ? TFMI_CHUNK / (row_bytes + 1) + 1 : 1), i;
+  double values = 0, errors = 0;
+  tfmi_item_job job = {m, 0, row_bytes, c->chunk, c->config.visitor ? c->sums : NULL, 0};
+  for (first = 0; first < rows && !o->failed; first += (uint64_t)job.rows) {
+    job.first = first;
+    job.rows = rows - first < (uint64_t)most ? (int32_t)(rows - first) : most;
+    if (tfmi_item_as_it_is(m)) {
+      tfmi_out_bytes(o, m->t->data + first * row_bytes, (size_t)job.rows * row_bytes);
+    } else {
+      for (i = 0; job.sums && i < 2 * job.rows; i++) job.sums[i] = 0;
+      tfm_parallel_for(d, job.rows, 1, tfmi_item_rows, &job);
+      tfmi_out_bytes(o, c->chunk, (size_t)job.rows * row_bytes);
+      for (i = 0; job.sums && i < job.rows; i++)
+        values += job.sums[i], errors += job.sums[job.rows + i];
+    }
+    c->done_bytes += (uint64_t)job.rows * row_bytes;
+    if (!tfmi_goes_on(&c->config.host, "convert", (double)c->done_bytes / (double)c->total_bytes))
+      c->cancelled = o->failed = true;
+  }
+  if (!o->failed) tfmi_item_tell(c, m, values, errors);
+}
+
+/* ---- A Hugging Face folder ---- */
+
+static void tfmi_folder_header(const tfmi_conversion *c, tfmi_out *o) {
+  uint64_t i, at = 0;
+  tfmi_out_text(o, "{\"__metadata__\":{\"format\":\"pt\"}");
+  for (i = 0; i < c->items; i++) {
+    const tfmi_item *m = &c->item[i];
+    const char *dtype = tfm_type_name(m->type);
+    uint64_t dims[4], rank = tfmi_item_dims(m, dims), k;
+    tfmi_out_text(o, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[", m->name, dtype);
+    for (k = 0; k < rank; k++)
+      tfmi_out_text(o, "%s%llu", k ? "," : "", (unsigned long long)dims[k]);
+    tfmi_out_text(o, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
+                  (unsigned long long)(at + m->bytes));
+    at += m->bytes;
+  }
+  tfmi_out_text(o, "}");
+  while (o->bytes % 8) tfmi_out_text(o, " ");
+}
+
+static void tfmi_folder_weights_write(void *context, tfmi_out *o) {
+  tfmi_conversion *c = (tfmi_conversion *)context;
+  tfmi_out count;
+  uint64_t i;
+  memset(&count, 0, sizeof count);
+  count.fd = -1;
+  tfmi_folder_header(c, &count);
+  tfmi_out_number_le(o, count.bytes, 8);
+  tfmi_folder_header(c, o);
+  for (i = 0; i < c->items; i++) tfmi_item_write(c, &c->item[i], o);
+}
+
+/* A config.json is copied line by line, but for the type. */
+static void tfmi_conversion_lines(tfmi_conversion *c) {
+  tfmi_source *s = c->b->s;
+  tfmi_text key, line, *all = NULL;
+  tfmi_json j;
+  if (!s->config_text.at) return;
+  tfmi_json_init(&j, s->load, "config.json", s->config_text.at, s->config_text.n);
+  tfmi_json_object(&j);
+  while (tfmi_json_member(&j, &key)) {
+    bool plain = key.at >= s->config_text.at && key.at < s->config_text.at + s->config_text.n;
+    tfmi_json_skip(&j);
+    if (!plain || tfmi_text_is(key, "torch_dtype") || tfmi_text_is(key, "dtype")) continue;
+    line.at = key.at - 1; /* at its quotation mark */
+    line.n = (size_t)(j.at - line.at);
+    stbds_arrput(all, line);
+  }
+  c->line = all;
+  c->lines = (uint64_t)stbds_arrlen(all);
+}
+
+static void tfmi_folder_config_write(void *context, tfmi_out *o) {
+  const tfmi_conversion *c = (const tfmi_conversion *)context;
+  const tfm_model *model = c->b->m;
+  tfmi_described d;
+  uint64_t i;
+  if (c->lines) {
+    tfmi_out_text(o, "{\n  \"torch_dtype\": \"%s\"", tfmi_torch_name(c->type));
+    for (i = 0; i < c->lines; i++) {
+      tfmi_out_text(o, ",\n  ");
+      tfmi_out_bytes(o, c->line[i].at, c->line[i].n);
+    }
+    tfmi_out_text(o, "\n}\n");
+    return;
+  }
+  memset(&d, 0, sizeof d);
+  d.family = c->b->f;
+  d.net = &model->net;
+  d.rotation = model->rotation;
+  d.source = c->b->s;
+  d.tied = model->tied;
+  for (i = 0; i < c->items; i++) {
+    const tfmi_tensor *t = c->item[i].t;
+    if (!t || !t->bias) continue;
+    d.qkv_bias = d.qkv_bias || t->slot == TFMI_Q || t->slot == TFMI_QKV;
+    d.up_bias = d.up_bias || t->slot == TFMI_UP || t->slot == TFMI_GATE_UP;
+  }
+  d.bos = model->bos;
+  d.end = model->end;
+  d.end_count = model->end_count;
+  d.type = c->type;
+  tfmi_config_write(&d, o);
+}
+
+static void tfmi_file_write(void *context, tfmi_out *o) {
+  const tfmi_text *text = (const tfmi_text *)context;
+  tfmi_out_bytes(o, text->at, text->n);
+}
+
+/* What belongs to the model besides: the files of its tokenizer, as they are. */
+static void tfmi_folder_copies(tfmi_conversion *c) {
+  static const char *const names[] = {
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"};
+  tfmi_source *s = c->b->s;
+  const char *folder;
+  int i;
+  if (s->gguf || !s->path || strcmp(s->format, "safetensors") != 0) return;
+  folder = tfmi_folder_of(s->load, s->path);
+  for (i = 0; i < TFMI_COUNT(names); i++) {
+    const char *path = tfmi_join(s->load, folder, names[i]);
+    tfmi_text text;
+    if (!tfmi_file_exists(s->load, path)) continue;
+    text = tfmi_text_of_file(s, path);
+    if (tfmi_out_file(tfmi_join(s->load, c->to, names[i]), tfmi_file_write, &text) != TFM_OK)
+      tfmi_fail_again(s->load);
+  }
+}
+
+/* ---- GGUF ---- */
+
+typedef struct tfmi_pairs { /* keys and values being written */
+  tfmi_out *o;
+  const char *family;
+  uint64_t count;
+} tfmi_pairs;
+
+static void tfmi_pairs_string(tfmi_pairs *p, const char *at, size_t n) {
+  tfmi_out_number_le(p->o, n, 8);
+  tfmi_out_bytes(p->o, at, n);
+}
+
+/* A key; one that begins with a point belongs to the architecture. */
+static void tfmi_pairs_key(tfmi_pairs *p, const char *key, uint32_t type) {
+  char whole[96];
+  snprintf(whole, sizeof whole, "%s%s", key[0] == '.' ? p->family : "", key);
+  tfmi_pairs_string(p, whole, strlen(whole));
+  tfmi_out_number_le(p->o, type, 4);
+  p->count++;
+}
+
+static void tfmi_pairs_text(tfmi_pairs *p, const char *key, const char *value) {
+  tfmi_pairs_key(p, key, TFMI_GGUF_STRING);
+  tfmi_pairs_string(p, value, strlen(value));
+}
+
+static void tfmi_pairs_whole(tfmi_pairs *p, const char *key, int64_t value) { /* below 0: none */
+  if (value < 0) return;
+  tfmi_pairs_key(p, key, TFMI_GGUF_U32);
+  tfmi_out_number_le(p->o, (uint64_t)value, 4);
+}
+
+static void tfmi_pairs_flag(tfmi_pairs *p, const char *key, bool value) {
+  tfmi_pairs_key(p, key, TFMI_GGUF_BOOL);
+  tfmi_out_number_le(p->o, value, 1);
+}
+
+static void tfmi_pairs_float(tfmi_pairs *p, float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  tfmi_out_number_le(p->o, bits, 4);
+}
+
+static void tfmi_pairs_real(tfmi_pairs *p, const char *key, double value) {
+  tfmi_pairs_key(p, key, TFMI_GGUF_F32);
+  tfmi_pairs_float(p, (float)value);
+}
+
+static void tfmi_pairs_array(tfmi_pairs *p, const char *key, uint32_t type, uint64_t n) {
+  tfmi_pairs_key(p, key, TFMI_GGUF_ARRAY);
+  tfmi_out_number_le(p->o, type, 4);
+  tfmi_out_number_le(p->o, n, 8);
+}
+
+/* The number of llama.cpp's that names the type of most matrices. */
+static int64_t tfmi_gguf_file_type(tfm_type type) {
+  static const struct { tfm_type type; int64_t number; } rows[] = {
+    {TFM_F32, 0}, {TFM_F16, 1}, {TFM_Q4_0, 2}, {TFM_Q4_1, 3}, {TFM_Q8_0, 7}, {TFM_Q5_0, 8},
+    {TFM_Q5_1, 9}, {TFM_BF16, 32}, {TFM_Q4_K, 15}, {TFM_Q5_K, 17}, {TFM_Q6_K, 18}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(rows); i++)
+    if (rows[i].type == type) return rows[i].number;
+  return 1024; /* guessed, as llama.cpp calls it */
+}
+
+/* A number of the model as it turned out, which its files may have left to be understood. */
+static double tfmi_conversion_number(const tfmi_conversion *c, tfmi_quantity what) {
+  const tfm_net *net = &c->b->m->net;
+  const int32_t known[] = {net->layers, net->width, net->heads, net->kv_heads, net->head_width,
+                           net->ffn_width, net->vocabulary, net->context};
+  if (what == TFMI_N_EPS) return (double)net->norm.eps;
+  return what < TFMI_N_EPS ? (double)known[what] : tfmi_number(c->b->s, c->b->f, what);
+}
+
+static void tfmi_gguf_numbers(const tfmi_conversion *c, tfmi_pairs *p) {
+  const tfmi_family *f = c->b->f;
+  const tfmi_rotation *r = c->b->m->rotation;
+  char key[96];
+  int i;
+  tfmi_pairs_text(p, "general.architecture", c->there->gguf);
+  tfmi_pairs_text(p, "general.name", f->name);
+  tfmi_pairs_whole(p, "general.quantization_version", 2);
+  tfmi_pairs_whole(p, "general.file_type", tfmi_gguf_file_type(c->type));
+  for (i = 0; i < TFMI_QUANTITIES; i++) {
+    double value = tfmi_conversion_number(c, (tfmi_quantity)i);
+    if (!f->key[i].gguf || value == 0) continue;
+    snprintf(key, sizeof key, ".%s", f->key[i].gguf);
+    if (f->key[i].whole) tfmi_pairs_whole(p, key, (int64_t)value);
+    else tfmi_pairs_real(p, key, value);
+  }
+  if (r->rot == 0) return;
+  tfmi_pairs_whole(p, ".attention.value_length", c->b->m->net.head_width);
+  tfmi_pairs_whole(p, ".rope.dimension_count", r->rot);
+  if (r->kind != TFMI_ROPE_LINEAR) return;
+  tfmi_pairs_text(p, ".rope.scaling.type", "linear");
+  tfmi_pairs_real(p, ".rope.scaling.factor", r->factor);
+}
+
+/* ---- The vocabulary of a GGUF file ---- */
+
+static int tfmi_merge_order(const void *a, const void *b) {
+  const tfmi_merge *x = (const tfmi_merge *)a, *y = (const tfmi_merge *)b;
+  return x->rank < y->rank ? -1 : x->rank > y->rank;
+}
+
+static void tfmi_conversion_merges(tfmi_conversion *c) {
+  const tfmi_merge_table *table = &c->tokenizer->merges;
+  tfmi_merge *all = NULL;
+  uint64_t i;
+  for (i = 0; table->slot && i <= table->mask; i++)
+    if (table->slot[i].into >= 0) stbds_arrput(all, table->slot[i]);
+  c->merge = all;
+  c->merges = (int64_t)stbds_arrlen(all);
+  tfmi_sort(all, (size_t)c->merges, sizeof *all, tfmi_merge_order);
+}
+
+static const char *tfmi_gguf_pre_name(const tfm_tokenizer *t) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
+    if (tfmi_gguf_pres[i].split == t->split &&
+        tfmi_gguf_pres[i].whole_first == (t->whole.slot != NULL))
+      return tfmi_gguf_pres[i].name;
+  return NULL;
+}
+
+/* What llama.cpp calls a token: normal 1, unknown 2, control 3, the user's 4, unused 5, a byte 6;
+   and its score: what a merge makes is better the earlier it is made. */
+static void tfmi_conversion_tokens(tfmi_conversion *c) {
+  const tfm_tokenizer *t = c->tokenizer;
+  tfmi_load *l = c->b->s->load;
+  int32_t n = c->b->m->net.vocabulary, i, set;
+  int64_t k;
+  if (t->vocabulary > n)
+    tfmi_fail(l, TFM_E_FORMAT, "the tokenizer has %d tokens, but the model's vocabulary only %d",
+              (int)t->vocabulary, (int)n);
+  c->kind = TFMI_NEW(int32_t, tfmi_scratch(l, (uint64_t)n, sizeof *c->kind));
+  c->score = TFMI_NEW(float, tfmi_scratch(l, (uint64_t)n, sizeof *c->score));
+  for (i = 0; i < n; i++)
+    c->kind[i] = i >= t->vocabulary || t->token[i].speech == TFMI_SPEECH_NONE ? 5 : 1;
+  for (i = 0; i < 256 && !t->from_bytes; i++)
+    if (t->byte_id[i] >= 0) c->kind[t->byte_id[i]] = 6;
+  for (set = 0; set < 2; set++)
+    for (i = 0; i < t->added[set].count; i++)
+      c->kind[t->added[set].token[i].id] = t->added[set].token[i].special ? 3 : 4;
+  if (t->unk >= 0 && !t->from_bytes) c->kind[t->unk] = 2;
+  for (k = c->merges; k-- > 0;) /* the first that makes it counts */
+    if (c->merge[k].into < t->vocabulary) c->score[c->merge[k].into] = -(float)c->merge[k].rank;
+}
+
+/* Everything that the file will say about the vocabulary, or why it cannot. */
+static void tfmi_conversion_vocabulary(tfmi_conversion *c) {
+  tfmi_load *l = c->b->s->load;
+  if (!c->tokenizer) {
+    tfmi_log(&c->config.host, TFM_LOG_WARNING, "%s: no tokenizer was found: the GGUF file has no "
+             "vocabulary", l->object);
+    return;
+  }
+  if (c->tokenizer->from_bytes && (!tfmi_gguf_pre_name(c->tokenizer) || c->tokenizer->prefix_blank))
+    tfmi_fail(l, TFM_E_UNSUPPORTED, "the tokenizer splits text in a way that has no name in GGUF");
+  tfmi_conversion_merges(c);
+  tfmi_conversion_tokens(c);
+}
+
+/* llama2.c spells blanks as they are, where SentencePiece has U+2581. */
+static void tfmi_gguf_token(const tfm_tokenizer *t, int32_t id, tfmi_pairs *p) {
+  const char *at = t->arena + t->token[id].at;
+  size_t n = t->token[id].n, blanks = 0, i;
+  bool plain = t->from_bytes || t->token[id].added || t->blank.n;
+  for (i = 0; !plain && i < n; i++) blanks += at[i] == ' ';
+  tfmi_out_number_le(p->o, n + 2 * blanks, 8);
+  for (i = 0; i < n; i++)
+    if (at[i] == ' ' && blanks) tfmi_out_bytes(p->o, "\xe2\x96\x81", 3);
+    else tfmi_out_bytes(p->o, at + i, 1);
+}
+
+static void tfmi_gguf_tokens(const tfmi_conversion *c, tfmi_pairs *p) {
+  const tfm_tokenizer *t = c->tokenizer;
+  uint64_t n = (uint64_t)c->b->m->net.vocabulary, i;
+  char pad[32];
+  tfmi_pairs_array(p, "tokenizer.ggml.tokens", TFMI_GGUF_STRING, n);
+  for (i = 0; i < n; i++) {
+    bool there = c->kind[i] != 5 && i < (uint64_t)t->vocabulary;
+    snprintf(pad, sizeof pad, "[PAD%llu]", (unsigned long long)i);
+    if (there) tfmi_gguf_token(t, (int32_t)i, p);
+    else tfmi_pairs_string(p, pad, strlen(pad));
+  }
+  tfmi_pairs_array(p, "tokenizer.ggml.token_type", TFMI_GGUF_I32, n);
+  for (i = 0; i < n; i++) tfmi_out_number_le(p->o, (uint64_t)c->kind[i], 4);
+  if (t->from_bytes) return;
+  tfmi_pairs_array(p, "tokenizer.ggml.scores", TFMI_GGUF_F32, n);
+  for (i = 0; i < n; i++) tfmi_pairs_float(p, c->score[i]);
+}
+
+static void tfmi_gguf_merge_list(const tfmi_conversion *c, tfmi_pairs *p) {
+  const tfm_tokenizer *t = c->tokenizer;
+  int64_t i;
+  tfmi_pairs_array(p, "tokenizer.ggml.merges", TFMI_GGUF_STRING, (uint64_t)c->merges);
+  for (i = 0; i < c->merges; i++) {
+    const tfmi_token *left = &t->token[c->merge[i].left], *right = &t->token[c->merge[i].right];
+    tfmi_out_number_le(p->o, (uint64_t)left->n + 1 + right->n, 8);
+    tfmi_out_bytes(p->o, t->arena + left->at, left->n);
+    tfmi_out_bytes(p->o, " ", 1);
+    tfmi_out_bytes(p->o, t->arena + right->at, right->n);
+  }
+}
+
+static void tfmi_gguf_vocabulary(const tfmi_conversion *c, tfmi_pairs *p) {
+  const tfm_tokenizer *t = c->tokenizer;
+  if (!t) {
+    tfmi_pairs_text(p, "tokenizer.ggml.model", "no_vocab");
+    return;
+  }
+  tfmi_pairs_text(p, "tokenizer.ggml.model", t->from_bytes ? "gpt2" : "llama");
+  tfmi_pairs_text(p, "tokenizer.ggml.pre", t->from_bytes ? tfmi_gguf_pre_name(t) : "default");
+  tfmi_gguf_tokens(c, p);
+  if (t->from_bytes) {
+    tfmi_gguf_merge_list(c, p);
+  } else {
+    tfmi_pairs_flag(p, "tokenizer.ggml.add_space_prefix", t->prefix.n > 0);
+    tfmi_pairs_flag(p, "tokenizer.ggml.remove_extra_whitespaces", t->squeeze);
+  }
+  tfmi_pairs_whole(p, "tokenizer.ggml.bos_token_id", t->bos);
+  tfmi_pairs_whole(p, "tokenizer.ggml.eos_token_id", t->eos);
+  tfmi_pairs_whole(p, "tokenizer.ggml.unknown_token_id", t->unk);
+  tfmi_pairs_whole(p, "tokenizer.ggml.padding_token_id", t->pad);
+  tfmi_pairs_flag(p, "tokenizer.ggml.add_bos_token", t->before_count > 0);
+  tfmi_pairs_flag(p, "tokenizer.ggml.add_eos_token", t->after_count > 0);
+}
+
+/* ---- The file ---- */
+
+static uint64_t tfmi_gguf_pairs_write(const tfmi_conversion *c, tfmi_out *o) {
+  tfmi_pairs p = {o, c->there->gguf, 0};
+  tfmi_gguf_numbers(c, &p);
+  tfmi_gguf_vocabulary(c, &p);
+  return p.count;
+}
+
+static uint32_t tfmi_ggml_id(tfm_type type) {
+  int i = 0;
+  while (tfmi_ggml_types[i].type != type) i++;
+  return tfmi_ggml_types[i].id;
+}
+
+static void tfmi_gguf_align(tfmi_out *o) {
+  while (o->bytes % 32) tfmi_out_bytes(o, "", 1);
+}
+
+static void tfmi_gguf_write(void *context, tfmi_out *o) {
+  tfmi_conversion *c = (tfmi_conversion *)context;
+  uint64_t i, at = 0;
+  tfmi_out count;
+  memset(&count, 0, sizeof count);
+  count.fd = -1;
+  tfmi_out_text(o, "GGUF");
+  tfmi_out_number_le(o, 3, 4);
+  tfmi_out_number_le(o, c->items, 8);
+  tfmi_out_number_le(o, tfmi_gguf_pairs_write(c, &count), 8);
+  tfmi_gguf_pairs_write(c, o);
+  for (i = 0; i < c->items; i++, at = (at + 31) & ~(uint64_t)31) {
+    const tfmi_item *m = &c->item[i];
+    uint64_t dims[4], rank = tfmi_item_dims(m, dims), k;
+    tfmi_out_number_le(o, strlen(m->name), 8);
+    tfmi_out_text(o, "%s", m->name);
+    tfmi_out_number_le(o, rank, 4);
+    for (k = rank; k-- > 0;) tfmi_out_number_le(o, dims[k], 8);
+    tfmi_out_number_le(o, tfmi_ggml_id(m->type), 4);
+    tfmi_out_number_le(o, at, 8);
+    at += m->bytes;
+  }
+  for (i = 0; i < c->items; i++) {
+    tfmi_gguf_align(o);
+    tfmi_item_write(c, &c->item[i], o);
+  }
+}
+
+/* ---- The whole ---- */
+
+static bool tfmi_conversion_tells(const tfmi_conversion *c, const tfmi_source *s) {
+  tfm_tensor_info info;
+  uint64_t i;
+  if (c->to) return false;
+  memset(&info, 0, sizeof info);
+  for (i = 0; i < s->tensors; i++) {
+    const tfmi_tensor *t = &s->tensor[i];
+    tfmi_plain_text name = tfmi_plain(t->name);
+    info.name = name.text;
+    info.type = t->type_name;
+    info.rank = (int32_t)(t->rank < INT32_MAX ? t->rank : INT32_MAX);
+    memcpy(info.dims, t->dims, sizeof info.dims);
+    info.bytes = t->bytes;
+    c->config.visitor(c->config.user, &info);
+  }
+  return true;
+}
+
+/* The type that holds what a folder is to have: its matrices' own where it can. */
+static void tfmi_conversion_type(tfmi_conversion *c) {
+  tfm_type type = c->config.type ? c->config.type : c->b->m->weights;
+  bool is_float = type == TFM_F32 || type == TFM_F16 || type == TFM_BF16;
+  if (c->config.type && !c->gguf && !is_float)
+    tfmi_fail(c->b->s->load, TFM_E_ARG, "a Hugging Face folder cannot hold %s; choose F32, F16 or "
+              "BF16, or name a file .gguf", tfm_type_name(type));
+  c->type = c->gguf || is_float ? type : TFM_F16;
+}
+
+static void tfmi_conversion_chunk(tfmi_conversion *c) {
+  uint64_t i, widest = 0, rows, most = 1;
+  for (i = 0; i < c->items; i++) {
+    uint64_t row = c->item[i].bytes / (c->item[i].rows ? c->item[i].rows : 1);
+    rows = TFMI_CHUNK / (row + 1) + 1; /* as tfmi_item_write has it */
+    if (row > widest) widest = row;
+    if (rows > most) most = rows;
+  }
+  c->chunk_bytes = TFMI_CHUNK + 2 * (size_t)widest;
+  c->chunk = (uint8_t *)tfmi_scratch(c->b->s->load, c->chunk_bytes, 1);
+  c->sums = TFMI_NEW(double, tfmi_scratch(c->b->s->load, 2 * most, sizeof *c->sums));
+}
+
+static void tfmi_conversion_exists(tfmi_conversion *c, const char *path) {
+  struct stat st;
+  if (!c->config.overwrite && stat(path, &st) == 0)
+    tfmi_fail(c->b->s->load, TFM_E_IO, "%s is there already; remove it or ask to overwrite", path);
+}
+
+static void tfmi_conversion_write(tfmi_conversion *c, const char *path, tfmi_writer writer) {
+  if (tfmi_out_file(path, writer, c) == TFM_OK) return;
+  if (c->cancelled) tfmi_fail(c->b->s->load, TFM_E_CANCELLED, "the conversion was cancelled");
+  tfmi_fail_again(c->b->s->load);
+}
+
+static bool tfmi_rotations_agree(const tfmi_rotation *a, const tfmi_rotation *b) {
+  int32_t context, i;
+  if (a->rot != b->rot || fabs(a->scale - b->scale) > 1e-6) return false;
+  for (context = 1; context < 1 << 20; context *= 32)
+    for (i = 0; i < a->rot / 2; i++) {
+      float x = tfmi_rotation_frequency(a, context, i), y = tfmi_rotation_frequency(b, context, i);
+      if (fabsf(x - y) > 1e-6f * x) return false;
+    }
+  return true;
+}
+
+/* A file that others will read must say what was meant: each architecture of GGUF does some things
+   in one way only, and what is not in a format is understood to be usual. So what has been written
+   is read again, all but the weights, and compared. */
+static const char *tfmi_models_differ(const tfm_model *m, const tfm_model *again) {
+  const tfm_net *x = &m->net, *y = &again->net;
+  int32_t i;
+  if (x->act != y->act) return "the activation";
+  if (x->context != y->context || x->norm.eps != y->norm.eps || m->tied != again->tied)
+    return "the numbers";
+  if (x->logit_softcap != y->logit_softcap) return "the cap of logits";
+  if (fabsf(x->embed_scale - y->embed_scale) > 0.004f * x->embed_scale)
+    return "the scale of embeddings"; /* which llama.cpp does not round */
+  for (i = 0; i < x->layers; i++) {
+    const tfm_attn *a = &x->layer[i].attn, *b = &y->layer[i].attn;
+    if (fabsf(a->scale - b->scale) > 1e-6f * a->scale) return "the scale of the scores";
+    if (a->window != b->window) return "the windows";
+    if (a->softcap != b->softcap) return "the cap of the scores";
+  }
+  for (i = 0; i < x->layers; i++) {
+    int which = x->layer[i].attn.window != 0;
+    if (!tfmi_rotations_agree(&m->rotation[which], &again->rotation[which])) return "the rotation";
+  }
+  return NULL;
+}
+
+static void tfmi_conversion_check(tfmi_conversion *c, const char *weights, const char *config) {
+  tfm_model_config plain;
+  const char *untold = NULL;
+  tfm_model *again;
+  memset(&plain, 0, sizeof plain);
+  plain.host = c->config.host;
+  plain.device = TFM_REF;
+  plain.threads = 1;
+  again = tfmi_model_make(c->to, NULL, 0, &plain, true, NULL);
+  if (again) untold = tfmi_models_differ(c->b->m, again);
+  tfm_model_free(again);
+  if (again && !untold) return;
+  unlink(weights);
+  if (config) unlink(config);
+  if (!untold) tfmi_fail_again(c->b->s->load);
+  tfmi_fail(c->b->s->load, TFM_E_UNSUPPORTED, "%s cannot tell %s of this model; convert to %s",
+            c->gguf ? "GGUF" : "config.json", untold, c->gguf ? "a folder" : ".gguf");
+}
+
+/* What GGUF takes a family for: itself, or one that differs in the order of rows only (Mistral is
+   written as a Llama; if it has windows, the comparison above finds out). */
+static const tfmi_family *tfmi_family_there(const tfmi_family *f) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_families) && !f->gguf; i++) {
+    const tfmi_family *g = &tfmi_families[i];
+    bool alike = g->slot == f->slot && g->key == f->key && g->is == (f->is | TFMI_PAIRS);
+    if (g->gguf && alike) return g;
+  }
+  return f->gguf ? f : NULL;
+}
+
+static void tfmi_conversion_run(tfmi_model_request *r) {
+  tfmi_conversion *c = r->conversion;
+  tfmi_load *l = &r->load;
+  const char *weights, *config;
+  c->b = &r->builder;
+  c->there = tfmi_family_there(c->b->f);
+  tfmi_builder_measure(c->b);
+  if (c->gguf && !c->there)
+    tfmi_fail(l, TFM_E_UNSUPPORTED, "GGUF has no architecture for %s", c->b->f->name);
+  tfmi_conversion_type(c);
+  tfmi_conversion_items(c);
+  tfmi_conversion_chunk(c);
+  if (c->gguf) {
+    tfmi_conversion_exists(c, c->to);
+    tfmi_conversion_vocabulary(c);
+    tfmi_conversion_write(c, c->to, tfmi_gguf_write);
+    tfmi_conversion_check(c, c->to, NULL);
+    return;
+  }
+  weights = tfmi_join(l, c->to, "model.safetensors");
+  config = tfmi_join(l, c->to, "config.json");
+  tfmi_conversion_exists(c, weights);
+  tfmi_conversion_exists(c, config);
+  tfmi_conversion_lines(c);
+  if (mkdir(c->to, 0777) != 0 && errno != EEXIST)
+    tfmi_fail(l, TFM_E_IO, "the folder %s cannot be made; is the one that it is in there?", c->to);
+  tfmi_conversion_write(c, weights, tfmi_folder_weights_write);
+  tfmi_folder_copies(c);
+  tfmi_conversion_write(c, config, tfmi_folder_config_write);
+  tfmi_conversion_check(c, weights, config);
+}
+
+static tfm_status tfmi_conversion_make(tfmi_conversion *c, const char *from) {
+  tfm_model_config config;
+  tfm_model *model;
+  memset(&config, 0, sizeof config);
+  config.host = c->config.host;
+  config.device = TFM_REF;
+  config.threads = c->config.threads;
+  model = tfmi_model_make(from, NULL, 0, &config, false, c);
+  tfm_model_free(model);
+  return model ? TFM_OK : tfmi_error.status;
+}
+
+TFM_API tfm_status tfm_model_tensors(const char *path, const tfm_host *host,
+                                     tfm_tensor_visitor visitor, void *user) {
+  tfmi_conversion c;
+  if (!path || !visitor)
+    return tfmi_report(TFM_E_ARG, "tfm_model_tensors: path or visitor is NULL");
+  memset(&c, 0, sizeof c);
+  if (host) c.config.host = *host;
+  c.config.visitor = visitor;
+  c.config.user = user;
+  return tfmi_conversion_make(&c, path);
+}
+
+TFM_API tfm_status tfm_convert(const char *from, const char *to, const tfm_convert_config *config) {
+  tfm_tokenizer_config vocabulary;
+  tfm_tokenizer *tokenizer = NULL;
+  tfmi_conversion c;
+  tfm_status status;
+  if (!from || !to) return tfmi_report(TFM_E_ARG, "tfm_convert: from or to is NULL");
+  memset(&c, 0, sizeof c);
+  if (config) c.config = *config;
+  if ((int)c.config.type < 0 || c.config.type > TFM_Q5_1)
+    return tfmi_report(TFM_E_ARG, "tfm_convert: %s cannot be written; expected F32, F16, BF16, "
+                       "Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1", tfm_type_name(c.config.type));
+  memset(&vocabulary, 0, sizeof vocabulary);
+  vocabulary.host = c.config.host;
+  c.to = to;
+  c.gguf = tfmi_ends_with(to, ".gguf");
+  if (c.gguf) {
+    tokenizer = tfm_tokenizer_load(from, &vocabulary);
+    if (!tokenizer && tfmi_error.status != TFM_E_IO) return tfmi_error.status;
+  }
+  c.tokenizer = tokenizer;
+  status = tfmi_conversion_make(&c, from);
+  tfm_tokenizer_free(tokenizer);
+  return status;
+}
+
+#if TFMI_COMPILES_COLD
+#pragma GCC pop_options
+#endif
+
 #ifndef TFM_NO_TRAINING
 /* =================================================================================================
    >>train   the backward pass, the optimiser's steps, the trainer
@@ -17695,15 +18746,6 @@ TFM_API tfm_status tfm_trainer_plan(const tfm_shape *shape, const tfm_trainer_co
    A checkpoint is eight words (tfmi_checkpoint_head), the arenas of weights and moments as they
    are, and the checksum of all that. It is checked whole before any of it is taken over. */
 
-/* A number of JSON whatever the locale. */
-static void tfmi_out_number(tfmi_out *o, double value) {
-  char text[40], *comma;
-  snprintf(text, sizeof text, "%.17g", value);
-  comma = strchr(text, ',');
-  if (comma) *comma = '.';
-  tfmi_out_bytes(o, text, strlen(text));
-}
-
 typedef struct tfmi_cut { /* a tensor of the file: rows of a parameter */
   const tfmi_parameter *p;
   tfmi_slot slot;
@@ -17824,69 +18866,21 @@ static void tfmi_export_tensors(void *context, tfmi_out *o) {
       else tfmi_cut_plain(t, e->arena, o, &cut[k]);
 }
 
-static void tfmi_config_rope(const tfm_trainer *t, tfmi_out *o) {
-  const tfmi_rotation *r = &t->rotation[0];
-  const struct { const char *name; double value; } rows[] = {
-    {"factor", r->factor}, {"low_freq_factor", r->low}, {"high_freq_factor", r->high},
-    {"original_max_position_embeddings", r->original}};
-  int i;
-  tfmi_out_text(o, ",\n  \"rope_theta\": ");
-  tfmi_out_number(o, r->theta);
-  if (r->kind != TFMI_ROPE_LLAMA3) return;
-  tfmi_out_text(o, ",\n  \"rope_scaling\": {\"rope_type\": \"llama3\"");
-  for (i = 0; i < TFMI_COUNT(rows); i++) {
-    tfmi_out_text(o, ", \"%s\": ", rows[i].name);
-    tfmi_out_number(o, rows[i].value);
-  }
-  tfmi_out_text(o, "}");
-}
-
-static void tfmi_config_flags(const tfm_trainer *t, tfmi_out *o) {
-  const tfmi_family *f = t->family;
-  const tfm_layer *y = &t->net.layer[0];
-  bool by_scale = tfmi_has(f, TFMI_LAYER_SCALE), scaled = y->attn.scale != 1.0f;
-  bool by_layer = t->net.layers > 1 && y[1].attn.scale != y->attn.scale;
-  const struct { const char *key; bool value; } rows[] = {
-    {f->qkv_bias.key, y->qkv_bias != NULL}, {f->up_bias.key, y->up_bias != NULL},
-    {f->tied.key, t->tied}, {by_scale ? "scale_attn_weights" : NULL, scaled},
-    {by_scale ? "scale_attn_by_inverse_layer_idx" : NULL, by_layer}};
-  int i;
-  for (i = 0; i < TFMI_COUNT(rows); i++)
-    if (rows[i].key)
-      tfmi_out_text(o, ",\n  \"%s\": %s", rows[i].key, rows[i].value ? "true" : "false");
-  if (t->bos >= 0) tfmi_out_text(o, ",\n  \"bos_token_id\": %d", (int)t->bos);
-  for (i = 0; i < t->end_count; i++)
-    tfmi_out_text(o, "%s%d", i ? ", " : ",\n  \"eos_token_id\": [", (int)t->end[i]);
-  if (t->end_count) tfmi_out_text(o, "]");
-}
-
 static void tfmi_export_config(void *context, tfmi_out *o) {
   const tfm_trainer *t = ((const tfmi_export *)context)->t;
-  const tfmi_family *f = t->family;
-  const tfm_net *net = &t->net;
-  const struct { const char *key; double value; } rows[] = {
-    {f->key[TFMI_N_LAYERS].hf[0], (double)net->layers},
-    {f->key[TFMI_N_WIDTH].hf[0], (double)net->width},
-    {f->key[TFMI_N_HEADS].hf[0], (double)net->heads},
-    {f->key[TFMI_N_KV_HEADS].hf[0], (double)net->kv_heads},
-    {f->key[TFMI_N_HEAD_WIDTH].hf[0], (double)net->head_width},
-    {f->key[TFMI_N_FFN].hf[0], (double)net->ffn_width},
-    {f->key[TFMI_N_VOCABULARY].hf[0], (double)net->vocabulary},
-    {f->key[TFMI_N_CONTEXT].hf[0], (double)net->context},
-    {f->key[TFMI_N_EPS].hf[0], (double)net->norm.eps}};
-  int i;
-  tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
-                f->classes[0]);
-  for (i = 0; i < TFMI_COUNT(rows); i++) {
-    if (!rows[i].key) continue;
-    tfmi_out_text(o, ",\n  \"%s\": ", rows[i].key);
-    tfmi_out_number(o, rows[i].value);
-  }
-  for (i = 0; tfmi_acts[i].act != net->act; i++) continue;
-  tfmi_out_text(o, ",\n  \"%s\": \"%s\"", f->act_key, tfmi_acts[i].name);
-  tfmi_config_flags(t, o);
-  if (tfmi_has(f, TFMI_ROTARY)) tfmi_config_rope(t, o);
-  tfmi_out_text(o, ",\n  \"torch_dtype\": \"float32\"\n}\n");
+  tfmi_described d;
+  memset(&d, 0, sizeof d);
+  d.family = t->family;
+  d.net = &t->net;
+  d.rotation = t->rotation;
+  d.tied = t->tied;
+  d.qkv_bias = t->net.layer[0].qkv_bias != NULL;
+  d.up_bias = t->net.layer[0].up_bias != NULL;
+  d.bos = t->bos;
+  d.end = t->end;
+  d.end_count = t->end_count;
+  d.type = TFM_F32;
+  tfmi_config_write(&d, o);
 }
 
 static tfm_status tfmi_export_file(tfm_trainer *t, const char *folder, const char *name,

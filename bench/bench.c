@@ -3,6 +3,7 @@
    build:   make bench
    run:     build/bench ../shared/data/stories260K/stories260K.bin
             build/bench shape:llama-110m --type q8_0 --threads 2 --json
+            build/bench train:char
             build/bench ceilings
    output:  one line per workload. pp512 reads a prompt of 512 tokens and chooses one (tfm_feed,
             then tfm_next); tg128 writes 128 tokens after a single one (tfm_next), as generate does.
@@ -654,6 +655,133 @@ static int compare(const options *o, const tfm_model *m, const tfm_model *refere
   return 0;
 }
 
+/* ---- Training ---- */
+
+typedef struct training {
+  const char *name;
+  tfm_shape shape;
+  int32_t batch, context;
+} training;
+
+static const training trainings[] = {
+  {"char", {"gpt2", 4, 128, 4, 65, 64, 0, 0, 0, false, 1, NULL}, 16, 64},
+  {"own", {"llama", 7, 256, 4, 4096, 256, 2, 0, 768, false, 1, NULL}, 16, 256},
+  {"gpt2-124m-64", {"gpt2", 12, 768, 12, 50257, 1024, 0, 0, 0, false, 1, NULL}, 4, 64},
+  {"gpt2-124m-256", {"gpt2", 12, 768, 12, 50257, 1024, 0, 0, 0, false, 1, NULL}, 4, 256}};
+
+typedef enum phase { WHOLE, FORWARD, BACKWARD, CLIP, UPDATE, PHASES } phase;
+
+/* A table whose optimiser tells the time: the two calls are not passed what else to write to. */
+static struct timed {
+  const tfm_backend *table;
+  tfm_backend own;
+  double clip, update;
+} timed;
+
+static void timed_sumsq(tfm_dev *d, float *out, const void *x, tfm_type type, int64_t n) {
+  double began = seconds();
+  timed.table->sumsq(d, out, x, type, n);
+  timed.clip += seconds() - began;
+}
+
+static void timed_adamw(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
+                        const void *g, tfm_type gtype, int64_t n, const float *sumsq,
+                        const tfm_adamw *p) {
+  double began = seconds();
+  timed.table->adamw(d, w, type, master, m, v, g, gtype, n, sumsq, p);
+  timed.update += seconds() - began;
+}
+
+static bool train_once(tfm_trainer *t, const int32_t *ids, const int32_t *targets,
+                       double *spent) {
+  double began = seconds();
+  if (tfm_trainer_eval(t, ids, targets, NULL, NULL) != TFM_OK) return false;
+  spent[FORWARD] = seconds() - began;
+  timed.clip = timed.update = 0;
+  began = seconds();
+  if (tfm_trainer_step(t, ids, targets, NULL, NULL) != TFM_OK) return false;
+  spent[WHOLE] = seconds() - began;
+  spent[CLIP] = timed.clip;
+  spent[UPDATE] = timed.update;
+  spent[BACKWARD] = spent[WHOLE] - spent[FORWARD] - spent[CLIP] - spent[UPDATE];
+  return true;
+}
+
+/* Of products and of attention to what precedes: forward, and twice as much backward. */
+static double train_operations(const training *g, uint64_t parameters) {
+  const tfm_shape *s = &g->shape;
+  double tokens = (double)g->batch * g->context;
+  double products = (double)parameters;
+  if (!strcmp(s->family, "gpt2")) products -= (double)s->context * s->width; /* are gathered */
+  return 6 * tokens * (products + (double)s->layers * s->width * g->context);
+}
+
+static void print_training(const options *o, const training *g, const double *ms,
+                           const tfm_trainer_info *info) {
+  double rate = (double)g->batch * g->context / ms[WHOLE] * 1e3;
+  double share = 100 * train_operations(g, info->parameters) / ms[WHOLE] * 1e3 /
+                 multiply_ceiling(cores_or(o->model.threads));
+  printf(o->json ? "{\"workload\": \"train:%s\", \"ms\": %.2f, \"forward\": %.2f, \"backward\": "
+                   "%.2f, \"clip\": %.2f, \"adamw\": %.2f, \"tokens_per_s\": %.0f, "
+                   "\"percent_of_fma\": %.0f, \"memory_bytes\": %llu}\n"
+                 : "train:%s  %.2f ms a step: forward %.2f, backward %.2f, clip %.2f, AdamW %.2f; "
+                   "%.0f tokens/s, %.0f%% of FMA's peak, %llu bytes\n",
+         g->name, ms[WHOLE], ms[FORWARD], ms[BACKWARD], ms[CLIP], ms[UPDATE], rate, share,
+         (unsigned long long)info->memory_bytes);
+}
+
+/* Medians of each phase. */
+static int measure_steps(const options *o, const training *g, tfm_trainer *t, int32_t *ids) {
+  double spent[PHASES], all[PHASES][REPEAT_MAX], ms[PHASES];
+  int32_t n = g->batch * g->context, i, p;
+  tfm_trainer_info info;
+  fill_ids(ids, 2 * n, g->shape.vocabulary);
+  for (i = -2; i < o->repeat; i++) { /* the first touch memory for the first time */
+    if (!train_once(t, ids, ids + n, spent)) return tool_fail();
+    for (p = 0; p < PHASES && i >= 0; p++) all[p][i] = spent[p];
+  }
+  for (p = 0; p < PHASES; p++) {
+    qsort(all[p], (size_t)o->repeat, sizeof all[p][0], by_value);
+    ms[p] = 1e3 * all[p][o->repeat / 2];
+  }
+  if (tfm_trainer_describe(t, &info) != TFM_OK) return tool_fail();
+  print_training(o, g, ms, &info);
+  return 0;
+}
+
+static int measure_training(const options *o, const training *g) {
+  int32_t *ids = (int32_t *)malloc(2 * sizeof *ids * (size_t)(g->batch * g->context));
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  int status = TOOL_FAILED;
+  memset(&c, 0, sizeof c);
+  c.device = o->model.device;
+  c.threads = o->model.threads;
+  c.batch = g->batch;
+  c.context = g->context;
+  t = ids ? tfm_trainer_init(&g->shape, &c) : NULL;
+  if (t) {
+    timed.table = t->dev.table;
+    timed.own = *timed.table;
+    timed.own.sumsq = timed_sumsq;
+    timed.own.adamw = timed_adamw;
+    t->dev.table = &timed.own;
+    status = measure_steps(o, g, t, ids);
+  } else tool_fail();
+  tfm_trainer_free(t);
+  free(ids);
+  return status;
+}
+
+static const training *find_training(const char *name) {
+  size_t i;
+  for (i = 0; i < sizeof trainings / sizeof *trainings; i++)
+    if (!strcmp(trainings[i].name, name)) return &trainings[i];
+  fprintf(stderr, TOOL ": train:%s is unknown; expected train:char, train:own, "
+          "train:gpt2-124m-64 or train:gpt2-124m-256\n", name);
+  return NULL;
+}
+
 /* ---- The command line ---- */
 
 static int measure_shape(const options *o, const shape *s) {
@@ -699,6 +827,11 @@ static int measure_file(const options *o) {
 static int run(const options *o) {
   bool is_shape = !strncmp(o->path, "shape:", 6);
   const shape *s = is_shape ? find_shape(o->path + 6) : NULL;
+  const training *g;
+  if (!strncmp(o->path, "train:", 6)) {
+    g = find_training(o->path + 6);
+    return g ? measure_training(o, g) : TOOL_FAILED;
+  }
   if (!strcmp(o->path, "ceilings")) return print_ceilings(o);
   if (!is_shape) return measure_file(o);
   return s ? measure_shape(o, s) : TOOL_FAILED;
@@ -745,7 +878,8 @@ static const struct argp parser = {
   option_list, set_option, "MODEL",
   "Measures how fast a model reads prompts (pp) and writes text (tg).\v"
   "MODEL is a model's folder or file; or shape:stories15m, shape:llama-110m, shape:gpt2-124m, "
-  "shape:tinyllama-1.1b: that architecture with random weights; or \"ceilings\", which prints the "
+  "shape:tinyllama-1.1b: that architecture with random weights; or train:char, train:own, "
+  "train:gpt2-124m-64, train:gpt2-124m-256: steps of training; or \"ceilings\", which prints the "
   "read bandwidth and the multiply-add peak of the machine.",
   tool_model_child, NULL, NULL};
 

@@ -16,12 +16,13 @@ typedef struct options {
   tfm_model_config model;
   tfm_engine_config engine;
   const char *path;
-  bool json;
+  bool json, tensors;
 } options;
 
 static const struct argp_option option_list[] = {
   {"context", 'c', "N", 0, "Plan for N positions; 0, the default: the model's, at most 4096", 0},
   {"sequences", 's', "N", 0, "Plan for N sequences at a time, default 1", 0},
+  {"tensors", 't', NULL, 0, "Every tensor's name, shape, type and size instead, of any model", 0},
   {"json", 'J', NULL, 0, "One JSON object instead of a table", 0},
   {NULL, 0, NULL, 0, NULL, 0}};
 
@@ -34,6 +35,7 @@ static error_t set_option(int key, char *arg, struct argp_state *state) {
   case 's':
     o->engine.sequences = (int32_t)tool_integer(state, "--sequences", arg, 1, INT32_MAX);
     return 0;
+  case 't': o->tensors = true; return 0;
   case 'J': o->json = true; return 0;
   case ARGP_KEY_INIT: state->child_inputs[0] = &o->model; return 0;
   case ARGP_KEY_ARG: return tool_only_argument(state, arg, &o->path);
@@ -51,11 +53,12 @@ static const struct argp parser = {
 /* ---- Two ways to print a name with its value ---- */
 
 static bool as_json;
+static int name_width = 20;
 static int printed; /* values so far: JSON wants commas between them */
 
 static void print_name(const char *name) {
   if (as_json) printf("%s\n  \"%s\": ", printed ? "," : "{", name);
-  else printf("%-20s ", name);
+  else printf("%-*s ", name_width, name);
   printed++;
 }
 
@@ -140,6 +143,24 @@ static void print_tokenizer(const char *path) {
   tfm_tokenizer_free(t);
 }
 
+static void print_tensor(void *user, const tfm_tensor_info *t) {
+  int i;
+  (void)user;
+  print_name(t->name);
+  printf(as_json ? "{\"type\": \"%s\", \"shape\": [" : "%-8s [", t->type);
+  for (i = 0; i < t->rank && i < 4; i++)
+    printf("%s%llu", i ? ", " : "", (unsigned long long)t->dims[i]);
+  if (t->rank > 4) printf(as_json ? ", null" : ", ...");
+  printf(as_json ? "], \"bytes\": %llu}" : "] %llu bytes\n", (unsigned long long)t->bytes);
+}
+
+static int print_tensors(const options *o) {
+  name_width = 44;
+  if (tfm_model_tensors(o->path, &o->model.host, print_tensor, NULL) != TFM_OK) return tool_fail();
+  if (as_json) printf(printed ? "\n}\n" : "{}\n");
+  return tool_finish(0);
+}
+
 int main(int argc, char **argv) {
   options o;
   tfm_model *m;
@@ -149,6 +170,7 @@ int main(int argc, char **argv) {
   tool_parse(&parser, argc, argv, &o);
   o.engine.threads = o.model.threads;
   as_json = o.json;
+  if (o.tensors) return print_tensors(&o);
   m = tfm_model_load(o.path, &o.model);
   if (tfm_model_describe(m, &info) != TFM_OK ||
       tfm_plan_memory(o.path, &o.model, &o.engine, &plan) != TFM_OK) {

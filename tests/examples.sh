@@ -42,7 +42,7 @@ helps() { # TOOL
     grep -q "^$1 (transformer.h) [0-9]" "$work/out"
 }
 
-for tool in generate tokenize logits inspect bench train; do
+for tool in generate tokenize logits inspect bench train finetune; do
   check "$tool --help" helps "$tool"
   check "$tool, wrong option" fails_with 2 "Try" "build/$tool" --no-such-option
   check "$tool, no argument" fails_with 2 "expected" "build/$tool"
@@ -131,6 +131,14 @@ check "train on a folder" status 0 "${books[@]}" -o "$work/folder"
 check "train begins samples" grep -q "^a b" "$work/out"
 check "train --lr-find" status 0 "${books[@]}" --lr-find=3 -o "$work/folder"
 check "train --lr-find draws" test -s "$work/folder/lr.svg"
+
+check "train, dropout and recomputation" status 0 "${small[@]}" --steps 20 --dropout 0.1 \
+  --recompute --first-layer 0 --freeze norms
+check "finetune" status 0 build/finetune "$work/folder" README.md --steps 3 --context 16 --batch 2 \
+  --first-layer 1 -o "$work/tuned"
+check "what finetune wrote generates" status 0 build/generate "$work/tuned" -n 5
+check "finetune, no such part" fails_with 2 "no part" build/finetune "$work/folder" README.md \
+  --freeze body
 
 round_trip() { # TOKENIZER
   printf 'Hello, world! It costs 3 EUR.\n' > "$work/text"

@@ -313,6 +313,17 @@ TEST(safetensors_of_8_bits) { /* the rest of the embedding's room is another ten
   expect_header(whole, text, TFM_E_UNSUPPORTED, "has type F8_E8M0, expected F32, F16, BF16, F8");
 }
 
+TEST(pickles_are_refused) {
+  static const char *const begin[] = {"PK\3\4archive/data.pkl", "\x80\2\x8a\nl\xfc"};
+  int i;
+  for (i = 0; i < 2; i++) {
+    add_text_file("m/pytorch_model.bin", begin[i]);
+    expect("m/pytorch_model.bin", TFM_E_UNSUPPORTED, "save_pretrained");
+    add_text_file("m/pytorch_model.bin", begin[i]);
+    expect("m/", TFM_E_UNSUPPORTED, "a PyTorch pickle, which is a program");
+  }
+}
+
 TEST(safetensors_empty_tensors) { /* a zero hides no overflow before it, and none follows it */
   const char *zero = "{\"a\":{\"dtype\":\"BOOL\",\"shape\":[0,4611686018427387904,8],"
                      "\"data_offsets\":[0,0]},\"model";

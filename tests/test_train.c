@@ -1,7 +1,25 @@
 /* The trainer: gradients of every parameter and loss curves against PyTorch (training.safetensors
    of tests/make_goldens.py); schedules; accumulation, threads and export; memory as planned. */
+#include <stdio.h>
+#include <unistd.h>
+
+/* Every call that changes a file may be the process's last: see every_write_may_be_the_last. */
+static long calls_until_death; /* 0: for ever */
+static void call_counts(void);
+static ssize_t hooked_write(int fd, const void *data, size_t n);
+static int hooked_rename(const char *from, const char *to);
+static int hooked_link(const char *from, const char *to);
+static int hooked_fsync(int fd);
+#define write hooked_write
+#define rename hooked_rename
+#define link hooked_link
+#define fsync hooked_fsync
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
+#undef write
+#undef rename
+#undef link
+#undef fsync
 #include "files.h"
 #include <signal.h>
 #include <sys/wait.h>
@@ -921,6 +939,61 @@ TEST(a_full_disk_leaves_the_last_checkpoint) {
   CHECK(!memcmp(t->w, u->w, (size_t)t->total * sizeof(float)));
   tfm_trainer_free(t), tfm_trainer_free(u);
   remove(SAVED);
+}
+
+static void call_counts(void) {
+  if (calls_until_death && --calls_until_death == 0) kill(getpid(), SIGKILL);
+}
+static ssize_t hooked_write(int fd, const void *data, size_t n) {
+  call_counts();
+  return write(fd, data, n);
+}
+static int hooked_rename(const char *from, const char *to) {
+  call_counts();
+  return rename(from, to);
+}
+static int hooked_link(const char *from, const char *to) {
+  call_counts();
+  return link(from, to);
+}
+static int hooked_fsync(int fd) {
+  call_counts();
+  return fsync(fd);
+}
+
+/* Killed before the n-th write, sync, link or rename of a save, for every n: the checkpoint's name
+   holds the one before or the new one, whole. */
+TEST(every_write_may_be_the_last) {
+  tfm_trainer *before = trained("gpt2", 1, NULL), *after = trained("gpt2", 2, NULL);
+  int status = 0, old = 0, new_ = 0;
+  long n;
+  before->config.keep = after->config.keep = 3;
+  for (n = 1;; n++) {
+    pid_t child;
+    int64_t step;
+    CHECK_EQ_INT(tfm_trainer_save(before, SAVED), TFM_OK);
+    child = fork();
+    if (child == 0) {
+      calls_until_death = n;
+      _exit(tfm_trainer_save(after, SAVED) == TFM_OK ? 0 : 1);
+    }
+    waitpid(child, &status, 0);
+    before->step = 0;
+    CHECK_EQ_INT(tfm_trainer_resume(before, SAVED), TFM_OK);
+    step = before->step;
+    CHECK(step == 1 || step == 2);
+    old += step == 1, new_ += step == 2;
+    tfm_trainer_free(before);
+    before = trained("gpt2", 1, NULL);
+    before->config.keep = 3;
+    if (WIFEXITED(status)) break;
+  }
+  CHECK_EQ_INT(WEXITSTATUS(status), 0);
+  printf("  killed at %ld places: %d times the old one is there, %d times the new\n", n - 1, old,
+         new_);
+  CHECK(old > 10 && new_ >= 1);
+  tfm_trainer_free(before), tfm_trainer_free(after);
+  remove(SAVED), remove(SAVED ".1"), remove(SAVED ".2"), remove(SAVED ".part");
 }
 
 /* A process that saves after every step is killed at random moments: each time the next goes on

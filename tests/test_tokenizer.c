@@ -31,7 +31,7 @@ static bool lines_next(lines *l, char **record, size_t *bytes) {
 static lines lines_open(blob b, char stop) {
   lines l;
   l.at = (char *)b.data;
-  l.end = l.at + b.bytes;
+  l.end = b.bytes ? l.at + b.bytes : l.at;
   l.stop = stop;
   return l;
 }

@@ -45,8 +45,8 @@
      >>steps      text rewritten, cut to pieces     >>generate   prompt in, text out
      >>tokenizer  text to ids and back              >>convert    models written in other formats
      >>vocabulary built from text, saved            >>train      backward pass, optimiser, trainer
-     >>formats    safetensors, shards, llama2.c     >>export     folders, checkpoints
-                                                    >>data       text files to sequences
+     >>chat       templates of conversations        >>export     folders, checkpoints
+     >>formats    safetensors, shards, llama2.c     >>data       text files to sequences
 
    Options, defined before the include:
      TRANSFORMER_IMPLEMENTATION         this file gets the code
@@ -407,6 +407,37 @@ TFM_API int64_t tfm_decode_next(const tfm_tokenizer *tokenizer, tfm_decoder *sta
 TFM_API const char *tfm_token_text(const tfm_tokenizer *tokenizer, int32_t id, size_t *bytes);
 /* The id of that spelling, special tokens included, or -1. */
 TFM_API int32_t tfm_token_id(const tfm_tokenizer *tokenizer, const char *text, size_t bytes);
+
+/* ---- Conversations --------------------------------------------------------------------------- */
+
+typedef enum tfm_role { TFM_SYSTEM = 0, TFM_USER = 1, TFM_ASSISTANT = 2 } tfm_role;
+
+typedef struct tfm_message {
+  tfm_role role;
+  const char *text;
+} tfm_message;
+
+typedef struct tfm_chat { /* how a model was trained to read conversations */
+  const char *name;    /* "chatml", "llama3", ...; NULL: not known yet */
+  bool system;         /* has a place for a system message */
+  int32_t end[4];      /* [end_count] ids that end an answer */
+  int32_t end_count;
+} tfm_chat;
+
+/* Fills *out with the template of this name: none, chatml, qwen2, qwen2.5, llama2, llama3,
+   llama3.1, mistral-v1, mistral-v3, mistral-v3-tekken, mistral-v7, gemma, gemma3, phi3, phi3.5,
+   phi3-first. With name NULL, of the model at `path`: of a GGUF file, or of chat_template.jinja,
+   else of tokenizer_config.json, in the folder or beside the file, all of the file system. That is
+   recognised, not run: one that is none of the published ones known here is refused with
+   TFM_E_UNSUPPORTED. */
+TFM_API tfm_status tfm_chat_find(const tfm_tokenizer *tokenizer, const char *path,
+                                 const char *name, tfm_chat *out);
+/* The ids of a conversation, as transformers' apply_chat_template gives them, and with `answer` of
+   what begins an answer; ids, cap and result as with tfm_encode. A system message, if any, comes
+   first. What looks like a special token in a message stays text. */
+TFM_API int64_t tfm_chat_encode(const tfm_tokenizer *tokenizer, const tfm_chat *chat,
+                                const tfm_message *messages, size_t n, bool answer, int32_t *ids,
+                                size_t cap);
 
 /* ---- Engines and sessions -------------------------------------------------------------------- */
 
@@ -4744,9 +4775,16 @@ typedef struct tfmi_way { /* the best way to spell a piece up to here */
   uint32_t start; /* of its last part; UINT32_MAX: there is no way yet */
 } tfmi_way;
 
+typedef struct tfmi_passage { /* a stretch of a text, from where the one before ends */
+  size_t end;
+  bool trusted; /* it may name special tokens */
+} tfmi_passage;
+
 typedef struct tfmi_encoder {
   const tfm_tokenizer *t;
-  const char *origin; /* where all the text begins */
+  const char *whole;  /* the text, in [spans] stretches; span NULL: one, trusted as flags say */
+  const tfmi_passage *span;
+  size_t spans;
   tfmi_work work;
   unsigned flags;
   int32_t *ids;       /* [cap] */
@@ -5211,7 +5249,7 @@ static void tfmi_encode_step(tfmi_encoder *e, int32_t k, const char *p, size_t n
     in.at = p;
     in.n = n;
     out->n = 0;
-    if (s->left && p != e->origin) own.text.n = 0;
+    if (s->left && p != e->whole) own.text.n = 0;
     s->rewrite(&e->work, &own, in, out);
     if (e->work.status == TFM_OK) tfmi_encode_step(e, k + 1, out->at, out->n);
   } else {
@@ -5262,6 +5300,22 @@ static bool tfmi_stands_alone(const tfm_tokenizer *t, const char *p, size_t n, s
   return !tfmi_is_word(t, p + before, start - before) && !tfmi_is_word(t, p + stop, n - stop);
 }
 
+/* Bytes at p[0 .. n) that one token may take, and whether it may be a special one. In a copy that
+   was normalised nothing tells whose text it is: none. */
+static size_t tfmi_token_room(const tfmi_encoder *e, const char *p, size_t n, bool *special) {
+  uintptr_t at = (uintptr_t)p - (uintptr_t)e->whole;
+  size_t low = 0, high = e->spans;
+  *special = (e->flags & TFM_ENCODE_PARSE_SPECIAL) != 0;
+  if (!e->span) return n;
+  while (low < high) {
+    size_t middle = low + (high - low) / 2;
+    if (e->span[middle].end <= at) low = middle + 1;
+    else high = middle;
+  }
+  *special = low < e->spans && e->span[low].trusted;
+  return low < e->spans && e->span[low].end - at < n ? e->span[low].end - (size_t)at : n;
+}
+
 typedef void (*tfmi_between)(tfmi_encoder *e, const char *p, size_t n);
 
 /* Cuts the tokens of a set out of the text and hands on what lies between. A special token that
@@ -5270,15 +5324,17 @@ static void tfmi_encode_added(tfmi_encoder *e, const tfmi_added_set *set, const 
                               tfmi_between between) {
   size_t at = 0, done = 0;
   while (set->count && at < n && e->work.status == TFM_OK) {
-    const tfmi_added *a = set->first[(uint8_t)p[at]] ? tfmi_added_match(e->t, set, p + at, n - at)
-                                                     : NULL;
+    const tfmi_added *a = NULL;
     size_t start = at, stop;
+    bool special = false;
+    if (set->first[(uint8_t)p[at]])
+      a = tfmi_added_match(e->t, set, p + at, tfmi_token_room(e, p + at, n - at, &special));
     if (!a) {
       at++;
       continue;
     }
     stop = at += a->n;
-    if (a->special && !(e->flags & TFM_ENCODE_PARSE_SPECIAL)) continue;
+    if (a->special && !special) continue;
     if (a->word && !tfmi_stands_alone(e->t, p, n, start, stop)) continue;
     if (a->left_blanks && stop <= done) continue; /* swallowed whole by the one before */
     if (a->left_blanks)
@@ -5301,11 +5357,28 @@ static void tfmi_encode_normal(tfmi_encoder *e, const char *p, size_t n) {
     tfmi_encode_added(e, &t->added[1], text.at, text.n, tfmi_encode_pieces);
 }
 
-TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
-                           unsigned flags, int32_t *ids, size_t cap) {
+/* As tfm_encode, of a text in stretches when span is not NULL. */
+static int64_t tfmi_encode_text(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
+                                unsigned flags, const tfmi_passage *span, size_t spans,
+                                int32_t *ids, size_t cap) {
   tfmi_encoder e;
   bool special = (flags & TFM_ENCODE_SPECIAL) != 0;
   int32_t i;
+  tfmi_encoder_init(&e, tokenizer, flags);
+  e.whole = text;
+  e.span = span;
+  e.spans = spans;
+  e.ids = ids;
+  e.cap = cap;
+  for (i = 0; special && i < tokenizer->before_count; i++) tfmi_emit(&e, tokenizer->before[i]);
+  tfmi_encode_added(&e, &tokenizer->added[0], text, bytes, tfmi_encode_normal);
+  for (i = 0; special && i < tokenizer->after_count; i++) tfmi_emit(&e, tokenizer->after[i]);
+  tfmi_encoder_free(&e);
+  return e.work.status == TFM_OK ? e.count : (int64_t)e.work.status;
+}
+
+TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
+                           unsigned flags, int32_t *ids, size_t cap) {
   if (!tokenizer) return tfmi_null_object("tfm_encode");
   if ((bytes && !text) || (cap && !ids))
     return tfmi_report(TFM_E_ARG, "tfm_encode: text or ids is NULL, but its size is not 0");
@@ -5314,15 +5387,7 @@ TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, siz
                        (unsigned long long)bytes, (unsigned long long)(SIZE_MAX / 8));
   if (flags & ~(unsigned)(TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL))
     return tfmi_report(TFM_E_ARG, "tfm_encode: flags are 0x%x, expected 0 to 3", flags);
-  tfmi_encoder_init(&e, tokenizer, flags);
-  e.origin = text;
-  e.ids = ids;
-  e.cap = cap;
-  for (i = 0; special && i < tokenizer->before_count; i++) tfmi_emit(&e, tokenizer->before[i]);
-  tfmi_encode_added(&e, &tokenizer->added[0], text, bytes, tfmi_encode_normal);
-  for (i = 0; special && i < tokenizer->after_count; i++) tfmi_emit(&e, tokenizer->after[i]);
-  tfmi_encoder_free(&e);
-  return e.work.status == TFM_OK ? e.count : (int64_t)e.work.status;
+  return tfmi_encode_text(tokenizer, text, bytes, flags, NULL, 0, ids, cap);
 }
 
 /* ---- Decoding ----
@@ -5679,6 +5744,14 @@ static void tfmi_place(tfmi_make *m) {
   t->token = TFMI_NEW(tfmi_token, tfmi_keep(&m->load, (uint64_t)ids, sizeof *t->token));
   tfmi_text_table_make(m, &t->spelled, (uint64_t)count);
   for (i = 0; i < count; i++) tfmi_place_piece(m, &m->piece[i]);
+}
+
+/* Fields that a file hands over as scratch outlive it. */
+static tfmi_text tfmi_keep_bytes(tfmi_make *m, tfmi_text text) {
+  char *kept = (char *)tfmi_keep(&m->load, text.n + 1, 1);
+  tfmi_append(kept, 0, text);
+  text.at = kept;
+  return text;
 }
 
 /* ---- Making: steps ---- */
@@ -6235,6 +6308,7 @@ static void tfmi_find_by(tfmi_make *m, tfmi_step *s, tfmi_text pattern) {
       return;
     }
   s->find = tfmi_find_regex;
+  s->text = tfmi_keep_bytes(m, pattern); /* by which it is known again when it is written */
   s->regex = tfmi_regex_compile(m, pattern);
 }
 
@@ -6798,14 +6872,6 @@ static void tfmi_make_tables(tfmi_make *m) {
   tfmi_make_added_set(m, &t->added[0], false);
   tfmi_make_added_set(m, &t->added[1], true);
   tfmi_guess_ids(m);
-}
-
-/* Fields that a file hands over as scratch outlive it. */
-static tfmi_text tfmi_keep_bytes(tfmi_make *m, tfmi_text text) {
-  char *kept = (char *)tfmi_keep(&m->load, text.n + 1, 1);
-  tfmi_append(kept, 0, text);
-  text.at = kept;
-  return text;
 }
 
 static int tfmi_base64_digit(char c) {
@@ -9340,6 +9406,435 @@ TFM_API tfm_status tfm_encode_batch(const tfm_tokenizer *tokenizer, tfm_encoding
                        (unsigned long long)i);
   /* the sentence was another thread's */
   return (tfm_status)tfm_encode(tokenizer, batch[i].text, batch[i].bytes, flags, NULL, 0);
+}
+
+/* =================================================================================================
+   >>chat   conversations as the families' models were trained to read them
+   =================================================================================================
+
+   A template is a row: what stands before and behind each kind of message, where a system message
+   goes, what ends an answer. A conversation is written as one text, as its model's own template (a
+   program in a language of its own, Jinja) would write it; but each stretch of it is remembered as
+   ours or as a message's. Then it is encoded in one go, so that the ids are those of the reference,
+   except that special tokens are recognised in our stretches only, and never across the edge of
+   one. Whatever a message says, it cannot end its turn or open another.
+
+   A model's template is known by its length and hash, from a list of published ones that have been
+   compared with these rows. Any other is refused: a guess would work badly without anybody seeing
+   it. Naming a row is the way past that. */
+
+typedef enum tfmi_system_place { /* of a system message */
+  TFMI_SYSTEM_TURN,  /* a turn of its own */
+  TFMI_SYSTEM_FIRST, /* in the first message of the user */
+  TFMI_SYSTEM_LAST,  /* in the last one */
+  TFMI_SYSTEM_NONE   /* there is no place for it */
+} tfmi_system_place;
+
+typedef struct tfmi_chat_row {
+  const char *name;
+  const char *start;        /* before everything */
+  const char *around[3][2]; /* before and behind a message, by tfm_role */
+  const char *prompt;       /* what an answer begins with */
+  const char *finish;       /* instead of that, where none is wanted */
+  const char *system;       /* where the conversation has none; NULL: nothing */
+  tfmi_system_place place;
+  int trims;                /* white space around messages of these roles goes: bits */
+  bool alternates;          /* user and assistant must take turns, the user first */
+  bool drops;               /* an empty system message goes */
+  const char *needs[4];     /* special tokens that must be known */
+  const char *ends[3];      /* of which any ends an answer */
+} tfmi_chat_row;
+
+enum { /* sets of roles */
+  TFMI_TRIMS_ASSISTANT = 1 << TFM_ASSISTANT,
+  TFMI_TRIMS_TALK = TFMI_TRIMS_ASSISTANT | 1 << TFM_USER,
+  TFMI_TRIMS_ALL = TFMI_TRIMS_TALK | 1 << TFM_SYSTEM
+};
+
+#define TFMI_CHATML(system)                                                                     \
+  "", {{"<|im_start|>system\n", "<|im_end|>\n"}, {"<|im_start|>user\n", "<|im_end|>\n"},        \
+       {"<|im_start|>assistant\n", "<|im_end|>\n"}},                                            \
+  "<|im_start|>assistant\n", "", system, TFMI_SYSTEM_TURN, 0, false, false,                     \
+  {"<|im_start|>", "<|im_end|>"}, {"<|im_end|>", "<|endoftext|>"}
+#define TFMI_LLAMA3_HEAD(role) "<|start_header_id|>" role "<|end_header_id|>\n\n"
+#define TFMI_LLAMA3(note, system)                                                               \
+  "<|begin_of_text|>", {{TFMI_LLAMA3_HEAD("system") note, "<|eot_id|>"},                        \
+                        {TFMI_LLAMA3_HEAD("user"), "<|eot_id|>"},                               \
+                        {TFMI_LLAMA3_HEAD("assistant"), "<|eot_id|>"}},                         \
+  TFMI_LLAMA3_HEAD("assistant"), "", system, TFMI_SYSTEM_TURN, TFMI_TRIMS_ALL, false, false,    \
+  {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},              \
+  {"<|eot_id|>", "<|end_of_text|>", "<|eom_id|>"}
+#define TFMI_GEMMA(place, trims)                                                                \
+  "<bos>", {{"", "\n\n"}, {"<start_of_turn>user\n", "<end_of_turn>\n"},                         \
+            {"<start_of_turn>model\n", "<end_of_turn>\n"}},                                     \
+  "<start_of_turn>model\n", "", NULL, place, trims, true, false,                                \
+  {"<bos>", "<start_of_turn>", "<end_of_turn>"}, {"<end_of_turn>", "<eos>"}
+#define TFMI_PHI3(drops)                                                                        \
+  "", {{"<|system|>\n", "<|end|>\n"}, {"<|user|>\n", "<|end|>\n"},                              \
+       {"<|assistant|>\n", "<|end|>\n"}},                                                       \
+  "<|assistant|>\n", "<|endoftext|>", NULL, TFMI_SYSTEM_TURN, 0, false, drops,                  \
+  {"<|user|>", "<|assistant|>", "<|end|>", "<|endoftext|>"}, {"<|end|>", "<|endoftext|>"}
+
+static const tfmi_chat_row tfmi_chats[] = {
+  {"none", "", {{"", ""}, {"", ""}, {"", ""}},
+   "", "", NULL, TFMI_SYSTEM_TURN, 0, false, false, {NULL}, {NULL}},
+  {"chatml", TFMI_CHATML(NULL)},
+  {"qwen2", TFMI_CHATML("You are a helpful assistant.")},
+  {"qwen2.5", TFMI_CHATML("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.")},
+  {"llama2", "",
+   {{"<<SYS>>\n", "\n<</SYS>>\n\n"}, {"<s>[INST] ", " [/INST]"}, {" ", " </s>"}},
+   "", "", NULL, TFMI_SYSTEM_FIRST, TFMI_TRIMS_TALK, true, false, {"<s>", "</s>"}, {"</s>"}},
+  {"llama3", TFMI_LLAMA3("", NULL)},
+  {"llama3.1", TFMI_LLAMA3("Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n",
+                           "")},
+  {"mistral-v1", "<s>", {{"", ""}, {"[INST] ", " [/INST]"}, {"", "</s>"}},
+   "", "", NULL, TFMI_SYSTEM_NONE, 0, true, false, {"<s>", "</s>"}, {"</s>"}},
+  {"mistral-v3", "<s>", {{"", "\n\n"}, {"[INST] ", "[/INST]"}, {" ", "</s>"}},
+   "", "", NULL, TFMI_SYSTEM_LAST, TFMI_TRIMS_ASSISTANT, true, false,
+   {"<s>", "</s>", "[INST]", "[/INST]"}, {"</s>"}},
+  {"mistral-v3-tekken", "<s>", {{"", "\n\n"}, {"[INST]", "[/INST]"}, {"", "</s>"}},
+   "", "", NULL, TFMI_SYSTEM_LAST, 0, true, false, {"<s>", "</s>", "[INST]", "[/INST]"}, {"</s>"}},
+  {"mistral-v7", "<s>",
+   {{"[SYSTEM_PROMPT] ", "[/SYSTEM_PROMPT]"}, {"[INST] ", "[/INST]"}, {" ", "</s>"}},
+   "", "", NULL, TFMI_SYSTEM_TURN, 0, true, false,
+   {"[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[INST]", "[/INST]"}, {"</s>"}},
+  {"gemma", TFMI_GEMMA(TFMI_SYSTEM_NONE, TFMI_TRIMS_ALL)},
+  {"gemma3", TFMI_GEMMA(TFMI_SYSTEM_FIRST, TFMI_TRIMS_TALK)},
+  {"phi3", TFMI_PHI3(false)},
+  {"phi3.5", TFMI_PHI3(true)},
+  {"phi3-first", "<s>", {{"", ""}, {"<|user|>\n", "<|end|>\n<|assistant|>\n"}, {"", "<|end|>\n"}},
+   "", "", NULL, TFMI_SYSTEM_NONE, 0, false, false,
+   {"<s>", "<|user|>", "<|assistant|>", "<|end|>"}, {"<|end|>", "<|endoftext|>"}},
+};
+
+#undef TFMI_CHATML
+#undef TFMI_LLAMA3
+#undef TFMI_LLAMA3_HEAD
+#undef TFMI_GEMMA
+#undef TFMI_PHI3
+
+/* ---- Which template ---- */
+
+static const struct tfmi_chat_known { /* published templates, told apart by bytes and hash */
+  uint32_t bytes;
+  uint64_t hash;
+  const char *name;
+} tfmi_chat_known[] = { /* from tests/make_chat_goldens.py */
+  {196, UINT64_C(0x88bf4138d5c826f0), "chatml"},
+  {199, UINT64_C(0xa41d6bae9b9141bc), "chatml"},
+  {328, UINT64_C(0x8a87094e0e1e24c5), "qwen2"},
+  {333, UINT64_C(0x75e88977b2787cd7), "qwen2"},
+  {815, UINT64_C(0xf344eecf1bd3a427), "llama2"},
+  {811, UINT64_C(0x4d1512049817743d), "llama2"},
+  {389, UINT64_C(0x0e60067a5537498e), "llama3"},
+  {393, UINT64_C(0x32844fd43eab01d2), "llama3"},
+  {470, UINT64_C(0x8c734b90b4f8d84d), "mistral-v1"},
+  {591, UINT64_C(0x5c10ee65212d93b3), "gemma"},
+  {594, UINT64_C(0x70f3cded3fb90051), "gemma"},
+  {407, UINT64_C(0xecebdb26677c663d), "phi3"},
+  {414, UINT64_C(0xb57fd8a13386ab5f), "phi3"},
+  {430, UINT64_C(0xcf278cde387a54c8), "phi3.5"},
+  {437, UINT64_C(0x95fa28927d49ef90), "phi3.5"},
+  {269, UINT64_C(0x4ebae769b67b72f1), "phi3-first"},
+  {273, UINT64_C(0xebc826f08cf92eab), "phi3-first"},
+  {4613, UINT64_C(0xcc0368e1ffb6b958), "llama3.1"},
+  {2506, UINT64_C(0xe642ce246d7f2e3d), "qwen2.5"},
+  {3944, UINT64_C(0x20783e9d94168233), "mistral-v3-tekken"},
+};
+
+static uint64_t tfmi_chat_hash(tfmi_text text) {
+  uint64_t h = UINT64_C(0xcbf29ce484222325);
+  size_t i;
+  for (i = 0; i < text.n; i++) h = (h ^ (uint8_t)text.at[i]) * UINT64_C(0x100000001b3);
+  return h;
+}
+
+static const tfmi_chat_row *tfmi_chat_named(const char *name) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_chats); i++)
+    if (!strcmp(name, tfmi_chats[i].name)) return &tfmi_chats[i];
+  return NULL;
+}
+
+/* The row that writes what this template writes, or NULL. */
+static const tfmi_chat_row *tfmi_chat_recognise(tfmi_text text) {
+  uint64_t hash;
+  int i;
+  if (text.n && text.at[text.n - 1] == '\n') text.n--; /* which Jinja leaves out */
+  hash = tfmi_chat_hash(text);
+  for (i = 0; i < TFMI_COUNT(tfmi_chat_known); i++)
+    if (tfmi_chat_known[i].bytes == text.n && tfmi_chat_known[i].hash == hash)
+      return tfmi_chat_named(tfmi_chat_known[i].name);
+  return NULL;
+}
+
+typedef struct tfmi_chat_search {
+  tfmi_load load, *outer;
+  tfmi_heap heap;
+  tfmi_file file[3];
+  int32_t files;
+  const tfmi_chat_row *row;
+} tfmi_chat_search;
+
+static tfmi_text tfmi_chat_file(tfmi_chat_search *s, const char *path) {
+  tfmi_text text;
+  tfmi_file *f = &s->file[s->files];
+  tfmi_file_open(&s->load, path, f);
+  s->files++;
+  text.at = (const char *)f->data;
+  text.n = f->bytes;
+  return text;
+}
+
+/* "chat_template": a text, or [{"name": "default", "template": a text}, ...]. n 0: none. */
+static tfmi_text tfmi_chat_member(tfmi_json *j) {
+  tfmi_text key, found = {NULL, 0};
+  if (tfmi_json_null(j)) return found;
+  if (tfmi_json_peek(j) == TFMI_JSON_STRING) return tfmi_json_string(j);
+  tfmi_json_array(j);
+  while (tfmi_json_element(j)) {
+    tfmi_text name = {"", 0}, text = {NULL, 0};
+    tfmi_json_object(j);
+    while (tfmi_json_member(j, &key))
+      if (tfmi_text_is(key, "name")) name = tfmi_json_string(j);
+      else if (tfmi_text_is(key, "template")) text = tfmi_json_string(j);
+      else tfmi_json_skip(j);
+    if (tfmi_text_is(name, "default")) found = text;
+  }
+  return found;
+}
+
+static tfmi_text tfmi_chat_of_config(tfmi_chat_search *s, const char *path) {
+  tfmi_text file = tfmi_chat_file(s, path), key, found = {NULL, 0};
+  tfmi_json j;
+  tfmi_json_init(&j, &s->load, "tokenizer_config.json", file.at, file.n);
+  tfmi_json_object(&j);
+  while (tfmi_json_member(&j, &key))
+    if (tfmi_text_is(key, "chat_template")) found = tfmi_chat_member(&j);
+    else tfmi_json_skip(&j);
+  tfmi_json_finish(&j);
+  return found;
+}
+
+/* The template of a GGUF file, of a folder, or of the folder that a file lies in. */
+static tfmi_text tfmi_chat_of(tfmi_chat_search *s, const char *path) {
+  tfmi_text text = {NULL, 0};
+  char *beside;
+  if (!tfmi_is_folder(&s->load, path)) {
+    tfmi_text file = tfmi_chat_file(s, path);
+    if (tfmi_begins_with(file, "GGUF")) {
+      tfmi_gguf g;
+      tfmi_gguf_open(&g, &s->load, file.at, file.n);
+      tfmi_gguf_get_text(&g, "tokenizer.chat_template", &text);
+      return text;
+    }
+    path = tfmi_folder_of(&s->load, path);
+  }
+  beside = tfmi_join(&s->load, path, "chat_template.jinja");
+  if (tfmi_file_exists(&s->load, beside)) return tfmi_chat_file(s, beside);
+  beside = tfmi_join(&s->load, path, "tokenizer_config.json");
+  return tfmi_file_exists(&s->load, beside) ? tfmi_chat_of_config(s, beside) : text;
+}
+
+static void tfmi_chat_find(tfmi_chat_search *s, const char *path) {
+  tfmi_text text = tfmi_chat_of(s, path);
+  if (!text.n)
+    tfmi_fail(&s->load, TFM_E_UNSUPPORTED, "the model has no chat template; name one, if it was "
+              "trained on conversations at all");
+  s->row = tfmi_chat_recognise(text);
+  if (!s->row)
+    tfmi_fail(&s->load, TFM_E_UNSUPPORTED, "its chat template, of %llu bytes with hash %016llx, is "
+              "none of those known here; name the one that it amounts to",
+              (unsigned long long)text.n, (unsigned long long)tfmi_chat_hash(text));
+}
+
+static const tfmi_chat_row *tfmi_chat_search_run(const tfm_tokenizer *t, const char *path) {
+  tfmi_chat_search s;
+  memset(&s, 0, sizeof s);
+  s.outer = tfmi_stb_load;
+  s.heap = t->heap;
+  s.heap.host.io = NULL; /* which is promised to be there while loading only */
+  tfmi_load_init(&s.load, &s.heap, path);
+  tfmi_stb_load = &s.load;
+  if (setjmp(s.load.fail) == 0) tfmi_chat_find(&s, path);
+  else s.row = NULL;
+  tfmi_stb_load = s.outer;
+  while (s.files) tfmi_file_close(&s.heap, &s.file[--s.files]);
+  tfmi_ring_free(&s.heap, &s.load.scratch);
+  tfmi_ring_free(&s.heap, &s.load.kept);
+  return s.row;
+}
+
+/* The id of a text that stands for one special token, or -1. */
+static int32_t tfmi_chat_token(const tfm_tokenizer *t, const char *text) {
+  int32_t id = -1;
+  int64_t n = tfm_encode(t, text, strlen(text), TFM_ENCODE_PARSE_SPECIAL, &id, 1);
+  return n == 1 && tfm_token_id(t, text, strlen(text)) == id ? id : -1;
+}
+
+static tfm_status tfmi_chat_fill(const tfm_tokenizer *t, const tfmi_chat_row *row, tfm_chat *out) {
+  int i;
+  memset(out, 0, sizeof *out);
+  out->name = row->name;
+  out->system = row->place != TFMI_SYSTEM_NONE;
+  for (i = 0; i < TFMI_COUNT(row->needs) && row->needs[i]; i++)
+    if (tfmi_chat_token(t, row->needs[i]) < 0)
+      return tfmi_report(TFM_E_UNSUPPORTED, "chat template %s: its token %s is not in this "
+                         "vocabulary; choose the model's own template", row->name, row->needs[i]);
+  for (i = 0; i < TFMI_COUNT(row->ends) && row->ends[i]; i++) {
+    int32_t id = tfmi_chat_token(t, row->ends[i]);
+    if (id >= 0) out->end[out->end_count++] = id;
+  }
+  return TFM_OK;
+}
+
+TFM_API tfm_status tfm_chat_find(const tfm_tokenizer *tokenizer, const char *path,
+                                 const char *name, tfm_chat *out) {
+  const tfmi_chat_row *row;
+  if (!tokenizer) return tfmi_null_object("tfm_chat_find");
+  if (!out || (!path && !name))
+    return tfmi_report(TFM_E_ARG, "tfm_chat_find: out, or both path and name, are NULL");
+  row = name ? tfmi_chat_named(name) : tfmi_chat_search_run(tokenizer, path);
+  if (!row && name)
+    return tfmi_report(TFM_E_ARG, "tfm_chat_find: there is no template \"%s\"; expected none, "
+                       "chatml, qwen2, qwen2.5, llama2, llama3, llama3.1, mistral-v1, mistral-v3, "
+                       "mistral-v3-tekken, mistral-v7, gemma, gemma3, phi3, phi3.5 or phi3-first",
+                       name);
+  return row ? tfmi_chat_fill(tokenizer, row, out) : tfm_error_status();
+}
+
+/* ---- Writing a conversation ---- */
+
+typedef struct tfmi_chat_text { /* text NULL: only counts */
+  char *text;
+  size_t bytes;
+  tfmi_passage *span;
+  size_t spans;
+} tfmi_chat_text;
+
+static void tfmi_chat_put(tfmi_chat_text *c, const char *p, size_t n, bool trusted) {
+  if (!n) return;
+  if (c->text) {
+    memcpy(c->text + c->bytes, p, n);
+    c->span[c->spans].end = c->bytes + n;
+    c->span[c->spans].trusted = trusted;
+  }
+  c->bytes += n;
+  c->spans++;
+}
+
+static void tfmi_chat_put_ours(tfmi_chat_text *c, const char *text) {
+  tfmi_chat_put(c, text, strlen(text), true);
+}
+
+/* What Python's strip() takes: White_Space, and four separators of old. */
+static bool tfmi_chat_is_blank(uint32_t c) {
+  return tfmi_class_of(c) == TFMI_SPACE || (c >= 0x1c && c <= 0x1f);
+}
+
+static tfmi_text tfmi_chat_trim(tfmi_text text, bool left) {
+  size_t at;
+  while (left && text.n) {
+    tfmi_rune r = tfmi_rune_at(text.at, text.n);
+    if (!tfmi_chat_is_blank(r.code)) break;
+    text.at += r.bytes;
+    text.n -= r.bytes;
+  }
+  while (text.n) {
+    for (at = text.n - 1; at && text.n - at < 4 && ((uint8_t)text.at[at] & 0xc0) == 0x80;) at--;
+    if (!tfmi_chat_is_blank(tfmi_rune_at(text.at + at, text.n - at).code)) break;
+    text.n = at;
+  }
+  return text;
+}
+
+/* One turn; `system` is what goes into it, or NULL. */
+static void tfmi_chat_turn(tfmi_chat_text *c, const tfmi_chat_row *row, const tfm_message *m,
+                           const char *system) {
+  const char *const *around = row->around[m->role], *const *inner = row->around[TFM_SYSTEM];
+  tfmi_text text = tfmi_text_of(m->text);
+  bool left = !system || row->around[TFM_SYSTEM][0][0] == 0; /* Llama 2 strips the two together */
+  tfmi_chat_put_ours(c, around[0]);
+  if (system) {
+    tfmi_chat_put_ours(c, inner[0]);
+    tfmi_chat_put(c, system, strlen(system), false);
+    tfmi_chat_put_ours(c, inner[1]);
+  }
+  if (row->trims >> m->role & 1) text = tfmi_chat_trim(text, left);
+  tfmi_chat_put(c, text.at, text.n, false);
+  tfmi_chat_put_ours(c, around[1]);
+}
+
+static void tfmi_chat_write(tfmi_chat_text *c, const tfmi_chat_row *row, const tfm_message *m,
+                            size_t n, bool answer) {
+  bool given = n && m[0].role == TFM_SYSTEM, turn = row->place == TFMI_SYSTEM_TURN;
+  size_t first = given && !turn, inside = row->place == TFMI_SYSTEM_LAST ? n - 1 : first, i;
+  tfm_message own;
+  tfmi_chat_put_ours(c, row->start);
+  own.role = TFM_SYSTEM;
+  own.text = row->system;
+  if (!given && row->system) tfmi_chat_turn(c, row, &own, NULL);
+  if (given && row->drops && !m[0].text[0]) first = 1;
+  for (i = first; i < n; i++)
+    tfmi_chat_turn(c, row, &m[i], given && !turn && i == inside ? m[0].text : NULL);
+  tfmi_chat_put_ours(c, answer ? row->prompt : row->finish);
+}
+
+/* Refuses what the template has no form for. */
+static tfm_status tfmi_chat_check(const tfmi_chat_row *row, const tfm_message *m, size_t n) {
+  size_t first = n && m[0].role == TFM_SYSTEM, i;
+  for (i = 0; i < n; i++) {
+    bool user = (i - first) % 2 == 0;
+    if ((int)m[i].role < 0 || m[i].role > TFM_ASSISTANT || !m[i].text)
+      return tfmi_report(TFM_E_ARG, "tfm_chat_encode: message %llu has no text, or role %d",
+                         (unsigned long long)i, (int)m[i].role);
+    if (m[i].role == TFM_SYSTEM && i)
+      return tfmi_report(TFM_E_ARG, "tfm_chat_encode: message %llu is the system's, expected that "
+                         "first or not at all", (unsigned long long)i);
+    if (row->alternates && i >= first && user != (m[i].role == TFM_USER))
+      return tfmi_report(TFM_E_ARG, "chat template %s: message %llu is the %s's; expected user and "
+                         "assistant to take turns, the user first", row->name,
+                         (unsigned long long)i, user ? "assistant" : "user");
+  }
+  if (first && row->place == TFMI_SYSTEM_NONE)
+    return tfmi_report(TFM_E_UNSUPPORTED, "chat template %s has no place for a system message; put "
+                       "it into the user's first", row->name);
+  if (first && row->place != TFMI_SYSTEM_TURN && (n < 2 || m[n - 1].role != TFM_USER) &&
+      (n < 2 || row->place == TFMI_SYSTEM_LAST))
+    return tfmi_report(TFM_E_UNSUPPORTED, "chat template %s has no place for a system message "
+                       "without a user's behind it", row->name);
+  return TFM_OK;
+}
+
+TFM_API int64_t tfm_chat_encode(const tfm_tokenizer *tokenizer, const tfm_chat *chat,
+                                const tfm_message *messages, size_t n, bool answer, int32_t *ids,
+                                size_t cap) {
+  const tfmi_chat_row *row;
+  tfmi_chat_text c;
+  tfmi_heap heap;
+  size_t bytes, spans;
+  int64_t count;
+  if (!tokenizer) return tfmi_null_object("tfm_chat_encode");
+  if (!chat || !chat->name || (n && !messages) || (cap && !ids))
+    return tfmi_report(TFM_E_ARG, "tfm_chat_encode: chat, messages or ids is NULL");
+  row = tfmi_chat_named(chat->name);
+  if (!row) return tfmi_report(TFM_E_ARG, "tfm_chat_encode: chat is not from tfm_chat_find");
+  if (tfmi_chat_check(row, messages, n) != TFM_OK) return tfm_error_status();
+  memset(&c, 0, sizeof c);
+  tfmi_chat_write(&c, row, messages, n, answer);
+  heap = tokenizer->heap;
+  bytes = c.bytes;
+  spans = (c.spans + 1) * sizeof *c.span; /* one more: NULL would mean that all may be special */
+  memset(&c, 0, sizeof c);
+  c.text = (char *)tfmi_heap_get(&heap, bytes);
+  c.span = TFMI_NEW(tfmi_passage, c.text ? tfmi_heap_get(&heap, spans) : NULL);
+  if (c.span) tfmi_chat_write(&c, row, messages, n, answer);
+  count = c.span ? tfmi_encode_text(tokenizer, c.text, bytes, TFM_ENCODE_PARSE_SPECIAL, c.span,
+                                    c.spans, ids, cap)
+                 : (int64_t)TFM_E_MEMORY;
+  tfmi_heap_put(&heap, c.span, spans);
+  tfmi_heap_put(&heap, c.text, bytes);
+  return count;
 }
 
 /* =================================================================================================
@@ -17256,13 +17751,64 @@ static void tfmi_conversion_merges(tfmi_conversion *c) {
   tfmi_sort(all, (size_t)c->merges, sizeof *all, tfmi_merge_order);
 }
 
+/* Whether a step cuts by this pattern, whoever wrote its matcher. */
+static bool tfmi_is_pattern(const tfmi_step *s, const char *pattern) {
+  int i;
+  if (s->find == tfmi_find_regex) return tfmi_text_is(s->text, pattern);
+  for (i = 0; i < TFMI_COUNT(tfmi_patterns); i++)
+    if (s->find == tfmi_find_split && s->split == tfmi_patterns[i].split)
+      return strcmp(tfmi_patterns[i].pattern, pattern) == 0;
+  return false;
+}
+
+/* Whether the steps are those of the row, and no others. */
+static bool tfmi_is_split_as(const tfm_tokenizer *t, const tfmi_split_row *row) {
+  const tfmi_step *s = t->cut, *end = t->cut + t->cuts;
+  int i;
+  if (t->rewrites != row->composes || row->whole_first != (t->whole.slot != NULL)) return false;
+  if (row->composes &&
+      (t->rewrite[0].rewrite != tfmi_rewrite_form || !t->rewrite[0].composes ||
+       t->rewrite[0].compat)) return false;
+  if (row->digits) {
+    if (s == end || s->find != tfmi_find_character || s->behavior != TFMI_ISOLATED || !s->set ||
+        !tfmi_charset_at(s->set, '1')) return false;
+    s++;
+  }
+  for (i = 0; i < 3 && row->pattern[i]; i++, s++)
+    if (s == end || s->rewrite || s->behavior != TFMI_ISOLATED || s->invert ||
+        !tfmi_is_pattern(s, row->pattern[i])) return false;
+  return s == end;
+}
+
 static const char *tfmi_gguf_pre_name(const tfm_tokenizer *t) {
   int i;
   for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
-    if (tfmi_gguf_pres[i].split == t->split &&
-        tfmi_gguf_pres[i].whole_first == (t->whole.slot != NULL))
-      return tfmi_gguf_pres[i].name;
+    if (tfmi_is_split_as(t, &tfmi_gguf_pres[i])) return tfmi_gguf_pres[i].name;
   return NULL;
+}
+
+typedef struct tfmi_spm_form { /* how a vocabulary of characters treats blanks */
+  bool known;                  /* in a way that GGUF has a word for */
+  bool prefix, squeeze;
+  bool low_line;               /* they are U+2581 in its tokens too */
+} tfmi_spm_form;
+
+static tfmi_spm_form tfmi_spm_form_of(const tfm_tokenizer *t) {
+  tfmi_spm_form form = {t->model == TFMI_MERGES && !t->cuts, false, false, false};
+  int32_t i;
+  for (i = 0; i < t->rewrites; i++) {
+    const tfmi_step *s = &t->rewrite[i];
+    bool replaces = s->rewrite == tfmi_rewrite_replace && s->find == tfmi_find_text &&
+                    tfmi_text_is(s->text, " ") && tfmi_text_is(s->content, tfmi_low_line);
+    bool prepends = s->rewrite == tfmi_rewrite_prepend && tfmi_text_is(s->text, tfmi_low_line);
+    bool blanks = s->rewrite == tfmi_rewrite_blanks;
+    form.known = form.known && (replaces || prepends || blanks);
+    form.prefix = form.prefix || prepends || (blanks && s->text.n);
+    form.squeeze = form.squeeze || (blanks && s->squeeze);
+    form.low_line = form.low_line || replaces ||
+                    (blanks && tfmi_text_is(s->content, tfmi_low_line));
+  }
+  return form;
 }
 
 /* What llama.cpp calls a token: normal 1, unknown 2, control 3, the user's 4, unused 5, a byte 6;
@@ -17297,7 +17843,8 @@ static void tfmi_conversion_vocabulary(tfmi_conversion *c) {
              "vocabulary", l->object);
     return;
   }
-  if (c->tokenizer->from_bytes && (!tfmi_gguf_pre_name(c->tokenizer) || c->tokenizer->prefix_blank))
+  if (c->tokenizer->from_bytes ? !tfmi_gguf_pre_name(c->tokenizer)
+                               : !tfmi_spm_form_of(c->tokenizer).known)
     tfmi_fail(l, TFM_E_UNSUPPORTED, "the tokenizer splits text in a way that has no name in GGUF");
   tfmi_conversion_merges(c);
   tfmi_conversion_tokens(c);
@@ -17307,7 +17854,7 @@ static void tfmi_conversion_vocabulary(tfmi_conversion *c) {
 static void tfmi_gguf_token(const tfm_tokenizer *t, int32_t id, tfmi_pairs *p) {
   const char *at = t->arena + t->token[id].at;
   size_t n = t->token[id].n, blanks = 0, i;
-  bool plain = t->from_bytes || t->token[id].added || t->blank.n;
+  bool plain = t->from_bytes || t->token[id].added || tfmi_spm_form_of(t).low_line;
   for (i = 0; !plain && i < n; i++) blanks += at[i] == ' ';
   tfmi_out_number_le(p->o, n + 2 * blanks, 8);
   for (i = 0; i < n; i++)
@@ -17358,8 +17905,9 @@ static void tfmi_gguf_vocabulary(const tfmi_conversion *c, tfmi_pairs *p) {
   if (t->from_bytes) {
     tfmi_gguf_merge_list(c, p);
   } else {
-    tfmi_pairs_flag(p, "tokenizer.ggml.add_space_prefix", t->prefix.n > 0);
-    tfmi_pairs_flag(p, "tokenizer.ggml.remove_extra_whitespaces", t->squeeze);
+    tfmi_spm_form form = tfmi_spm_form_of(t);
+    tfmi_pairs_flag(p, "tokenizer.ggml.add_space_prefix", form.prefix);
+    tfmi_pairs_flag(p, "tokenizer.ggml.remove_extra_whitespaces", form.squeeze);
   }
   tfmi_pairs_whole(p, "tokenizer.ggml.bos_token_id", t->bos);
   tfmi_pairs_whole(p, "tokenizer.ggml.eos_token_id", t->eos);

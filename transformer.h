@@ -624,14 +624,20 @@ typedef struct tfm_trainer_config {
   int32_t first_layer;   /* layers below it are not trained either, nor are the embeddings */
   int32_t keep;          /* newest checkpoints that saving leaves: PATH, PATH.1 ...; 0: 1 */
   uint64_t data;         /* tfm_data.mark: checkpoints of other data are refused; 0: of none */
+  float balance;         /* weight of the experts' load-balancing loss (Fedus et al. 2021), which is
+                            not in tfm_step.loss; 0: the model's router_aux_loss_coef; below 0:
+                            none */
 } tfm_trainer_config;
 
 typedef struct tfm_shape { /* a model to be made; what is 0 is as the family has it */
-  const char *family;    /* "gpt2", "llama"; NULL: "gpt2" */
+  const char *family;    /* a model_type: "gpt2", "llama", "qwen3", "gpt2_moe"; NULL: "gpt2" */
   int32_t layers, width, heads, vocabulary, context; /* required */
   int32_t kv_heads;      /* 0: heads */
   int32_t head_width;    /* 0: width / heads */
-  int32_t ffn_width;     /* 0: 4 width; llama: 8/3 width, up to a multiple of 32 */
+  int32_t ffn_width;     /* 0: 4 width; gated: 8/3 width, up to a multiple of 32 */
+  int32_t experts, experts_used; /* of families with experts, in every layer; 0: as the family */
+  int32_t expert_width;  /* 0: ffn_width */
+  int32_t window;        /* of families with windows; 0: as the family; below 0: none */
   bool untied;           /* a head of its own instead of the embedding table */
   uint64_t seed;
   const tfm_tokenizer *tokenizer; /* its BOS and EOS are the model's; NULL: there are none */
@@ -640,6 +646,7 @@ typedef struct tfm_shape { /* a model to be made; what is 0 is as the family has
 typedef struct tfm_step {
   double loss;           /* mean cross entropy, natural logarithm, before the step; by weight */
   double accuracy;       /* share of targets that were the most probable; by weight */
+  double balance;        /* the experts' load-balancing loss, not weighted; 0 without experts */
   int64_t targets;       /* that were counted: neither -100 nor of weight 0 */
   float gradient_norm;   /* of all parameters together, before clipping */
   float lr;
@@ -12032,9 +12039,11 @@ static void tfmi_layer_experts(tfmi_builder *b, int32_t i, tfm_layer *y) {
 static void tfmi_layer(tfmi_builder *b, int32_t i) {
   const tfm_net *net = &b->m->net;
   tfm_layer *y = &net->layer[i];
+  bool sparse = tfmi_is_sparse(b->s, b->f, i);
+  if (b->s->gguf) sparse = sparse && tfmi_ask(b, TFMI_ROUTER, i, ".weight"); /* told by tensors */
   tfmi_layer_attention(b, i, y);
   tfmi_norm_vectors(b, TFMI_NORM2, i, &y->norm2, &y->norm2_bias);
-  if (tfmi_is_sparse(b->s, b->f, i)) tfmi_layer_experts(b, i, y);
+  if (sparse) tfmi_layer_experts(b, i, y);
   else tfmi_layer_dense(b, i, y, TFMI_GATE_UP, net->ffn_width);
   if (tfmi_has(b->f, TFMI_POST_NORMS))
     y->post2 = tfmi_norm_vector_of(b, TFMI_POST2, i, ".weight", net->width);
@@ -12057,14 +12066,14 @@ static const float *tfmi_factors(tfmi_builder *b, const char *name) {
 
 static void tfmi_rotation_factors(tfmi_builder *b) {
   tfmi_rotation *r = b->m->rotation;
+  bool several = r->kind == TFMI_ROPE_LONG;
   if (!b->s->gguf) return;
-  r->divisor[0] = r->divisor[1] = tfmi_factors(b, "rope_freqs.weight");
-  if (r->kind != TFMI_ROPE_LONG) return;
-  r->divisor[0] = tfmi_factors(b, "rope_factors_short.weight");
-  r->divisor[1] = tfmi_factors(b, "rope_factors_long.weight");
-  if (!r->divisor[0] || !r->divisor[1])
+  r->divisor[0] = tfmi_factors(b, several ? "rope_factors_short.weight" : "rope_freqs.weight");
+  r->divisor[1] = several ? tfmi_factors(b, "rope_factors_long.weight") : r->divisor[0];
+  if (several && (!r->divisor[0] || !r->divisor[1]))
     tfmi_fail(b->s->load, TFM_E_FORMAT, "tensor rope_factors_short.weight or "
               "rope_factors_long.weight is missing");
+  if (!tfmi_family_said(b->f, TFMI_N_LOCAL_THETA)) r[1] = r[0];
 }
 
 static void tfmi_network(tfmi_builder *b, bool measure) {
@@ -15882,6 +15891,7 @@ static void tfmi_run_experts(tfmi_pass *p, int32_t index) {
   tfm_routing *r = &b->routing;
   tfmi_project(p, b->router, b->norm2, &layer->router, NULL, tfmi_absent());
   tfmi_tell(p, "router", index, b->router);
+  if (p->again) r->count = r->mass = NULL; /* counted the first time */
   TFMI_OP(d, route)(d, r, b->router, &net->moe);
   TFMI_OP(d, matmul_moe)(d, b->slots_up, b->norm2, &layer->expert_up, r, true);
   if (layer->expert_up_bias)
@@ -15986,6 +15996,7 @@ static void tfmi_head(tfmi_pass *p, tfm_mat logits, tfm_mat h, tfm_mat x) {
 #define TFMI_TEXT_MAX 4096 /* longest text of one token that a session can hand out */
 #define TFMI_STOP_MAX 1024 /* longest stop string */
 #define TFMI_EVAL_ROWS 16  /* rows of logits at a time, when all are asked for */
+#define TFMI_STEPS_AHEAD 4 /* that a device is asked for at a time; up to twice as many run */
 
 struct tfm_session {
   tfm_engine *engine;
@@ -16006,6 +16017,16 @@ struct tfm_session {
   char text[TFMI_TEXT_MAX];
 };
 
+/* Tokens that the device chooses by itself, before they are asked for: see >>session. */
+typedef struct tfmi_ahead {
+  int32_t *ids;           /* [2, TFMI_STEPS_AHEAD] shared with the device; NULL: it does not */
+  tfm_session *session;   /* whose they are; NULL: nothing runs */
+  int32_t queued, taken;  /* steps asked for, and handed out */
+  const tfm_session *last; /* who was asked for a token last, alone, */
+  tfm_sampling how;        /* ... and how it was to be chosen */
+} tfmi_ahead;
+#define TFMI_AHEAD_BYTES (2 * TFMI_STEPS_AHEAD * sizeof(int32_t))
+
 struct tfm_engine {
   tfmi_heap heap;
   tfm_dev dev;
@@ -16018,6 +16039,7 @@ struct tfm_engine {
   uint64_t epoch;           /* counts what overwrote the logits */
   uint64_t calls;           /* of tfm_next_batch */
   tfm_stats stats;
+  tfmi_ahead ahead;
   size_t host_bytes, device_bytes, cache_bytes;
   void *host_block, *device_block;
   /* host */
@@ -16356,6 +16378,8 @@ static tfm_status tfmi_engine_allocate(tfm_engine *e) {
     e->sessions[i].slot = i;
   }
   e->epoch = 1;
+  if (e->dev.table->decode && !e->config.tap && !e->dev.override_mask)
+    e->ahead.ids = (int32_t *)e->dev.table->alloc_shared(&e->dev, TFMI_AHEAD_BYTES);
   return TFM_OK;
 }
 
@@ -16363,6 +16387,9 @@ TFM_API void tfm_engine_free(tfm_engine *engine) {
   tfmi_heap heap;
   if (!engine) return;
   heap = engine->heap;
+  if (engine->ahead.session) engine->dev.table->sync(&engine->dev);
+  if (engine->ahead.ids)
+    engine->dev.table->release_shared(&engine->dev, engine->ahead.ids, TFMI_AHEAD_BYTES);
   if (engine->device_block)
     engine->dev.table->release(&engine->dev, engine->device_block, engine->device_bytes);
   if (engine->host_block)
@@ -16479,6 +16506,17 @@ static tfm_status tfmi_engine_sync(tfm_engine *e) {
     tfmi_put_history(s, 0);
   }
   return tfmi_report(status, "device %s: %s", e->dev.table->name, e->dev.message);
+}
+
+/* What has run ahead is forgotten. A failure on the way there is met again by whoever needs the
+   device next: it runs all tokens anew. */
+static void tfmi_ahead_stop(tfm_engine *e) {
+  tfm_session *s = e->ahead.session;
+  e->ahead.last = NULL;
+  if (!s) return;
+  e->ahead.session = NULL;
+  tfmi_engine_sync(e);
+  tfmi_pages_shrink(s, s->length);
 }
 
 static tfm_status tfmi_engine_cancelled(tfm_engine *e) {
@@ -16612,6 +16650,7 @@ static tfm_status tfmi_logits_of(tfm_engine *e, tfm_session *const *sessions, si
   tfm_mat x = tfmi_rows_of(e->picked, 0, (int32_t)n);
   tfmi_pass p;
   size_t i;
+  tfmi_ahead_stop(e);
   for (i = 0; i < n; i++) { /* a row that is not there is computed again from the last token */
     tfm_session *s = sessions[i];
     if (s->done == s->length && s->last_at != s->length) s->done--;
@@ -16669,6 +16708,7 @@ TFM_API tfm_session *tfm_session_create(const tfm_model *model, const tfm_engine
 static void tfmi_session_reset(tfm_session *s) {
   tfm_engine *engine = s->engine;
   int32_t slot = s->slot, *tokens = s->tokens;
+  tfmi_ahead_stop(engine);
   tfmi_pages_shrink(s, 0);
   memset(s, 0, sizeof *s);
   s->engine = engine;
@@ -16713,6 +16753,7 @@ static tfm_status tfmi_check_ids(const tfm_session *s, const int32_t *ids, size_
 
 /* Forgets the tokens from n on, wherever they came from. */
 static void tfmi_session_cut(tfm_session *s, int32_t n) {
+  tfmi_ahead_stop(s->engine);
   s->length = n;
   s->done = tfmi_min32(s->done, n);
   if (s->last_at > n) s->last_at = 0;
@@ -16731,7 +16772,7 @@ static tfm_status tfmi_session_append(tfm_session *s, const int32_t *ids, size_t
   if (!tfmi_pages_grow(s, first + (int32_t)n)) return tfmi_out_of_pages(s);
   memmove(s->tokens + first, ids, n * sizeof *ids);
   s->length += (int32_t)n;
-  tfmi_put_history(s, first);
+  if (!e->ahead.session) tfmi_put_history(s, first); /* else the device has chosen it */
   return TFM_OK;
 }
 
@@ -16747,6 +16788,7 @@ static tfm_status tfmi_feed_ids(tfm_session *s, const int32_t *ids, size_t n, fl
   job.n = 1;
   job.logits = NULL;
   job.phase = NULL;
+  tfmi_ahead_stop(e);
   if (logits) status = tfmi_advance(e, &job); /* so that the first logits are those of ids[0] */
   if (status == TFM_OK) status = tfmi_session_append(s, ids, n);
   if (status != TFM_OK) return status;
@@ -16895,22 +16937,149 @@ static tfm_status tfmi_check_batch(tfm_session *const *sessions, size_t n,
   return TFM_OK;
 }
 
-/* Samples rows 0 .. n-1 of the logits that tfmi_logits_of has just computed into e->chosen. */
-static tfm_status tfmi_sample(tfm_engine *e, size_t n, const tfm_sampling *sampling) {
+/* The sampler of the sessions whose rows, positions and slots are on the device. */
+static tfm_sampler tfmi_sampler_fixed(tfm_engine *e) {
   tfm_sampler sampler;
-  memset(e->params, 0, n * sizeof *e->params);
-  if (sampling) memcpy(e->params, sampling, n * sizeof *sampling);
-  e->dev.table->put(&e->dev, e->d_params, e->params, n * sizeof *e->params);
   sampler.params = e->d_params;
   sampler.pos = e->d_pick + e->config.sequences;
   sampler.seq = e->d_pick + 2 * (size_t)e->config.sequences;
   sampler.history = e->d_history;
   sampler.history_stride = e->config.context;
   sampler.work = e->d_work;
+  return sampler;
+}
+
+/* ... with these parameters. */
+static tfm_sampler tfmi_sampler_of(tfm_engine *e, size_t n, const tfm_sampling *sampling) {
+  memset(e->params, 0, n * sizeof *e->params);
+  if (sampling) memcpy(e->params, sampling, n * sizeof *sampling);
+  e->dev.table->put(&e->dev, e->d_params, e->params, n * sizeof *e->params);
+  return tfmi_sampler_fixed(e);
+}
+
+/* Samples rows 0 .. n-1 of the logits that tfmi_logits_of has just computed into e->chosen. */
+static tfm_status tfmi_sample(tfm_engine *e, size_t n, const tfm_sampling *sampling) {
+  tfm_sampler sampler = tfmi_sampler_of(e, n, sampling);
   TFMI_OP(&e->dev, sample)(&e->dev, e->d_chosen, NULL, tfmi_rows_of(e->logits, 0, (int32_t)n),
                            &sampler);
   e->dev.table->get(&e->dev, e->chosen, e->d_chosen, n * sizeof *e->chosen);
   return tfmi_engine_sync(e);
+}
+
+/* ---- Running ahead ----
+   A device with `decode` chooses tokens while the application still looks at earlier ones. It is
+   asked for them when one session, alone, is asked for a token twice in a row in the same way; from
+   then on two batches of steps are in flight, and tfm_next waits for an id only. Whatever else
+   happens to the engine stops it first, and the session is as if nothing had run ahead: its `done`
+   is what its tokens tell. */
+
+static bool tfmi_same_sampling(const tfm_sampling *a, const tfm_sampling *b) {
+  return a->temperature == b->temperature && a->top_k == b->top_k && a->top_p == b->top_p &&
+         a->min_p == b->min_p && a->repetition_penalty == b->repetition_penalty &&
+         a->seed == b->seed && a->sequence == b->sequence;
+}
+
+/* Asks for more steps, as far as context and pages go. False: none. */
+static bool tfmi_ahead_queue(tfm_engine *e, tfm_session *s, tfm_sampler sampler) {
+  tfmi_ahead *a = &e->ahead;
+  int32_t begin = s->length + a->queued - a->taken, slot, i;
+  int32_t steps = tfmi_min32(TFMI_STEPS_AHEAD, e->config.context - begin);
+  tfm_run_ahead run;
+  if (steps <= 0 || !tfmi_pages_grow(s, begin + steps)) return false;
+  slot = a->queued % (2 * TFMI_STEPS_AHEAD);
+  for (i = 0; i < steps; i++) __atomic_store_n(&a->ids[slot + i], -1, __ATOMIC_RELAXED);
+  run.net = &e->net;
+  run.kv = e->kv;
+  run.rows = tfmi_engine_pass(e, 1).rows;
+  run.sampler = sampler;
+  run.ids = a->ids + slot;
+  if (!e->dev.table->decode(&e->dev, &run, steps)) return false;
+  a->queued += steps;
+  return true;
+}
+
+/* Puts the session's last token, which has not been run, where the device goes on from. */
+static bool tfmi_ahead_start(tfm_engine *e, tfm_session *s, const tfm_sampling *how) {
+  const tfm_backend *table = e->dev.table;
+  size_t pick = (2 * (size_t)e->config.sequences + 1) * sizeof *e->pick;
+  e->id[0] = s->tokens[s->length - 1];
+  e->pos[0] = s->length - 1;
+  e->seq[0] = s->slot;
+  e->at[0] = s->length;
+  e->slot[0] = s->slot;
+  table->put(&e->dev, e->d_pass, e->id, (2 * (size_t)e->rows + 1) * sizeof *e->id);
+  table->put(&e->dev, e->d_pick, e->pick, pick);
+  e->ahead.queued = e->ahead.taken = 0;
+  return tfmi_ahead_queue(e, s, tfmi_sampler_of(e, 1, how));
+}
+
+/* Whether the next token of these sessions runs ahead, or can be made to; else nothing does. */
+static bool tfmi_ahead_serves(tfm_engine *e, tfm_session *const *sessions, size_t n,
+                              const tfm_sampling *sampling) {
+  tfmi_ahead *a = &e->ahead;
+  tfm_session *s = sessions[0];
+  tfm_sampling how;
+  bool again;
+  if (!a->ids) return false;
+  memset(&how, 0, sizeof how);
+  if (sampling) how = sampling[0];
+  again = n == 1 && a->last == s && tfmi_same_sampling(&how, &a->how);
+  if (again && a->session == s) return true;
+  tfmi_ahead_stop(e);
+  if (n != 1) return false;
+  a->last = s;
+  a->how = how;
+  if (!again || !s->chosen || s->done != s->length - 1) return false;
+  if (!tfmi_ahead_start(e, s, &how)) return false;
+  a->session = s;
+  return true;
+}
+
+/* Waits for a step that has been asked for: its id, or -1 when the device has failed. */
+static int32_t tfmi_ahead_wait(tfm_engine *e, const int32_t *id) {
+  double start = tfmi_seconds();
+  int32_t value, i;
+  for (i = 1; (value = __atomic_load_n(id, __ATOMIC_ACQUIRE)) < 0; i++) {
+    tfmi_pause();
+    if (e->dev.status != TFM_OK) break;
+    if (i % 4096 == 0 && tfmi_seconds() - start > 2) break; /* sync waits as long as it takes */
+  }
+  if (value >= 0) return value;
+  if (tfmi_engine_sync(e) != TFM_OK) return -1;
+  value = __atomic_load_n(id, __ATOMIC_ACQUIRE);
+  if (value < 0) tfmi_report(TFM_E_DEVICE, "device %s: no token came back", e->dev.table->name);
+  return value;
+}
+
+/* The next token of what runs ahead, into e->chosen. */
+static tfm_status tfmi_ahead_take(tfm_engine *e) {
+  tfmi_ahead *a = &e->ahead;
+  tfm_session *s = a->session;
+  tfmi_pass pass = tfmi_engine_pass(e, 1);
+  tfm_sampler sampler;
+  if (tfmi_cancelled(&pass)) {
+    tfmi_ahead_stop(e);
+    return tfmi_engine_cancelled(e);
+  }
+  sampler = tfmi_sampler_fixed(e);
+  if (a->queued - a->taken <= TFMI_STEPS_AHEAD && a->queued % TFMI_STEPS_AHEAD == 0)
+    tfmi_ahead_queue(e, s, sampler);
+  e->chosen[0] = a->queued > a->taken
+                     ? tfmi_ahead_wait(e, &a->ids[a->taken % (2 * TFMI_STEPS_AHEAD)]) : -2;
+  if (e->chosen[0] == -1) {
+    a->session = NULL;
+    tfmi_pages_shrink(s, s->length);
+    return tfmi_error.status;
+  }
+  if (e->chosen[0] < 0) { /* the context or the pages are used up: the way that says so */
+    tfmi_ahead_stop(e);
+    return TFM_E_FULL;
+  }
+  a->taken++;
+  s->done = s->length;
+  s->last_at = 0;
+  s->logits_epoch = 0;
+  return TFM_OK;
 }
 
 static bool tfmi_is_end(const tfm_model *m, int32_t id) {
@@ -16936,6 +17105,19 @@ static int32_t tfmi_accept(tfm_session *s, int32_t id) {
   return id;
 }
 
+/* The next id of each session, into e->chosen. */
+static tfm_status tfmi_choose_next(tfm_engine *e, tfm_session *const *sessions, size_t n,
+                                   const tfm_sampling *sampling) {
+  tfmi_ahead asked;
+  tfm_status status = TFM_E_FULL;
+  if (tfmi_ahead_serves(e, sessions, n, sampling)) status = tfmi_ahead_take(e);
+  if (status != TFM_E_FULL) return status;
+  asked = e->ahead;
+  status = tfmi_logits_of(e, sessions, n);
+  e->ahead.last = asked.last; /* which the passes have forgotten */
+  return status == TFM_OK ? tfmi_sample(e, n, sampling) : status;
+}
+
 TFM_API tfm_status tfm_next_batch(tfm_session *const *sessions, size_t n,
                                   const tfm_sampling *sampling, int32_t *ids) {
   tfm_status status = tfmi_check_batch(sessions, n, sampling);
@@ -16946,12 +17128,12 @@ TFM_API tfm_status tfm_next_batch(tfm_session *const *sessions, size_t n,
   if (!ids) return tfmi_report(TFM_E_ARG, "tfm_next_batch: ids is NULL; expected room for %llu",
                                (unsigned long long)n);
   e = sessions[0]->engine;
-  status = tfmi_logits_of(e, sessions, n);
-  if (status == TFM_OK) status = tfmi_sample(e, n, sampling);
+  status = tfmi_choose_next(e, sessions, n, sampling);
   if (status != TFM_OK) return status;
   for (i = 0; i < n; i++) {
     ids[i] = tfmi_accept(sessions[i], e->chosen[i]);
     if (ids[i] >= 0) e->stats.generated_tokens++;
+    else if (e->ahead.session) tfmi_ahead_stop(e);
   }
   e->stats.generate_seconds += tfmi_seconds() - start;
   return TFM_OK;
@@ -16978,6 +17160,7 @@ static tfm_status tfmi_current_row(tfm_session *s, int32_t *row) {
   int32_t length = s->length, wanted = s->chosen ? length - 1 : length;
   tfm_status status = TFM_OK;
   *row = 0;
+  tfmi_ahead_stop(s->engine);
   if (length == 0)
     return tfmi_report(TFM_E_STATE, "logits: the session is empty; feed it something first");
   if (s->logits_epoch != s->engine->epoch || s->logits_at != wanted) {
@@ -17180,7 +17363,7 @@ typedef struct tfmi_described { /* what a config.json tells */
   const tfmi_family *family;
   const tfm_net *net;
   const tfmi_rotation *rotation;
-  const tfmi_source *source; /* of the rarer numbers; NULL: those that every family has */
+  double balance; /* router_aux_loss_coef */
   bool tied, qkv_bias, up_bias;
   int32_t bos, end_count;
   const int32_t *end;
@@ -17191,21 +17374,125 @@ static const char *tfmi_torch_name(tfm_type type) {
   return type == TFM_F16 ? "float16" : type == TFM_BF16 ? "bfloat16" : "float32";
 }
 
-static void tfmi_config_rope(const tfmi_described *t, tfmi_out *o) {
-  const tfmi_rotation *r = t->rotation;
-  const struct { const char *name; double value; } rows[] = {
-    {"factor", r->factor}, {"low_freq_factor", r->low}, {"high_freq_factor", r->high},
-    {"original_max_position_embeddings", r->original}};
+static void tfmi_config_number(tfmi_out *o, const char *key, double value) {
+  tfmi_out_text(o, ",\n  \"%s\": ", key);
+  tfmi_out_number(o, value);
+}
+
+static void tfmi_config_divisors(tfmi_out *o, const char *key, const float *divisor, int32_t n) {
+  int32_t i;
+  for (i = 0; i < n; i++) {
+    if (i) tfmi_out_text(o, ", ");
+    else tfmi_out_text(o, ", \"%s\": [", key);
+    tfmi_out_number(o, (double)divisor[i]);
+  }
+  tfmi_out_text(o, "]");
+}
+
+/* What is between the braces of rope_scaling, or of one of rope_parameters. */
+static void tfmi_config_scaling(tfmi_out *o, const tfmi_rotation *r) {
+  const struct { unsigned kinds; const char *name; double value; } rows[] = {
+    {1u << TFMI_ROPE_LINEAR | 1u << TFMI_ROPE_DYNAMIC | 1u << TFMI_ROPE_LLAMA3 |
+         1u << TFMI_ROPE_YARN, "factor", r->factor},
+    {1u << TFMI_ROPE_LLAMA3, "low_freq_factor", r->low},
+    {1u << TFMI_ROPE_LLAMA3, "high_freq_factor", r->high},
+    {1u << TFMI_ROPE_YARN, "beta_fast", r->high}, {1u << TFMI_ROPE_YARN, "beta_slow", r->low},
+    {1u << TFMI_ROPE_YARN | 1u << TFMI_ROPE_LONG, "attention_factor", r->scale},
+    {1u << TFMI_ROPE_LLAMA3 | 1u << TFMI_ROPE_YARN | 1u << TFMI_ROPE_LONG,
+     "original_max_position_embeddings", r->original}};
   int i;
-  tfmi_out_text(o, ",\n  \"rope_theta\": ");
-  tfmi_out_number(o, r->theta);
-  if (r->kind != TFMI_ROPE_LLAMA3) return;
-  tfmi_out_text(o, ",\n  \"rope_scaling\": {\"rope_type\": \"llama3\"");
+  for (i = 0; tfmi_rope_kinds[i].kind != r->kind; i++) continue;
+  tfmi_out_text(o, "\"rope_type\": \"%s\"", tfmi_rope_kinds[i].name);
   for (i = 0; i < TFMI_COUNT(rows); i++) {
+    if (!(rows[i].kinds >> r->kind & 1)) continue;
     tfmi_out_text(o, ", \"%s\": ", rows[i].name);
     tfmi_out_number(o, rows[i].value);
   }
+  if (r->kind == TFMI_ROPE_YARN && !r->truncate) tfmi_out_text(o, ", \"truncate\": false");
+  if (r->kind != TFMI_ROPE_LONG) return;
+  tfmi_config_divisors(o, "short_factor", r->divisor[0], r->rot / 2);
+  tfmi_config_divisors(o, "long_factor", r->divisor[1], r->rot / 2);
+}
+
+static void tfmi_config_rope(const tfmi_described *t, tfmi_out *o) {
+  static const char *const types[] = {"full_attention", "sliding_attention"};
+  const tfmi_rotation *r = t->rotation;
+  int i;
+  if (tfmi_family_said(t->family, TFMI_N_LOCAL_THETA)) {
+    tfmi_out_text(o, ",\n  \"rope_parameters\": {");
+    for (i = 0; i < 2; i++) {
+      tfmi_out_text(o, "%s\"%s\": {\"rope_theta\": ", i ? ", " : "", types[i]);
+      tfmi_out_number(o, r[i].theta);
+      tfmi_out_text(o, ", ");
+      tfmi_config_scaling(o, &r[i]);
+      tfmi_out_text(o, "}");
+    }
+    tfmi_out_text(o, "}");
+    return;
+  }
+  tfmi_config_number(o, "rope_theta", r->theta);
+  if (tfmi_family_said(t->family, TFMI_N_PARTIAL))
+    tfmi_config_number(o, "partial_rotary_factor", (double)r->rot / t->net->head_width);
+  if (r->kind == TFMI_ROPE_DEFAULT) return;
+  if (r->kind == TFMI_ROPE_LONG)
+    tfmi_config_number(o, "original_max_position_embeddings", r->original);
+  tfmi_out_text(o, ",\n  \"rope_scaling\": {");
+  tfmi_config_scaling(o, r);
   tfmi_out_text(o, "}");
+}
+
+/* What layers differ in: windows by their types, layers without experts by their numbers. */
+static void tfmi_config_layers(const tfmi_described *t, tfmi_out *o, bool windowed) {
+  const tfmi_family *f = t->family;
+  const tfm_net *net = t->net;
+  int32_t i, n = 0;
+  if (f->windows.use)
+    tfmi_out_text(o, ",\n  \"%s\": %s", f->windows.use, windowed ? "true" : "false");
+  for (i = 0; f->windows.types && i < net->layers; i++)
+    tfmi_out_text(o, "%s\"%s_attention\"", i ? ", " : ",\n  \"layer_types\": [",
+                  net->layer[i].attn.window ? "sliding" : "full");
+  if (f->windows.types) tfmi_out_text(o, "]");
+  for (i = 0; net->experts && i < net->layers; i++)
+    if (!net->layer[i].router.rows)
+      tfmi_out_text(o, "%s%d", n++ ? ", " : ",\n  \"mlp_only_layers\": [", (int)i);
+  if (n) tfmi_out_text(o, "]");
+}
+
+/* Widths of the feed-forwards of layers with and without experts; 0: there are none. */
+static int32_t tfmi_config_width(const tfm_net *net, bool sparse) {
+  int32_t i;
+  for (i = 0; i < net->layers; i++)
+    if ((net->layer[i].router.rows != 0) == sparse) return net->layer[i].down.cols;
+  return 0;
+}
+
+/* The numbers that not all families have; what layers tell apart is told by their types. */
+static void tfmi_config_numbers(const tfmi_described *t, tfmi_out *o) {
+  const tfmi_family *f = t->family;
+  const tfm_net *net = t->net;
+  double scale = (double)net->layer[0].attn.scale, scalar = round(1 / (scale * scale));
+  int32_t window = 0, i;
+  int k;
+  if ((float)(1 / sqrt(scalar)) != net->layer[0].attn.scale) scalar = 1 / (scale * scale);
+  for (i = 0; i < net->layers; i++) window = tfmi_max32(window, net->layer[i].attn.window);
+  {
+    const struct { tfmi_quantity what; double value; } rows[] = {
+      {TFMI_N_QUERY_SCALAR, scalar},
+      {TFMI_N_ATTN_CAP, (double)net->layer[0].attn.softcap},
+      {TFMI_N_LOGIT_CAP, (double)net->logit_softcap}, {TFMI_N_EXPERTS, (double)net->experts},
+      {TFMI_N_EXPERTS_USED, (double)net->experts_used},
+      {TFMI_N_EXPERT_FFN, (double)net->expert_width},
+      {TFMI_N_SHARED_FFN, (double)tfmi_config_width(net, true)}, {TFMI_N_SPARSE_STEP, 1},
+      {TFMI_N_BALANCE, t->balance}};
+    for (k = 0; k < TFMI_COUNT(rows); k++)
+      if (tfmi_family_said(f, rows[k].what) && f->key[rows[k].what].hf[0])
+        tfmi_config_number(o, f->key[rows[k].what].hf[0], rows[k].value);
+  }
+  if (tfmi_family_said(f, TFMI_N_WINDOW)) {
+    if (window) tfmi_config_number(o, "sliding_window", window);
+    else tfmi_out_text(o, ",\n  \"sliding_window\": null");
+  }
+  tfmi_config_layers(t, o, window != 0);
 }
 
 static void tfmi_config_flags(const tfmi_described *t, tfmi_out *o) {
@@ -17215,7 +17502,8 @@ static void tfmi_config_flags(const tfmi_described *t, tfmi_out *o) {
   bool by_layer = t->net->layers > 1 && y[1].attn.scale != y->attn.scale;
   const struct { const char *key; bool value; } rows[] = {
     {f->qkv_bias.key, t->qkv_bias}, {f->up_bias.key, t->up_bias},
-    {f->tied.key, t->tied}, {by_scale ? "scale_attn_weights" : NULL, scaled},
+    {f->tied.key, t->tied}, {f->normalise.key, t->net->moe.normalise},
+    {by_scale ? "scale_attn_weights" : NULL, scaled},
     {by_scale ? "scale_attn_by_inverse_layer_idx" : NULL, by_layer}};
   int i;
   for (i = 0; i < TFMI_COUNT(rows); i++)
@@ -17227,38 +17515,34 @@ static void tfmi_config_flags(const tfmi_described *t, tfmi_out *o) {
   if (t->end_count) tfmi_out_text(o, "]");
 }
 
+/* The type of the file; or that which a scale of embeddings is rounded to. */
+static const char *tfmi_config_type(const tfmi_described *t) {
+  const tfm_net *net = t->net;
+  float scale = (float)sqrt((double)net->width);
+  if (t->type != TFM_F32 || net->embed_scale == 0 || net->embed_scale == scale)
+    return tfmi_torch_name(t->type);
+  return net->embed_scale == tfmi_from_bf16(tfmi_to_bf16(scale)) ? "bfloat16" : "float16";
+}
+
 static void tfmi_config_write(const tfmi_described *t, tfmi_out *o) {
   const tfmi_family *f = t->family;
   const tfm_net *net = t->net;
-  const struct { const char *key; double value; } rows[] = {
-    {f->key[TFMI_N_LAYERS].hf[0], (double)net->layers},
-    {f->key[TFMI_N_WIDTH].hf[0], (double)net->width},
-    {f->key[TFMI_N_HEADS].hf[0], (double)net->heads},
-    {f->key[TFMI_N_KV_HEADS].hf[0], (double)net->kv_heads},
-    {f->key[TFMI_N_HEAD_WIDTH].hf[0], (double)net->head_width},
-    {f->key[TFMI_N_FFN].hf[0], (double)net->ffn_width},
-    {f->key[TFMI_N_VOCABULARY].hf[0], (double)net->vocabulary},
-    {f->key[TFMI_N_CONTEXT].hf[0], (double)net->context},
-    {f->key[TFMI_N_EPS].hf[0], (double)net->norm.eps}};
-  int i;
+  bool dynamic = t->rotation[0].kind == TFMI_ROPE_DYNAMIC;
+  int32_t dense = tfmi_config_width(net, false), i;
+  const double values[] = {
+    (double)net->layers, (double)net->width, (double)net->heads, (double)net->kv_heads,
+    (double)net->head_width, (double)(dense ? dense : net->expert_width), (double)net->vocabulary,
+    (double)(dynamic ? t->rotation[0].trained : net->context), (double)net->norm.eps};
   tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
                 f->classes[0]);
-  for (i = 0; i < TFMI_COUNT(rows); i++) {
-    if (!rows[i].key) continue;
-    tfmi_out_text(o, ",\n  \"%s\": ", rows[i].key);
-    tfmi_out_number(o, rows[i].value);
-  }
+  for (i = 0; i < TFMI_COUNT(values); i++)
+    if (f->key[i].hf[0]) tfmi_config_number(o, f->key[i].hf[0], values[i]);
   for (i = 0; tfmi_acts[i].act != net->act; i++) continue;
   tfmi_out_text(o, ",\n  \"%s\": \"%s\"", f->act_key, tfmi_acts[i].name);
   tfmi_config_flags(t, o);
+  tfmi_config_numbers(t, o);
   if (tfmi_has(f, TFMI_ROTARY)) tfmi_config_rope(t, o);
-  for (i = TFMI_N_THETA + 1; t->source && i < TFMI_QUANTITIES; i++) {
-    double value = tfmi_number(t->source, f, (tfmi_quantity)i);
-    if (!f->key[i].hf[0] || value == 0) continue;
-    tfmi_out_text(o, ",\n  \"%s\": ", f->key[i].hf[0]);
-    tfmi_out_number(o, value);
-  }
-  tfmi_out_text(o, ",\n  \"torch_dtype\": \"%s\"\n}\n", tfmi_torch_name(t->type));
+  tfmi_out_text(o, ",\n  \"torch_dtype\": \"%s\"\n}\n", tfmi_config_type(t));
 }
 
 typedef struct tfmi_item { /* a tensor to be written */
@@ -17594,7 +17878,7 @@ static void tfmi_folder_config_write(void *context, tfmi_out *o) {
   d.family = c->b->f;
   d.net = &model->net;
   d.rotation = model->rotation;
-  d.source = c->b->s;
+  d.balance = model->balance;
   d.tied = model->tied;
   for (i = 0; i < c->items; i++) {
     const tfmi_tensor *t = c->item[i].t;
@@ -18192,13 +18476,16 @@ typedef struct tfmi_parameter {
   tfmi_slot slot;
   int32_t layer;        /* -1: of the whole network */
   bool bias, frozen;
-  int32_t rows, cols;   /* cols 0: a vector of rows */
+  int32_t rows, cols;   /* of all experts together; cols 0: a vector of rows */
   tfm_weight *weight;   /* of a matrix */
   const float **vector; /* of a vector */
   int64_t at;           /* in the arenas */
+  int32_t experts;      /* that the rows are of; 0: none */
 } tfmi_parameter;
 
-typedef struct tfmi_layer_at { int64_t qkv, out, up, down; } tfmi_layer_at; /* in the arenas */
+typedef struct tfmi_layer_at { /* in the arenas */
+  int64_t qkv, out, up, down, router, expert_up, expert_down, shared_gate;
+} tfmi_layer_at;
 
 struct tfm_trainer {
   tfmi_heap heap;
@@ -18215,10 +18502,12 @@ struct tfm_trainer {
   int64_t total, matrices, trained; /* floats of an arena; of its matrices; that are not frozen */
   int32_t lowest;            /* layer with trained parameters; -1: embeddings too */
   tfmi_drop drop;
+  float balance;             /* of the load-balancing loss's gradient, in one pass */
   size_t list_bytes, host_bytes, device_bytes;
   void *lists, *host_block, *device_block;
   /* host */
   tfmi_parameter *parameter; /* [parameters] */
+  tfm_part *part;            /* [max(E, 1)] of the matrix that is being packed */
   int32_t parameters;
   tfmi_layer_at *at;         /* [L] */
   tfmi_buffers *buffers;     /* [L] */
@@ -18231,6 +18520,10 @@ struct tfm_trainer {
   float *w, *g, *m, *v, *frequencies, *sumsq, *losses, *hits, *weights, *head_stats;
   int32_t *id, *pos, *seq, *target;
   tfm_mat normed, logits;                     /* [N, C], [TFMI_HEAD_ROWS, V] */
+  tfm_mat uncapped;                           /* logits before their cap, where they have one */
+  float *balance_count;                       /* [2, E] of all layers: slots, and probabilities */
+  tfmi_buffers d_slots;                       /* gradients of what experts need; their routing's
+                                                 weight is that of the weights */
   tfm_mat d, d_norm, d_qkv, d_attn, d_up, d_act; /* gradients of the layer at hand */
 };
 
@@ -18267,7 +18560,16 @@ static void tfmi_parameter_add(tfm_trainer *t, tfmi_parameter p) {
 
 static int64_t tfmi_matrix_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, tfm_weight *w,
                                int32_t rows, int32_t cols) {
-  tfmi_parameter p = {slot, layer, false, false, rows, cols, w, NULL, 0};
+  tfmi_parameter p = {slot, layer, false, false, rows, cols, w, NULL, 0, 0};
+  int64_t at = t->total;
+  tfmi_parameter_add(t, p);
+  return at;
+}
+
+static int64_t tfmi_experts_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, tfm_weight *w,
+                                int32_t rows, int32_t cols) {
+  int32_t experts = t->net.experts;
+  tfmi_parameter p = {slot, layer, false, false, experts * rows, cols, w, NULL, 0, experts};
   int64_t at = t->total;
   tfmi_parameter_add(t, p);
   return at;
@@ -18276,8 +18578,19 @@ static int64_t tfmi_matrix_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, tf
 /* A vector is there when the network had it: the pointer says so. */
 static void tfmi_vector_add(tfm_trainer *t, tfmi_slot slot, int32_t layer, bool bias,
                             const float **vector, int32_t rows) {
-  tfmi_parameter p = {slot, layer, bias, false, rows, 0, NULL, vector, 0};
+  tfmi_parameter p = {slot, layer, bias, false, rows, 0, NULL, vector, 0, 0};
+  if (slot > TFMI_ROUTER && slot < TFMI_SHARED_ROUTER) p.experts = t->net.experts;
   if (*vector) tfmi_parameter_add(t, p);
+}
+
+/* Slots of what is gate and up in one where the family is gated, else up alone. */
+static tfmi_slot tfmi_up_slot(const tfm_net *net, const tfm_layer *y) {
+  tfmi_slot fused = y->router.rows ? TFMI_SHARED_GATE_UP : TFMI_GATE_UP;
+  return net->gated ? fused : (tfmi_slot)((int)fused + 2);
+}
+
+static tfmi_slot tfmi_down_slot(const tfm_layer *y) {
+  return y->router.rows ? TFMI_SHARED_DOWN : TFMI_DOWN;
 }
 
 static void tfmi_layer_matrices(tfm_trainer *t, int32_t i) {
@@ -18287,9 +18600,19 @@ static void tfmi_layer_matrices(tfm_trainer *t, int32_t i) {
   int32_t all = net->heads * net->head_width, kv = net->kv_heads * net->head_width;
   at->qkv = tfmi_matrix_add(t, TFMI_QKV, i, &y->qkv, all + 2 * kv, net->width);
   at->out = tfmi_matrix_add(t, TFMI_OUT, i, &y->out, net->width, all);
-  at->up = tfmi_matrix_add(t, net->gated ? TFMI_GATE_UP : TFMI_UP, i, &y->up,
-                           net->ffn_width * (net->gated ? 2 : 1), net->width);
-  at->down = tfmi_matrix_add(t, TFMI_DOWN, i, &y->down, net->width, net->ffn_width);
+  if (y->down.cols) {
+    at->up = tfmi_matrix_add(t, tfmi_up_slot(net, y), i, &y->up, y->down.cols * (1 + net->gated),
+                             net->width);
+    at->down = tfmi_matrix_add(t, tfmi_down_slot(y), i, &y->down, net->width, y->down.cols);
+  }
+  if (!y->router.rows) return;
+  at->router = tfmi_matrix_add(t, TFMI_ROUTER, i, &y->router, net->experts, net->width);
+  at->expert_up = tfmi_experts_add(t, net->gated ? TFMI_EXPERT_GATE_UP : TFMI_EXPERT_UP, i,
+                                   &y->expert_up, net->expert_width * (1 + net->gated), net->width);
+  at->expert_down = tfmi_experts_add(t, TFMI_EXPERT_DOWN, i, &y->expert_down, net->width,
+                                     net->expert_width);
+  if (y->shared_gate.rows)
+    at->shared_gate = tfmi_matrix_add(t, TFMI_SHARED_ROUTER, i, &y->shared_gate, 1, net->width);
 }
 
 static void tfmi_layer_vectors(tfm_trainer *t, int32_t i) {
@@ -18302,9 +18625,15 @@ static void tfmi_layer_vectors(tfm_trainer *t, int32_t i) {
   tfmi_vector_add(t, TFMI_OUT, i, true, &y->out_bias, net->width);
   tfmi_vector_add(t, TFMI_NORM2, i, false, &y->norm2, net->width);
   tfmi_vector_add(t, TFMI_NORM2, i, true, &y->norm2_bias, net->width);
-  tfmi_vector_add(t, net->gated ? TFMI_GATE_UP : TFMI_UP, i, true, &y->up_bias,
-                  net->ffn_width * (net->gated ? 2 : 1));
-  tfmi_vector_add(t, TFMI_DOWN, i, true, &y->down_bias, net->width);
+  tfmi_vector_add(t, tfmi_up_slot(net, y), i, true, &y->up_bias, y->down.cols * (1 + net->gated));
+  tfmi_vector_add(t, tfmi_down_slot(y), i, true, &y->down_bias, net->width);
+  tfmi_vector_add(t, TFMI_POST1, i, false, &y->post1, net->width);
+  tfmi_vector_add(t, TFMI_POST2, i, false, &y->post2, net->width);
+  tfmi_vector_add(t, TFMI_Q_NORM, i, false, &y->q_norm, net->head_width);
+  tfmi_vector_add(t, TFMI_K_NORM, i, false, &y->k_norm, net->head_width);
+  tfmi_vector_add(t, TFMI_EXPERT_UP, i, true, &y->expert_up_bias,
+                  net->experts * net->expert_width * (1 + net->gated));
+  tfmi_vector_add(t, TFMI_EXPERT_DOWN, i, true, &y->expert_down_bias, net->experts * net->width);
 }
 
 /* Lists all parameters, in the order of the arenas. */
@@ -18332,7 +18661,8 @@ static tfm_mat tfmi_parameter_mat(float *arena, const tfmi_parameter *p) {
 
 /* The gradient of a matrix of the network, [rows, cols] at its place in the arena. */
 static tfm_mat tfmi_gradient(const tfm_trainer *t, int64_t at, const tfm_weight *w) {
-  tfm_mat m = {t->g + at, TFM_F32, w->rows, w->cols, w->cols};
+  int32_t rows = w->rows * (w->experts ? w->experts : 1);
+  tfm_mat m = {t->g + at, TFM_F32, rows, w->cols, w->cols};
   return m;
 }
 
@@ -18351,17 +18681,20 @@ static float *tfmi_vector_gradient(const tfm_trainer *t, const float *vector) {
 
 /* ---- Packing: again after each update, as tables may keep weights in forms of their own ---- */
 
-static tfm_weight_source tfmi_parameter_source(const tfm_trainer *t, const tfmi_parameter *p,
-                                               tfm_part *part) {
+static tfm_weight_source tfmi_parameter_source(const tfm_trainer *t, const tfmi_parameter *p) {
+  int32_t parts = p->experts ? p->experts : 1, i;
   tfm_weight_source s;
   memset(&s, 0, sizeof s);
-  part->data = t->w + p->at;
-  part->type = TFM_F32;
-  part->rows = p->rows;
-  s.parts = part;
-  s.part_count = 1;
-  s.rows = p->rows;
+  s.parts = t->part;
+  s.part_count = parts;
+  s.experts = p->experts;
+  s.rows = p->rows / parts;
   s.cols = p->cols;
+  for (i = 0; i < parts; i++) {
+    t->part[i].data = t->w + p->at + (int64_t)i * s.rows * p->cols;
+    t->part[i].type = TFM_F32;
+    t->part[i].rows = s.rows;
+  }
   s.stable = true;
   if (p->slot != TFMI_POSITIONS) s.roles = (unsigned)TFM_ROLE_MATMUL | (unsigned)TFM_ROLE_GRADIENT;
   if (p->slot == TFMI_EMBED || p->slot == TFMI_POSITIONS) s.roles |= (unsigned)TFM_ROLE_GATHER;
@@ -18375,11 +18708,11 @@ static void tfmi_pack_parameters(tfm_trainer *t, size_t *host, size_t *device) {
   *host = *device = 0;
   for (i = 0; i < t->parameters && t->parameter[i].weight; i++) {
     const tfmi_parameter *p = &t->parameter[i];
-    tfm_part part;
-    tfm_weight_source s = tfmi_parameter_source(t, p, &part);
+    tfm_weight_source s = tfmi_parameter_source(t, p);
     tfm_pack_size size = table->pack_size(&t->dev, &s);
-    p->weight->rows = p->rows;
-    p->weight->cols = p->cols;
+    p->weight->rows = s.rows;
+    p->weight->cols = s.cols;
+    p->weight->experts = s.experts;
     p->weight->roles = s.roles;
     if (t->packed)
       table->pack(&t->dev, p->weight, &s, t->packed + *host, t->packed_device + *device);
@@ -18399,18 +18732,32 @@ static float *tfmi_take_floats(tfmi_arena *a, int64_t count) {
 static tfmi_buffers tfmi_take_kept(tfm_trainer *t, tfmi_arena *a, tfm_mat in) {
   const tfm_net *net = &t->net;
   tfm_type type = t->dev.table->activation;
-  int32_t n = t->rows;
+  int32_t n = t->rows, wide = tfmi_hidden_width(net);
   tfmi_buffers b;
   memset(&b, 0, sizeof b);
   b.in = in;
   b.norm1 = tfmi_take_mat(a, type, n, net->width);
   b.qkv = tfmi_take_mat(a, type, n, (net->heads + 2 * net->kv_heads) * net->head_width);
   b.qk = tfmi_columns(b.qkv, 0, (net->heads + net->kv_heads) * net->head_width);
+  if (net->layer[0].q_norm) {
+    b.qk = tfmi_take_mat(a, type, n, (net->heads + net->kv_heads) * net->head_width);
+    b.q_stats = tfmi_take_floats(a, 2 * (int64_t)n * net->heads);
+    b.k_stats = tfmi_take_floats(a, 2 * (int64_t)n * net->kv_heads);
+  }
+  if (net->layer[0].post1) {
+    b.branch1 = tfmi_take_mat(a, type, n, net->width);
+    b.branch2 = tfmi_take_mat(a, type, n, net->width);
+    b.post_stats1 = tfmi_take_floats(a, 2 * (int64_t)n);
+    b.post_stats2 = tfmi_take_floats(a, 2 * (int64_t)n);
+  }
+  tfmi_take_slots(a, &b, net, type, n);
+  b.routing.count = t->balance_count;
+  b.routing.mass = t->balance_count ? t->balance_count + net->experts : NULL;
   b.attn = tfmi_take_mat(a, type, n, net->heads * net->head_width);
   b.mid = tfmi_take_mat(a, type, n, net->width);
   b.norm2 = tfmi_take_mat(a, type, n, net->width);
-  b.up = tfmi_take_mat(a, type, n, net->ffn_width * (net->gated ? 2 : 1));
-  b.act = tfmi_take_mat(a, type, n, net->ffn_width);
+  b.up = tfmi_take_mat(a, type, n, wide * (1 + net->gated));
+  b.act = tfmi_take_mat(a, type, n, wide);
   b.out = tfmi_take_mat(a, type, n, net->width);
   b.stats1 = tfmi_take_floats(a, 2 * (int64_t)n);
   b.stats2 = tfmi_take_floats(a, 2 * (int64_t)n);
@@ -18434,7 +18781,7 @@ static tfm_kv tfmi_kept_kv(const tfm_net *net, const tfmi_buffers *b) {
   kv.type = b->qkv.type;
   kv.heads = net->kv_heads;
   kv.width = net->head_width;
-  kv.key_rows = tfmi_columns(b->qkv, q, k);
+  kv.key_rows = tfmi_columns(b->qk, q, k);
   kv.value_rows = tfmi_columns(b->qkv, q + k, k);
   return kv;
 }
@@ -18442,13 +18789,16 @@ static tfm_kv tfmi_kept_kv(const tfm_net *net, const tfmi_buffers *b) {
 static void tfmi_take_gradients(tfm_trainer *t, tfmi_arena *a) {
   const tfm_net *net = &t->net;
   tfm_type type = t->dev.table->activation;
-  int32_t n = t->rows;
+  int32_t n = t->rows, wide = tfmi_hidden_width(net);
   t->d = tfmi_take_mat(a, type, n, net->width);
   t->d_norm = tfmi_take_mat(a, type, n, net->width);
   t->d_qkv = tfmi_take_mat(a, type, n, (net->heads + 2 * net->kv_heads) * net->head_width);
   t->d_attn = tfmi_take_mat(a, type, n, net->heads * net->head_width);
-  t->d_act = tfmi_take_mat(a, type, n, net->ffn_width);
-  t->d_up = net->gated ? tfmi_take_mat(a, type, n, 2 * net->ffn_width) : t->d_act;
+  t->d_act = tfmi_take_mat(a, type, n, wide);
+  t->d_up = net->gated ? tfmi_take_mat(a, type, n, 2 * wide) : t->d_act;
+  if (!net->experts) return;
+  tfmi_take_slots(a, &t->d_slots, net, type, n);
+  if (!net->gated) t->d_slots.slots_up = t->d_slots.slots_act;
 }
 
 static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
@@ -18475,6 +18825,9 @@ static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
   t->target = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
   t->normed = tfmi_take_mat(a, type, t->rows, net->width);
   t->logits = tfmi_take_mat(a, TFM_F32, tfmi_min32(t->rows, TFMI_HEAD_ROWS), net->vocabulary);
+  if (net->logit_softcap != 0)
+    t->uncapped = tfmi_take_mat(a, TFM_F32, t->logits.rows, net->vocabulary);
+  if (net->experts) t->balance_count = tfmi_take_floats(a, 2 * (int64_t)net->experts);
   tfmi_take_gradients(t, a);
   in = tfmi_take_mat(a, type, t->rows, net->width);
   for (i = 0; i < net->layers; i++) {
@@ -18490,14 +18843,16 @@ static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
 static void tfmi_take_lists(tfm_trainer *t, tfmi_arena *a) {
   uint64_t layers = (uint64_t)t->net.layers;
   t->net.layer = TFMI_NEW(tfm_layer, tfmi_take(a, layers, sizeof(tfm_layer)));
-  t->parameter = TFMI_NEW(tfmi_parameter, tfmi_take(a, 5 + 12 * layers, sizeof(tfmi_parameter)));
+  t->parameter = TFMI_NEW(tfmi_parameter, tfmi_take(a, 5 + 24 * layers, sizeof(tfmi_parameter)));
+  t->part = TFMI_NEW(tfm_part, tfmi_take(a, (uint64_t)tfmi_max32(t->net.experts, 1),
+                                         sizeof(tfm_part)));
   t->at = TFMI_NEW(tfmi_layer_at, tfmi_take(a, layers, sizeof(tfmi_layer_at)));
   t->buffers = TFMI_NEW(tfmi_buffers, tfmi_take(a, layers, sizeof(tfmi_buffers)));
   t->kv = TFMI_NEW(tfm_kv, tfmi_take(a, layers, sizeof(tfm_kv)));
 }
 
 static void tfmi_take_host(tfm_trainer *t, tfmi_arena *a, size_t packed) {
-  int32_t i, stage = tfmi_max32(t->rows, TFMI_STRETCH);
+  int32_t i, stage = tfmi_max32(tfmi_max32(t->rows, TFMI_STRETCH), 2 * t->net.experts);
   for (i = 0; i < t->parameters; i++) /* export turns matrices of layers 16 columns at a time */
     if (t->parameter[i].layer >= 0) stage = tfmi_max32(stage, TFMI_LANES * t->parameter[i].rows);
   t->stage = tfmi_take_floats(a, stage);
@@ -18630,10 +18985,14 @@ static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, const tfmi
   tfm_mat h = tfmi_rows_of(t->normed, first, n), logits = tfmi_rows_of(t->logits, 0, n);
   tfm_epilogue e;
   memset(&e, 0, sizeof e);
+  e.softcap = t->net.logit_softcap;
+  e.aux = t->uncapped;
+  e.aux.rows = n;
   TFMI_OP(d, matmul)(d, logits, h, &t->net.head, &e);
   TFMI_OP(d, loss)(d, t->losses + first, t->hits + first, logits, t->target + first,
                    how->weighted ? t->weights + first : NULL, how->scale);
   if (!how->learn) return;
+  if (e.softcap != 0) TFMI_OP(d, epilogue_bwd)(d, logits, logits, &e);
   if (!tfmi_frozen_at(t, at))
     TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h);
   TFMI_OP(d, matmul_dx)(d, tfmi_rows_of(t->d_norm, first, n), logits, &t->net.head, 0, NULL);
@@ -18653,38 +19012,128 @@ static void tfmi_norm_back(tfm_trainer *t, tfm_mat residual, tfm_mat x, const fl
                        x, w, residual, stats, &t->net.norm);
 }
 
-/* The gradients of y = x W^T + bias. */
-static void tfmi_project_back(tfm_trainer *t, tfm_mat dx, tfm_mat dy, tfm_mat x, int64_t at,
-                              const tfm_weight *w, const float *bias, const tfm_epilogue *before) {
+/* The gradients of y = x W^T + bias; dx = beta dx + ... */
+static void tfmi_project_back_add(tfm_trainer *t, tfm_mat dx, tfm_mat dy, tfm_mat x, int64_t at,
+                                  const tfm_weight *w, const float *bias, float beta,
+                                  const tfm_epilogue *before) {
   tfm_dev *d = &t->dev;
   if (!tfmi_frozen_at(t, at))
     TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, w), tfmi_vector_gradient(t, bias), dy, x);
-  TFMI_OP(d, matmul_dx)(d, dx, dy, w, 0, before);
+  TFMI_OP(d, matmul_dx)(d, dx, dy, w, beta, before);
 }
 
-/* The gradient of a branch into the residual stream, whose own is d: without dropout the same. */
-static tfm_mat tfmi_branch_gradient(tfm_trainer *t, int which, int32_t layer) {
+static void tfmi_project_back(tfm_trainer *t, tfm_mat dx, tfm_mat dy, tfm_mat x, int64_t at,
+                              const tfm_weight *w, const float *bias) {
+  tfmi_project_back_add(t, dx, dy, x, at, w, bias, 0, NULL);
+}
+
+/* The gradient of a branch into the residual stream, whose own is d: without a norm or a dropout at
+   its end the same. */
+static tfm_mat tfmi_branch_gradient(tfm_trainer *t, int which, int32_t layer, const float *post,
+                                    tfm_mat branch, const float *stats) {
+  tfm_dev *d = &t->dev;
   tfm_rows rows = tfmi_batch_rows(t);
   tfm_dropout dropout = tfmi_drop_at(&t->drop, &rows, which, layer);
-  if (dropout.rate == 0) return t->d;
-  tfmi_drop_out(&t->dev, t->d_norm, t->d, dropout);
+  tfm_mat dy = t->d;
+  if (post) {
+    TFMI_OP(d, norm_bwd)(d, t->d_norm, tfmi_vector_gradient(t, post), NULL, dy, branch, post,
+                         tfmi_absent(), stats, &t->net.norm);
+    dy = t->d_norm;
+  }
+  if (dropout.rate == 0) return dy;
+  tfmi_drop_out(d, t->d_norm, dy, dropout);
   return t->d_norm;
+}
+
+/* d_norm = beta d_norm + what down(act(up(norm2))) passes on of dy. */
+static void tfmi_hidden_back(tfm_trainer *t, int32_t i, tfm_mat dy, float beta) {
+  tfm_dev *d = &t->dev;
+  const tfm_layer *layer = &t->net.layer[i];
+  const tfmi_buffers *b = &t->buffers[i];
+  tfm_mat act = tfmi_columns(b->act, 0, layer->down.cols), up = b->up;
+  tfm_mat d_act = tfmi_columns(t->d_act, 0, layer->down.cols), d_up = t->d_up;
+  tfm_epilogue e;
+  up.cols = d_up.cols = layer->up.rows;
+  memset(&e, 0, sizeof e);
+  e.act = t->net.act;
+  e.aux = up;
+  tfmi_project_back_add(t, d_act, dy, act, t->at[i].down, &layer->down, layer->down_bias, 0,
+                        t->net.gated ? NULL : &e);
+  if (t->net.gated) TFMI_OP(d, glu_bwd)(d, d_up, d_act, up, t->net.act);
+  tfmi_project_back_add(t, t->d_norm, d_up, b->norm2, t->at[i].up, &layer->up, layer->up_bias, beta,
+                        NULL);
+}
+
+/* The gradients of y = x W_e^T + bias_e of the slots' experts. */
+static void tfmi_experts_project_back(tfm_trainer *t, tfm_mat dx, tfm_mat dy, tfm_mat x, int64_t at,
+                                      const tfm_weight *w, const float *bias,
+                                      const tfm_routing *r, bool spread) {
+  tfm_dev *d = &t->dev;
+  if (!tfmi_frozen_at(t, at)) {
+    TFMI_OP(d, moe_dw)(d, tfmi_gradient(t, at, w), dy, x, r, spread);
+    if (bias) TFMI_OP(d, moe_bias_bwd)(d, tfmi_vector_gradient(t, bias), dy, r);
+  }
+  TFMI_OP(d, moe_dx)(d, dx, dy, w, r, spread);
+}
+
+/* d_norm = what the experts and their router pass on of d, the balance's gradient included. */
+static void tfmi_experts_back(tfm_trainer *t, int32_t i) {
+  tfm_dev *d = &t->dev;
+  const tfm_net *net = &t->net;
+  const tfm_layer *layer = &net->layer[i];
+  const tfmi_buffers *b = &t->buffers[i], *g = &t->d_slots;
+  const tfm_routing *r = &b->routing;
+  tfm_epilogue e;
+  memset(&e, 0, sizeof e);
+  e.act = net->act;
+  e.aux = b->slots_up;
+  TFMI_OP(d, combine_bwd)(d, g->slots_out, g->routing.weight, t->d, b->slots_out, r);
+  tfmi_experts_project_back(t, g->slots_act, g->slots_out, b->slots_act, t->at[i].expert_down,
+                            &layer->expert_down, layer->expert_down_bias, r, false);
+  if (net->gated) TFMI_OP(d, glu_bwd)(d, g->slots_up, g->slots_act, b->slots_up, net->act);
+  else TFMI_OP(d, epilogue_bwd)(d, g->slots_up, g->slots_act, &e);
+  tfmi_experts_project_back(t, t->d_norm, g->slots_up, b->norm2, t->at[i].expert_up,
+                            &layer->expert_up, layer->expert_up_bias, r, true);
+  TFMI_OP(d, route_bwd)(d, g->router, g->routing.weight, r, &net->moe, t->balance, NULL);
+  tfmi_project_back_add(t, t->d_norm, g->router, b->norm2, t->at[i].router, &layer->router, NULL, 1,
+                        NULL);
+  if (!layer->shared_gate.rows) return;
+  TFMI_OP(d, add_gated_bwd)(d, g->shared, g->gate, t->d, b->shared, b->gate);
+  tfmi_project_back_add(t, t->d_norm, g->gate, b->norm2, t->at[i].shared_gate, &layer->shared_gate,
+                        NULL, 1, NULL);
+  tfmi_hidden_back(t, i, g->shared, 1);
 }
 
 /* out = mid + down(act(up(norm(mid)))), backwards: d is out's gradient and becomes mid's. */
 static void tfmi_feed_forward_back(tfm_trainer *t, int32_t i) {
-  tfm_dev *d = &t->dev;
   const tfm_layer *layer = &t->net.layer[i];
   const tfmi_buffers *b = &t->buffers[i];
-  tfm_epilogue act;
-  memset(&act, 0, sizeof act);
-  act.act = t->net.act;
-  act.aux = b->up;
-  tfmi_project_back(t, t->d_act, tfmi_branch_gradient(t, TFMI_DROP_DOWN, i), b->act, t->at[i].down,
-                    &layer->down, layer->down_bias, t->net.gated ? NULL : &act);
-  if (t->net.gated) TFMI_OP(d, glu_bwd)(d, t->d_up, t->d_act, b->up, t->net.act);
-  tfmi_project_back(t, t->d_norm, t->d_up, b->norm2, t->at[i].up, &layer->up, layer->up_bias, NULL);
+  if (layer->router.rows) tfmi_experts_back(t, i);
+  else
+    tfmi_hidden_back(t, i, tfmi_branch_gradient(t, TFMI_DROP_DOWN, i, layer->post2, b->branch2,
+                                                b->post_stats2), 0);
   tfmi_norm_back(t, t->d, b->mid, layer->norm2, layer->norm2_bias, b->stats2);
+}
+
+/* What became of qkv's queries and keys in qk, backwards, in d_qkv. */
+static void tfmi_queries_and_keys_back(tfm_trainer *t, int32_t i) {
+  tfm_dev *d = &t->dev;
+  const tfm_net *net = &t->net;
+  const tfm_layer *layer = &net->layer[i];
+  const tfmi_buffers *b = &t->buffers[i];
+  int32_t q = net->heads * net->head_width, k = net->kv_heads * net->head_width;
+  tfm_mat dq = tfmi_columns(t->d_qkv, 0, q), dk = tfmi_columns(t->d_qkv, q, k);
+  tfm_rope back = layer->rope;
+  tfm_norm norm = net->head_norm;
+  back.inverse = true;
+  if (back.rot) TFMI_OP(d, rope)(d, tfmi_columns(t->d_qkv, 0, q + k), t->pos, &back);
+  if (!layer->q_norm) return;
+  norm.groups = net->heads;
+  TFMI_OP(d, norm_bwd)(d, dq, tfmi_vector_gradient(t, layer->q_norm), NULL, dq,
+                       tfmi_columns(b->qkv, 0, q), layer->q_norm, tfmi_absent(), b->q_stats, &norm);
+  norm.groups = net->kv_heads;
+  TFMI_OP(d, norm_bwd)(d, dk, tfmi_vector_gradient(t, layer->k_norm), NULL, dk,
+                       tfmi_columns(b->qkv, q, k), layer->k_norm, tfmi_absent(), b->k_stats, &norm);
 }
 
 /* mid = in + out(attention(norm(in))), backwards: d is mid's gradient and becomes in's. */
@@ -18695,18 +19144,15 @@ static void tfmi_attention_back(tfm_trainer *t, int32_t i) {
   const tfmi_buffers *b = &t->buffers[i];
   int32_t q = net->heads * net->head_width, k = net->kv_heads * net->head_width;
   tfm_rows rows = tfmi_batch_rows(t);
-  tfm_rope back = layer->rope;
   tfm_attn attn = layer->attn;
-  back.inverse = true;
+  tfm_mat dy = tfmi_branch_gradient(t, TFMI_DROP_OUT, i, layer->post1, b->branch1, b->post_stats1);
   attn.dropout = tfmi_drop_at(&t->drop, &rows, TFMI_DROP_ATTN, i);
-  tfmi_project_back(t, t->d_attn, tfmi_branch_gradient(t, TFMI_DROP_OUT, i), b->attn, t->at[i].out,
-                    &layer->out, layer->out_bias, NULL);
+  tfmi_project_back(t, t->d_attn, dy, b->attn, t->at[i].out, &layer->out, layer->out_bias);
   TFMI_OP(d, attn_bwd)(d, tfmi_columns(t->d_qkv, 0, q), tfmi_columns(t->d_qkv, q, k),
                        tfmi_columns(t->d_qkv, q + k, k), t->d_attn, b->attn,
-                       tfmi_columns(b->qkv, 0, q), &t->kv[i], &rows, b->lse, &attn);
-  if (back.rot) TFMI_OP(d, rope)(d, tfmi_columns(t->d_qkv, 0, q + k), t->pos, &back);
-  tfmi_project_back(t, t->d_norm, t->d_qkv, b->norm1, t->at[i].qkv, &layer->qkv, layer->qkv_bias,
-                    NULL);
+                       tfmi_columns(b->qk, 0, q), &t->kv[i], &rows, b->lse, &attn);
+  tfmi_queries_and_keys_back(t, i);
+  tfmi_project_back(t, t->d_norm, t->d_qkv, b->norm1, t->at[i].qkv, &layer->qkv, layer->qkv_bias);
   tfmi_norm_back(t, t->d, b->in, layer->norm1, layer->norm1_bias, b->stats1);
 }
 
@@ -18780,6 +19226,19 @@ static tfm_status tfmi_batch_check(const tfm_trainer *t, const tfmi_lesson *b, i
   return TFM_OK;
 }
 
+/* The load-balancing loss of the last pass: E times the sum over experts of their share of the rows
+   times their mean probability, over all layers that have them. */
+static double tfmi_balance_back(tfm_trainer *t) {
+  int32_t experts = t->net.experts, e;
+  double sum = 0, slots = 0;
+  if (!experts) return 0;
+  t->dev.table->get(&t->dev, t->stage, t->balance_count, 2 * (size_t)experts * sizeof *t->stage);
+  for (e = 0; e < experts; e++) slots += (double)t->stage[e];
+  for (e = 0; e < experts; e++) sum += (double)t->stage[e] * (double)t->stage[experts + e];
+  slots /= t->net.experts_used;
+  return slots > 0 ? experts * sum / (slots * slots) : 0;
+}
+
 static double tfmi_sum_back(tfm_trainer *t, const float *device) {
   double sum = 0;
   int32_t i;
@@ -18807,9 +19266,12 @@ static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, in
   status = tfmi_batch_check(t, batch, (int64_t)passes * t->rows, &out->targets, &weight);
   if (status != TFM_OK) return status;
   how.scale = (float)(1.0 / weight);
+  t->balance = t->config.balance / (float)passes;
   if (learn) d->table->zero(d, t->g, (size_t)t->total * sizeof *t->g);
   for (i = 0; i < passes; i++) {
     tfmi_batch_put(t, batch, i);
+    if (t->net.experts)
+      d->table->zero(d, t->balance_count, 2 * (size_t)t->net.experts * sizeof(float));
     tfmi_sequences_put(t, i);
     if (!tfmi_train_forward(t, learn))
       return tfmi_report(TFM_E_CANCELLED, "training was cancelled");
@@ -18817,6 +19279,7 @@ static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, in
     if (learn) tfmi_train_back(t);
     out->loss += tfmi_sum_back(t, t->losses);
     out->accuracy += tfmi_sum_back(t, t->hits);
+    out->balance += tfmi_balance_back(t) / passes;
   }
   out->loss /= weight;
   out->accuracy /= weight;
@@ -18958,6 +19421,10 @@ static tfm_status tfmi_trainer_configure(tfm_trainer *t) {
   if (c->clip == 0) c->clip = 1;
   if (c->clip < 0) c->clip = 0;
   if (c->decay_steps == 0) c->decay_steps = tfmi_max32(c->steps / 5, 1) * (c->steps > 0);
+  if (c->balance < 0) c->balance = 0;
+  if (t->net.experts && c->drop_residual > 0)
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_trainer_config.drop_residual: what experts add to "
+                       "the residual stream cannot be dropped out yet; expected 0");
   status = tfmi_trainer_check(c);
   if (status != TFM_OK) return status;
   if (c->context < 1 || c->context > t->net.context)
@@ -18995,14 +19462,46 @@ static void tfmi_shape_ends(tfm_trainer *t, const tfm_tokenizer *tokenizer) {
   t->end[0] = v.eos;
 }
 
+/* A number that a shape leaves to its family: what config.json means by saying nothing. */
+static double tfmi_shape_default(const tfmi_family *f, tfmi_quantity what) {
+  const tfmi_said *said = tfmi_family_said(f, what);
+  return said ? said->fallback : what <= TFMI_N_EPS ? f->key[what].fallback : 0;
+}
+
+static void tfmi_shape_experts(tfm_net *net, const tfmi_family *f, const tfm_shape *s) {
+  if (!tfmi_has(f, TFMI_MOE)) return;
+  net->experts = s->experts ? s->experts : (int32_t)tfmi_shape_default(f, TFMI_N_EXPERTS);
+  net->experts_used = s->experts_used ? s->experts_used
+                                      : (int32_t)tfmi_shape_default(f, TFMI_N_EXPERTS_USED);
+  net->expert_width = s->expert_width ? s->expert_width : net->ffn_width;
+  net->moe.experts = net->experts;
+  net->moe.top_k = net->experts_used;
+  net->moe.normalise = f->normalise.fallback;
+  net->moe.softmax_after = tfmi_has(f, TFMI_SOFTMAX_AFTER);
+}
+
+static void tfmi_shape_rotation(tfm_trainer *t) {
+  const tfmi_family *f = t->family;
+  double local = tfmi_shape_default(f, TFMI_N_LOCAL_THETA);
+  int i;
+  for (i = 0; i < 2 && tfmi_has(f, TFMI_ROTARY); i++) {
+    t->rotation[i].theta = tfmi_shape_default(f, TFMI_N_THETA);
+    t->rotation[i].scale = 1;
+    t->rotation[i].rot = t->net.head_width;
+    t->rotation[i].trained = t->net.context;
+  }
+  if (local != 0) t->rotation[1].theta = local;
+}
+
 /* The network of a shape, but for its layers. */
 static tfm_status tfmi_shape_net(tfm_trainer *t, const tfm_shape *s) {
   tfm_net *net = &t->net;
   const tfmi_family *f = tfmi_family_named(tfmi_text_of(s->family ? s->family : "gpt2"));
   bool layer_norm = f && tfmi_has(f, TFMI_LAYER_NORM);
   int i;
-  if (!f) return tfmi_report(TFM_E_UNSUPPORTED, "tfm_shape.family is %s; expected gpt2 or llama",
-                             s->family);
+  if (!f)
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_shape.family is %s; expected a model_type, such as "
+                       "gpt2 or llama", s->family);
   t->family = f;
   t->tied = !s->untied;
   net->layers = s->layers;
@@ -19015,35 +19514,53 @@ static tfm_status tfmi_shape_net(tfm_trainer *t, const tfm_shape *s) {
   net->vocabulary = s->vocabulary;
   net->context = s->context;
   net->norm.kind = layer_norm ? TFM_NORM_LAYER : TFM_NORM_RMS;
-  net->norm.eps = (float)f->key[TFMI_N_EPS].fallback;
+  net->norm.eps = (float)tfmi_shape_default(f, TFMI_N_EPS);
   net->norm.offset = tfmi_has(f, TFMI_ONE_PLUS) ? 1.0f : 0.0f;
+  net->head_norm = net->norm;
   net->gated = tfmi_has(f, TFMI_GATED);
+  net->logit_softcap = (float)tfmi_shape_default(f, TFMI_N_LOGIT_CAP);
+  if (tfmi_has(f, TFMI_SCALED_EMBED)) net->embed_scale = (float)sqrt((double)net->width);
   for (i = 0; i < TFMI_COUNT(tfmi_acts); i++)
     if (strcmp(tfmi_acts[i].name, f->act) == 0) net->act = tfmi_acts[i].act;
   if (!tfmi_has(f, TFMI_ROTARY)) net->positions.rows = net->context;
-  for (i = 0; i < 2 && tfmi_has(f, TFMI_ROTARY); i++) {
-    const tfmi_said *theta = tfmi_family_said(f, i ? TFMI_N_LOCAL_THETA : TFMI_N_THETA);
-    t->rotation[i].theta = theta ? theta->fallback : t->rotation[0].theta;
-    t->rotation[i].scale = 1;
-    t->rotation[i].rot = net->head_width;
-  }
+  tfmi_shape_experts(net, f, s);
+  tfmi_shape_rotation(t);
+  if (t->config.balance == 0) t->config.balance = (float)tfmi_shape_default(f, TFMI_N_BALANCE);
   net->final_norm = &tfmi_there;
   net->final_norm_bias = layer_norm ? &tfmi_there : NULL;
   tfmi_shape_ends(t, s->tokenizer);
   return TFM_OK;
 }
 
-static void tfmi_shape_layer(const tfm_trainer *t, tfm_layer *y) {
+static const float *tfmi_there_if(bool there) { return there ? &tfmi_there : NULL; }
+
+static void tfmi_shape_layer(const tfm_trainer *t, const tfm_shape *s, int32_t i) {
   const tfmi_family *f = t->family;
   const tfm_net *net = &t->net;
+  tfm_layer *y = &net->layer[i];
+  int32_t every = (int32_t)tfmi_shape_default(f, TFMI_N_WINDOW_EVERY);
+  int32_t window = (int32_t)tfmi_shape_default(f, TFMI_N_WINDOW);
+  bool head_norms = tfmi_has(f, TFMI_HEAD_NORMS), post_norms = tfmi_has(f, TFMI_POST_NORMS);
   y->norm1 = y->norm2 = &tfmi_there;
-  if (tfmi_has(f, TFMI_LAYER_NORM)) y->norm1_bias = y->norm2_bias = &tfmi_there;
-  y->qkv_bias = f->qkv_bias.fallback ? &tfmi_there : NULL;
-  y->out_bias = f->out_bias.fallback ? &tfmi_there : NULL;
-  y->up_bias = f->up_bias.fallback ? &tfmi_there : NULL;
-  y->down_bias = f->down_bias.fallback ? &tfmi_there : NULL;
+  y->norm1_bias = y->norm2_bias = tfmi_there_if(tfmi_has(f, TFMI_LAYER_NORM));
+  y->post1 = y->post2 = tfmi_there_if(post_norms);
+  y->q_norm = y->k_norm = tfmi_there_if(head_norms);
+  y->qkv_bias = tfmi_there_if(f->qkv_bias.fallback);
+  y->out_bias = tfmi_there_if(f->out_bias.fallback);
+  y->up_bias = tfmi_there_if(f->up_bias.fallback && !net->experts);
+  y->down_bias = tfmi_there_if(f->down_bias.fallback && !net->experts);
+  y->expert_up_bias = tfmi_there_if(f->up_bias.fallback && net->experts);
+  y->expert_down_bias = tfmi_there_if(f->down_bias.fallback && net->experts);
+  y->router.rows = net->experts; /* packing fills in the rest */
+  y->shared_gate.rows = tfmi_has(f, TFMI_SHARED);
+  y->down.cols = net->experts && !y->shared_gate.rows ? 0 : net->ffn_width;
+  if (f->windows.use && s->window <= 0) window = 0;
+  if (s->window != 0 && window != 0) window = s->window;
+  if (f->windows.use && s->window > 0) window = s->window;
+  y->attn.window = window > 0 && (every == 0 || (i + 1) % every != 0) ? window : 0;
   y->attn.heads = net->heads;
   y->attn.scale = (float)(1.0 / sqrt((double)net->head_width));
+  y->attn.softcap = (float)tfmi_shape_default(f, TFMI_N_ATTN_CAP);
   y->rope.head_width = net->head_width;
   y->rope.rot = t->rotation[0].rot;
   y->rope.scale = 1;
@@ -19066,6 +19583,12 @@ static tfm_status tfmi_shape_check(const tfm_trainer *t) {
     if (!(rows[i].value >= rows[i].key->low && rows[i].value <= rows[i].key->high))
       return tfmi_report(TFM_E_ARG, "tfm_shape.%s is %d; expected %g to %g", rows[i].name,
                          (int)rows[i].value, rows[i].key->low, rows[i].key->high);
+  if (net->experts && (net->experts < 1 || net->experts > 65536 || net->experts_used < 1 ||
+                       net->experts_used > net->experts || net->expert_width < 1 ||
+                       net->expert_width > TFMI_BIG))
+    return tfmi_report(TFM_E_ARG, "tfm_shape: %d of %d experts of width %d; expected 1 to all of 1 "
+                       "to 65536, and a width of 1 to 2^24", (int)net->experts_used,
+                       (int)net->experts, (int)net->expert_width);
   if (net->heads % net->kv_heads)
     return tfmi_report(TFM_E_ARG, "tfm_shape: %d heads are not divisible by %d key/value heads",
                        (int)net->heads, (int)net->kv_heads);
@@ -19080,10 +19603,7 @@ static tfm_status tfmi_shape_check(const tfm_trainer *t) {
 
 static tfm_status tfmi_model_trainable(const tfm_model *m) {
   const tfm_net *net = &m->net;
-  const tfm_layer *y = &net->layer[0];
-  const char *what = net->experts ? "experts" : net->logit_softcap != 0 ? "capped logits"
-                     : net->head_bias ? "a bias of the head" : y->post1 || y->q_norm
-                     ? "norms after or inside attention" : m->dev.override_mask
+  const char *what = net->head_bias ? "a bias of the head" : m->dev.override_mask
                      ? "overridden entries" : NULL;
   if (!what) return TFM_OK;
   return tfmi_report(TFM_E_UNSUPPORTED, "trainer: a model with %s cannot be trained yet", what);
@@ -19117,7 +19637,7 @@ static tfm_status tfmi_trainer_net(tfm_trainer *t, const tfmi_origin *from) {
     status = tfmi_shape_net(t, from->shape);
     if (status == TFM_OK) status = tfmi_shape_check(t);
     if (status == TFM_OK) status = tfmi_trainer_lists(t);
-    for (i = 0; status == TFM_OK && i < t->net.layers; i++) tfmi_shape_layer(t, &t->net.layer[i]);
+    for (i = 0; status == TFM_OK && i < t->net.layers; i++) tfmi_shape_layer(t, from->shape, i);
     return status;
   }
   status = tfmi_model_trainable(m);
@@ -19126,6 +19646,7 @@ static tfm_status tfmi_trainer_net(tfm_trainer *t, const tfmi_origin *from) {
   t->family = tfmi_family_named(tfmi_text_of(m->family));
   t->tied = m->tied;
   memcpy(t->rotation, m->rotation, sizeof t->rotation);
+  if (t->config.balance == 0) t->config.balance = (float)m->balance;
   t->bos = m->bos;
   memcpy(t->end, m->end, sizeof t->end);
   t->end_count = m->end_count;
@@ -19152,7 +19673,8 @@ static void tfmi_normals(float *to, int32_t n, uint64_t seed, uint64_t which, in
 /* Draws a parameter: the same numbers whatever the device. */
 static void tfmi_parameter_draw(tfm_trainer *t, int32_t index, uint64_t seed) {
   const tfmi_parameter *p = &t->parameter[index];
-  bool residual = !t->net.gated && (p->slot == TFMI_OUT || p->slot == TFMI_DOWN);
+  bool residual = !t->net.gated && (p->slot == TFMI_OUT || p->slot == TFMI_DOWN ||
+                                    p->slot == TFMI_EXPERT_DOWN);
   double deviation = residual ? 0.02 / sqrt(2.0 * t->net.layers) : 0.02;
   int64_t n = (int64_t)p->rows * (p->cols ? p->cols : 1), at;
   int32_t i;
@@ -19298,27 +19820,58 @@ typedef struct tfmi_cut { /* a tensor of the file: rows of a parameter */
   const tfmi_parameter *p;
   tfmi_slot slot;
   int32_t first, rows;
+  int32_t expert;   /* whose they are, in its name */
   bool turned;      /* stored [cols, rows] */
   bool interleaved; /* rows of each head lie in pairs here, and in halves there */
+  bool less;        /* a norm's 1 + w, of which the file has w */
 } tfmi_cut;
 
-/* Up to three tensors that a parameter becomes. */
-static int tfmi_cuts(const tfm_trainer *t, const tfmi_parameter *p, tfmi_cut *cut) {
+/* The pieces that the rows of a parameter, or of each expert in it, are stored in. */
+static int tfmi_pieces(const tfm_trainer *t, const tfmi_parameter *p, int32_t *rows) {
   const tfm_net *net = &t->net;
-  bool whole = t->family->slot[p->slot] != NULL;
-  int32_t kv = net->kv_heads * net->head_width, all = net->heads * net->head_width, first = 0;
-  int n = whole ? 1 : p->slot == TFMI_QKV ? 3 : 2, i;
-  for (i = 0; i < n; i++) {
-    cut[i].p = p;
-    cut[i].slot = whole ? p->slot : (tfmi_slot)((int)p->slot + 1 + i);
-    cut[i].first = first;
-    cut[i].rows = whole ? p->rows : n == 2 ? net->ffn_width : i == 0 ? all : kv;
-    cut[i].turned = tfmi_has(t->family, TFMI_CONV1D) && p->cols && p->layer >= 0;
-    cut[i].interleaved = net->layer[0].rope.rot && net->layer[0].rope.interleaved &&
-                           p->slot == TFMI_QKV && i < 2;
-    first += cut[i].rows;
+  int32_t all = p->rows / (p->experts ? p->experts : 1);
+  rows[0] = all;
+  if (t->family->slot[p->slot]) return 1;
+  if (p->slot == TFMI_QKV) {
+    rows[0] = net->heads * net->head_width;
+    rows[1] = rows[2] = net->kv_heads * net->head_width;
+    return 3;
   }
-  return n;
+  rows[0] = rows[1] = all / 2;
+  return 2;
+}
+
+/* Whether a parameter's experts are tensors of their own. */
+static bool tfmi_parted(const tfm_trainer *t, const tfmi_parameter *p) {
+  const char *name = t->family->slot[p->slot];
+  if (!name) name = t->family->slot[(int)p->slot + 1];
+  return p->experts && strstr(name, "%e");
+}
+
+/* How many tensors a parameter becomes. */
+static int32_t tfmi_cuts(const tfm_trainer *t, const tfmi_parameter *p) {
+  int32_t rows[3];
+  return tfmi_pieces(t, p, rows) * (tfmi_parted(t, p) ? p->experts : 1);
+}
+
+static tfmi_cut tfmi_cut_of(const tfm_trainer *t, const tfmi_parameter *p, int32_t k) {
+  const tfm_rope *rope = &t->net.layer[0].rope;
+  int32_t rows[3], i;
+  int pieces = tfmi_pieces(t, p, rows), piece = (int)(k % pieces);
+  tfmi_cut cut;
+  memset(&cut, 0, sizeof cut);
+  cut.p = p;
+  cut.slot = pieces == 1 ? p->slot : (tfmi_slot)((int)p->slot + 1 + piece);
+  cut.rows = p->experts && !tfmi_parted(t, p) ? p->rows : rows[piece];
+  cut.expert = k / pieces;
+  for (i = 0; i < pieces; i++) cut.first += cut.expert * rows[i];
+  for (i = 0; i < piece; i++) cut.first += rows[i];
+  cut.turned = tfmi_has(t->family, TFMI_CONV1D) && p->cols && p->layer >= 0 &&
+               p->slot < TFMI_ROUTER;
+  cut.interleaved = rope->rot && rope->interleaved && p->slot == TFMI_QKV && piece < 2;
+  cut.less = tfmi_has(t->family, TFMI_ONE_PLUS) && t->net.norm.offset == 0 && !p->cols &&
+             p->slot >= TFMI_FINAL_NORM && p->slot <= TFMI_K_NORM;
+  return cut;
 }
 
 static uint64_t tfmi_cut_entry(const tfm_trainer *t, tfmi_out *o, const tfmi_cut *cut,
@@ -19327,9 +19880,13 @@ static uint64_t tfmi_cut_entry(const tfm_trainer *t, tfmi_out *o, const tfmi_cut
   int32_t cols = p->cols ? p->cols : 1, rows = cut->rows;
   uint64_t end = at + (uint64_t)rows * (uint64_t)cols * sizeof(float);
   char name[128];
-  tfmi_layer_name(name, sizeof name, p->slot == TFMI_HEAD ? "" : t->family->prefix,
-                  t->family->slot[cut->slot], p->layer, p->bias ? ".bias" : ".weight");
+  tfmi_slot_name(name, sizeof name, p->slot == TFMI_HEAD ? "" : t->family->prefix,
+                 t->family->slot[cut->slot], p->layer, cut->expert, p->bias ? ".bias" : ".weight");
   tfmi_out_text(o, "%s\"%s\":{\"dtype\":\"F32\",\"shape\":[", at ? "," : "", name);
+  if (p->experts && rows == p->rows) {
+    tfmi_out_text(o, "%d,", (int)p->experts);
+    rows /= p->experts;
+  }
   if (!p->cols) tfmi_out_text(o, "%d", (int)rows);
   else tfmi_out_text(o, "%d,%d", (int)(cut->turned ? cols : rows),
                      (int)(cut->turned ? rows : cols));
@@ -19347,13 +19904,14 @@ static int64_t tfmi_cut_row(const tfm_trainer *t, const tfmi_cut *cut, int32_t i
 
 static void tfmi_cut_plain(tfm_trainer *t, const float *arena, tfmi_out *o,
                              const tfmi_cut *cut) {
-  int32_t cols = cut->p->cols ? cut->p->cols : 1, i, at;
+  int32_t cols = cut->p->cols ? cut->p->cols : 1, i, at, j;
   for (i = 0; i < cut->rows; i++)
     for (at = 0; at < cols; at += TFMI_STRETCH) {
       int32_t n = tfmi_min32(TFMI_STRETCH, cols - at);
       t->dev.table->get(&t->dev, t->stage,
                         arena + cut->p->at + tfmi_cut_row(t, cut, i) * cols + at,
                         (size_t)n * sizeof(float));
+      for (j = 0; cut->less && arena == t->w && j < n; j++) t->stage[j] -= 1;
       tfmi_out_bytes(o, t->stage, (size_t)n * sizeof(float));
     }
 }
@@ -19376,14 +19934,14 @@ static void tfmi_cut_turned(tfm_trainer *t, const float *arena, tfmi_out *o,
 
 /* The header of a safetensors file, or what it has between its braces. */
 static void tfmi_export_header(const tfm_trainer *t, tfmi_out *o) {
-  tfmi_cut cut[3];
   uint64_t at = 0;
-  int32_t i;
-  int k, n;
+  int32_t i, k, n;
   tfmi_out_text(o, "{");
   for (i = 0; i < t->parameters; i++)
-    for (n = tfmi_cuts(t, &t->parameter[i], cut), k = 0; k < n; k++)
-      at = tfmi_cut_entry(t, o, &cut[k], at);
+    for (n = tfmi_cuts(t, &t->parameter[i]), k = 0; k < n; k++) {
+      tfmi_cut cut = tfmi_cut_of(t, &t->parameter[i], k);
+      at = tfmi_cut_entry(t, o, &cut, at);
+    }
   tfmi_out_text(o, "}");
   while (o->bytes % 8) tfmi_out_text(o, " "); /* behind the 8 bytes of its length */
 }
@@ -19398,10 +19956,8 @@ static void tfmi_export_tensors(void *context, tfmi_out *o) {
   const tfmi_export *e = (const tfmi_export *)context;
   tfm_trainer *t = e->t;
   tfmi_out count;
-  tfmi_cut cut[3];
   uint8_t length[8];
-  int32_t i;
-  int k, n;
+  int32_t i, k, n;
   memset(&count, 0, sizeof count);
   count.fd = -1;
   tfmi_export_header(t, &count);
@@ -19409,9 +19965,11 @@ static void tfmi_export_tensors(void *context, tfmi_out *o) {
   tfmi_out_bytes(o, length, sizeof length);
   tfmi_export_header(t, o);
   for (i = 0; i < t->parameters; i++)
-    for (n = tfmi_cuts(t, &t->parameter[i], cut), k = 0; k < n; k++)
-      if (cut[k].turned) tfmi_cut_turned(t, e->arena, o, &cut[k]);
-      else tfmi_cut_plain(t, e->arena, o, &cut[k]);
+    for (n = tfmi_cuts(t, &t->parameter[i]), k = 0; k < n; k++) {
+      tfmi_cut cut = tfmi_cut_of(t, &t->parameter[i], k);
+      if (cut.turned) tfmi_cut_turned(t, e->arena, o, &cut);
+      else tfmi_cut_plain(t, e->arena, o, &cut);
+    }
 }
 
 static void tfmi_export_config(void *context, tfmi_out *o) {
@@ -19422,6 +19980,7 @@ static void tfmi_export_config(void *context, tfmi_out *o) {
   d.net = &t->net;
   d.rotation = t->rotation;
   d.tied = t->tied;
+  d.balance = t->config.balance > 0 ? (double)t->config.balance : 0;
   d.qkv_bias = t->net.layer[0].qkv_bias != NULL;
   d.up_bias = t->net.layer[0].up_bias != NULL;
   d.bos = t->bos;
@@ -19446,7 +20005,7 @@ TFM_API tfm_status tfm_trainer_export(tfm_trainer *trainer, const char *folder) 
   tfm_status status;
   if (!t) return tfmi_null_object("tfm_trainer_export");
   if (!folder) return tfmi_report(TFM_E_ARG, "tfm_trainer_export: folder is NULL");
-  if (t->rotation[0].divisor[0])
+  if (t->rotation[0].divisor[0] && t->rotation[0].kind != TFMI_ROPE_LONG)
     return tfmi_report(TFM_E_UNSUPPORTED, "export: the model's rotation has factors of its own, "
                        "which config.json cannot tell");
   status = tfmi_export_file(t, folder, "config.json", tfmi_export_config, NULL);

@@ -6215,7 +6215,7 @@ static bool tfmi_regex_step(tfmi_regex_make *x, int32_t state, uint32_t class_, 
       x->seen[i] = true;
       switch (c->op) {
         case TFMI_OP_MATCH: return true;
-        case TFMI_OP_FORK: x->stack[n++] = c->b; /* falls through: a is tried first */
+        case TFMI_OP_FORK: x->stack[n++] = c->b, x->stack[n++] = c->a; break; /* a comes first */
         case TFMI_OP_JUMP: x->stack[n++] = c->a; break;
         case TFMI_OP_NOT_AHEAD: if (!in) x->stack[n++] = i + 1; break;
         case TFMI_OP_AHEAD: if (in) x->stack[n++] = i + 1; break;

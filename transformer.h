@@ -705,7 +705,9 @@ typedef struct tfm_data_config {
   float held_out;        /* share of the tokens, the last ones, that training never sees; 1: all */
   uint64_t seed;
   const char *separator; /* text that ends a document within a file; NULL: a file is a document */
-  const char *cache;     /* a file that keeps the ids, mapped; NULL: memory does */
+  /* A file that keeps the ids, mapped; NULL: memory does. It is no text, though it lies among
+     them; a file that is there and is no such cache is refused. */
+  const char *cache;
 } tfm_data_config;
 
 typedef struct tfm_data {  /* read only */
@@ -1688,7 +1690,8 @@ static void tfmi_out_flush(tfmi_out *o) {
   o->sum = tfmi_checksum(o->sum, o->buffer, o->used);
   while (o->fd >= 0 && o->used && !o->failed) {
     ssize_t n = write(o->fd, at, o->used);
-    if (n < 0) o->failed = true;
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) o->failed = true;
     else at += n, o->used -= (size_t)n;
   }
   o->used = 0;
@@ -8931,7 +8934,7 @@ static void tfmi_train_bpe(tfmi_make *m, tfmi_training *r) {
   tfmi_bpe b;
   memset(&b, 0, sizeof b);
   b.make = m;
-  tfmi_text_table_make(m, &b.spelled, (uint64_t)r->size);
+  tfmi_text_table_make(m, &b.spelled, (uint64_t)r->size + 256); /* the check below comes later */
   tfmi_pairs_grow(&b);
   for (i = 0; i < (int32_t)stbds_arrlen(m->piece); i++)
     tfmi_bpe_token(&b, m->piece[i].text.at, m->piece[i].text.n);
@@ -8958,17 +8961,24 @@ static void tfmi_train_bpe(tfmi_make *m, tfmi_training *r) {
 
 /* ---- Words, characters ---- */
 
+/* The bytes before the first that is not UTF-8. */
+static size_t tfmi_utf8_bytes(const char *p, size_t n) {
+  size_t at = 0;
+  while (at < n) {
+    tfmi_rune c = tfmi_rune_at(p + at, n - at);
+    if (c.state != TFMI_RUNE_WHOLE) break;
+    at += c.bytes;
+  }
+  return at;
+}
+
 static void tfmi_check_texts(tfmi_make *m, const tfmi_training *r) { /* are UTF-8 */
-  size_t i, at;
+  size_t i;
   for (i = 0; i < r->count; i++) {
-    size_t n = tfmi_text_bytes(r, i);
-    for (at = 0; at < n;) {
-      tfmi_rune c = tfmi_rune_at(r->texts[i] + at, n - at);
-      if (c.state != TFMI_RUNE_WHOLE)
-        tfmi_fail(&m->load, TFM_E_ARG, "byte %llu of text %llu is not UTF-8; convert the text",
-                  (unsigned long long)at, (unsigned long long)i);
-      at += c.bytes;
-    }
+    size_t n = tfmi_text_bytes(r, i), good = tfmi_utf8_bytes(r->texts[i], n);
+    if (good < n)
+      tfmi_fail(&m->load, TFM_E_ARG, "byte %llu of text %llu is not UTF-8; convert the text",
+                (unsigned long long)good, (unsigned long long)i);
   }
 }
 
@@ -9071,6 +9081,8 @@ static void tfmi_training_special(tfmi_make *m, const tfm_vocabulary_config *c) 
   for (i = 0; i < c->special_count; i++) {
     tfmi_text text = c->special && c->special[i] ? tfmi_text_of(c->special[i]) : tfmi_text_of("");
     if (!text.n) tfmi_fail(&m->load, TFM_E_ARG, "special[%d] is NULL or empty", (int)i);
+    if (tfmi_utf8_bytes(text.at, text.n) < text.n)
+      tfmi_fail(&m->load, TFM_E_ARG, "special[%d] is not UTF-8", (int)i);
     if (tfmi_is_special(m, text))
       tfmi_fail(&m->load, TFM_E_ARG, "special[%d] is \"%s\" again; name it once", (int)i,
                 tfmi_plain(text).text);
@@ -9115,6 +9127,9 @@ static void tfmi_read_texts(tfmi_make *m) {
   tfmi_training_check(m, r);
   row = &tfmi_vocabularies[r->config->kind];
   r->size = r->config->size ? r->config->size : row->size;
+  if (r->size < r->config->special_count)
+    tfmi_fail(&m->load, TFM_E_ARG, "size is %d, expected at least %d: the special tokens",
+              (int)r->size, (int)r->config->special_count);
   r->least = r->config->min_frequency ? r->config->min_frequency : row->least;
   r->split = tfmi_split_named(m, r->config->pattern);
   if (tfmi_pool_open(&r->dev, &r->heap, r->config->threads) != TFM_OK) tfmi_fail_again(&m->load);
@@ -9411,8 +9426,11 @@ TFM_API tfm_status tfm_encode_batch(const tfm_tokenizer *tokenizer, tfm_encoding
   if (batch[i].count == TFM_E_CANCELLED)
     return tfmi_report(TFM_E_CANCELLED, "tfm_encode_batch: cancelled at text %llu",
                        (unsigned long long)i);
-  /* the sentence was another thread's */
-  return (tfm_status)tfm_encode(tokenizer, batch[i].text, batch[i].bytes, flags, NULL, 0);
+  /* the sentence was another thread's, and may not come again: memory comes and goes */
+  if (tfm_encode(tokenizer, batch[i].text, batch[i].bytes, flags, NULL, 0) >= 0)
+    tfmi_report((tfm_status)batch[i].count, "tfm_encode_batch: text %llu failed with %s",
+                (unsigned long long)i, tfm_status_name((int)batch[i].count));
+  return (tfm_status)batch[i].count;
 }
 
 /* =================================================================================================
@@ -19422,9 +19440,6 @@ static tfm_status tfmi_trainer_configure(tfm_trainer *t) {
   if (c->clip < 0) c->clip = 0;
   if (c->decay_steps == 0) c->decay_steps = tfmi_max32(c->steps / 5, 1) * (c->steps > 0);
   if (c->balance < 0) c->balance = 0;
-  if (t->net.experts && c->drop_residual > 0)
-    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_trainer_config.drop_residual: what experts add to "
-                       "the residual stream cannot be dropped out yet; expected 0");
   status = tfmi_trainer_check(c);
   if (status != TFM_OK) return status;
   if (c->context < 1 || c->context > t->net.context)
@@ -20181,6 +20196,7 @@ typedef struct tfmi_data_make {
   tfmi_out out;          /* the cache being written, or only the checksum */
   uint64_t bytes, done;  /* of all texts */
   uint64_t mark;
+  struct stat own[2];    /* the cache, and what an end of the machine left of one: no texts */
   int32_t *piece;        /* ids of a piece of text; scratch */
   size_t piece_room;
   bool writing, finished;
@@ -20194,16 +20210,43 @@ static int tfmi_data_order(const void *a, const void *b) {
 
 static void tfmi_data_folder(tfmi_data_make *m, const char *folder, int depth);
 
+static void tfmi_data_own(tfmi_data_make *m) {
+  char part[1040];
+  if (!m->config->cache) return;
+  snprintf(part, sizeof part, "%s.part", m->config->cache);
+  if (stat(m->config->cache, &m->own[0]) != 0) memset(&m->own[0], 0, sizeof m->own[0]);
+  if (stat(part, &m->own[1]) != 0) memset(&m->own[1], 0, sizeof m->own[1]);
+}
+
+static bool tfmi_is_own(const tfmi_data_make *m, const struct stat *st) {
+  int i;
+  for (i = 0; i < 2; i++)
+    if (m->own[i].st_ino == st->st_ino && m->own[i].st_dev == st->st_dev && st->st_ino) return true;
+  return false;
+}
+
+/* The size of a file that only callbacks know. */
+static uint64_t tfmi_data_io_bytes(tfmi_data_make *m, const char *path) {
+  const tfm_io *io = m->heap.host.io;
+  uint64_t bytes = 0;
+  void *handle = io->open(io->user, path, &bytes);
+  if (handle) io->close(io->user, handle);
+  return bytes;
+}
+
 /* A file, or what is in a folder. */
 static void tfmi_data_path(tfmi_data_make *m, char *path, int depth) {
   tfmi_data_file f = {path, 0, 0};
   struct stat st;
-  if (!m->heap.host.io) {
+  if (m->heap.host.io) {
+    f.bytes = tfmi_data_io_bytes(m, path);
+  } else {
     if (stat(path, &st) != 0) tfmi_fail(&m->load, TFM_E_IO, "%s is not there", path);
     if (S_ISDIR(st.st_mode)) {
       tfmi_data_folder(m, path, depth);
       return;
     }
+    if (tfmi_is_own(m, &st) && depth > 0) return;
     f.bytes = (uint64_t)st.st_size;
     f.time = (uint64_t)st.st_mtim.tv_sec * 1000000000u + (uint64_t)st.st_mtim.tv_nsec;
   }
@@ -20230,6 +20273,7 @@ static void tfmi_data_folder(tfmi_data_make *m, const char *folder, int depth) {
 /* All files, those of one argument in the order of their names. */
 static void tfmi_data_list(tfmi_data_make *m) {
   size_t i;
+  tfmi_data_own(m);
   for (i = 0; i < m->path_count; i++) {
     size_t first = (size_t)stbds_arrlen(m->files);
     tfmi_data_path(m, tfmi_join(&m->load, "", m->paths[i]), 0);
@@ -20380,10 +20424,15 @@ static bool tfmi_cache_take(tfmi_data_make *m) {
   return true;
 }
 
-/* The cache is a file of the system's, whatever texts come from. */
+/* The cache is a file of the system's, whatever texts come from. One that does not fit is made
+   anew; a file that never was one, somebody's text perhaps, is not written over. */
 static bool tfmi_cache_open(tfmi_data_make *m) {
+  const tfmi_file *f = &m->data->file;
   const char *wrong = tfmi_file_open_path(&m->load, m->config->cache, &m->data->file);
   if (!wrong && tfmi_cache_take(m)) return true;
+  if (!wrong && f->bytes && (f->bytes < 8 || memcmp(f->data, "tfmdata1", 8) != 0))
+    tfmi_fail(&m->load, TFM_E_ARG, "%s is there and is no cache of ids; expected the name of one, "
+              "or of a new file", m->config->cache);
   tfmi_file_close(&m->heap, &m->data->file);
   return false;
 }
@@ -20517,7 +20566,8 @@ static void tfmi_data_divide(tfmi_data_make *m) {
   float share = m->config->held_out;
   uint64_t numbers[4] = {f->mark, d->seed, (uint64_t)d->context, 0};
   f->held_out = (int64_t)((double)share * (double)f->tokens);
-  f->held_sequences = f->held_out / d->context - (f->held_out % d->context == 0);
+  if (f->held_out > 0) /* the last target is within, as it is not a ring */
+    f->held_sequences = (f->held_out - 1) / d->context;
   f->sequences = (f->tokens - f->held_out) / d->context;
   if (share < 1 && f->tokens - f->held_out <= d->context)
     tfmi_fail(&m->load, TFM_E_ARG, "the texts have %lld tokens%s; expected more than the context "

@@ -31,9 +31,9 @@
    anything from a model; read pickles; fetch models; guess at what it does not know.
 
    Needs: a C11 or C++17 compiler (gcc or clang), POSIX or MinGW-w64, a little-endian machine of 32
-   or 64 bits, stb_ds.h on the include path (as stb_ds.h or stb/stb_ds.h; hidden from your program,
-   which may use it too). Under -std=c11 include this header before the C library's, or define
-   _POSIX_C_SOURCE yourself.
+   or 64 bits (x86 of 32 with -msse2 -mfpmath=sse), stb_ds.h on the include path (as stb_ds.h or
+   stb/stb_ds.h; hidden from your program, which may use it too). Under -std=c11 include this header
+   before the C library's, or define _POSIX_C_SOURCE yourself.
 
    Contents; search for the anchor:
      >>api        types, contracts, declarations    >>families   models as rows of data, loading
@@ -66,6 +66,9 @@
 
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FAST_MATH__)
 #error "transformer.h: -Ofast and -ffast-math break its arithmetic (infinities, NaN); use -O3"
+#endif
+#if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 2
+#error "transformer.h: x87 keeps more digits than a float has; use -msse2 -mfpmath=sse"
 #endif
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
 #error "transformer.h: model files are little-endian and used in place; no big-endian machines"
@@ -10095,12 +10098,25 @@ static void tfmi_encode_bf16(uint8_t *y, const float *x, int32_t n) {
   for (i = 0; i < n; i++) tfmi_store16(y + 2 * (int64_t)i, tfmi_to_bf16(x[i]));
 }
 
-/* The element of 32 that is largest in magnitude, with its sign. */
+/* The element of 32 that is largest in magnitude, the first of equals, with its sign; NaN is passed
+   over. As integers, whose maximum compilers vectorise. */
 static float tfmi_extreme(const float *x) {
-  float best = 0;
+  int32_t bits[32], up = 0, down = 0;
   int i;
-  for (i = 0; i < 32; i++)
-    if (fabsf(x[i]) > fabsf(best)) best = x[i];
+  float best;
+  memcpy(bits, x, sizeof bits);
+  for (i = 0; i < 32; i++) {
+    int32_t size = bits[i] & 0x7fffffff, above, below;
+    size = size > 0x7f800000 ? 0 : size;
+    above = bits[i] < 0 ? 0 : size;
+    below = bits[i] < 0 ? size : 0;
+    up = above > up ? above : up;
+    down = below > down ? below : down;
+  }
+  if (up == 0 && down == 0) return 0;
+  for (i = 0; up == down && (bits[i] & 0x7fffffff) != up; i++) continue;
+  down = up > down || (up == down && bits[i] >= 0) ? up : down | INT32_MIN;
+  memcpy(&best, &down, sizeof best);
   return best;
 }
 
@@ -10119,9 +10135,11 @@ static void tfmi_encode_q8_0(uint8_t *y, const float *x, int32_t n) {
     float scale = fabsf(tfmi_extreme(x + i)) / 127.0f;
     tfmi_put16(y, tfmi_to_f16(scale));
     tfmi_steps(step, x + i, 0, scale);
-    for (j = 0; j < 32; j++) {
-      float q = roundf(step[j]);
-      y[2 + j] = (uint8_t)(int8_t)(q >= -127.0f && q <= 127.0f ? q : 0.0f); /* NaN: 0 */
+    for (j = 0; j < 32; j++) { /* roundf, which compilers do not vectorise; NaN: 0 */
+      float v = step[j] > -127.5f && step[j] < 127.5f ? step[j] : 0.0f, rest;
+      int32_t q = (int32_t)v;
+      rest = v - (float)q; /* exact */
+      y[2 + j] = (uint8_t)(q + (rest >= 0.5f) - (rest <= -0.5f));
     }
   }
 }

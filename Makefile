@@ -18,6 +18,7 @@ B        = build
 HEADERS  = transformer.h $(wildcard examples/*.h) $(wildcard tests/*.h)
 EXAMPLES = $(patsubst examples/%.c,$B/%,$(wildcard examples/*.c)) $B/cpp
 UNITS    = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
+CUDA_UNITS = test_kernels test_model test_session test_engine
 FUZZERS  = $(patsubst tests/%.c,%,$(wildcard tests/fuzz_*.c))
 TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels $B/avx2/test_gradients
 LIBRARY  = $B/libtransformer.a
@@ -28,7 +29,7 @@ OBJECTS  = $B/transformer_cpu.o
 ifdef CUDA
 USE     += -DTFM_USE_CUDA
 OBJECTS += $B/transformer_cuda.o
-LIBS    += -L$(dir $(shell command -v $(NVCC)))../lib64 -lcudart -lstdc++
+LIBS    += -L$(dir $(shell command -v $(NVCC)))../lib64 -lcudart -lcublasLt -lstdc++
 endif
 
 all: examples tests bench ## the tools, the tests and the benchmark, in build/
@@ -122,6 +123,13 @@ tsan: $(UNITS:%=$B/tsan/%) ## the unit tests under the thread sanitizer
 	@tests/run.sh $^
 fuzz: ## every fuzzer for T=60 seconds
 	@tests/fuzz.sh run $(T) $(FUZZERS)
+test-cuda: ## the tests that use a GPU, on a GPU
+	@$(MAKE) --no-print-directory CUDA=1 B=$B/cuda cuda-tests
+cuda-tests: $(CUDA_UNITS:%=$B/%)
+	@tests/run.sh $^
+bench-cuda: ## the benchmark on a GPU: shapes of 124M, 1B and 8B; REPEAT=3
+	@$(MAKE) --no-print-directory CUDA=1 B=$B/cuda $B/cuda/bench
+	@bench/cuda.sh $B/cuda/bench
 cuda-check: $B/transformer_cuda.o ## compile the CUDA companion, no GPU needed
 format: ## clang-format on the lines that differ from the last commit
 	git clang-format --extensions c,h,cu,cpp
@@ -145,6 +153,6 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
 
 .PHONY: all examples tests bench lib lib-shared deps run test lint compat portability tsan \
-  fuzz cuda-check format install uninstall clean help
+  fuzz cuda-check test-cuda cuda-tests bench-cuda format install uninstall clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:

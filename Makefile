@@ -123,6 +123,8 @@ lint: ## style, budgets, symbols, the list of public functions
 	@tests/lint.py
 compat: ## gcc and clang, C11 to C++17, strict warnings, beside the application's stb_ds
 	@tests/compat.sh
+portability: ## the core tests on AArch64, i686, musl, Windows; what is installed of them
+	@tests/portability.sh
 tsan: $(UNITS:%=$B/tsan/%) ## the unit tests under the thread sanitizer
 	@tests/run.sh $^
 fuzz: ## every fuzzer for T=60 seconds
@@ -156,7 +158,7 @@ clean: ## remove build/
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
 
-.PHONY: all examples tests bench lib lib-shared deps run test lint compat tsan fuzz cuda-check \
-  test-cuda cuda-tests bench-cuda format install uninstall clean help
+.PHONY: all examples tests bench lib lib-shared deps run test lint compat portability tsan \
+  fuzz cuda-check test-cuda cuda-tests bench-cuda format install uninstall clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:

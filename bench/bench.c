@@ -3,6 +3,7 @@
    build:   make bench
    run:     build/bench ../shared/data/stories260K/stories260K.bin
             build/bench shape:llama-110m --type q8_0 --threads 2 --json
+            build/bench train:char
             build/bench ceilings
    output:  one line per workload. pp512 reads a prompt of 512 tokens and chooses one (tfm_feed,
             then tfm_next); tg128 writes 128 tokens after a single one (tfm_next), as generate does.
@@ -24,7 +25,7 @@ enum { REPEAT_MAX = 100, THREADS_MAX = 256 };
 typedef struct options {
   tfm_model_config model;
   const char *path, *write;
-  int32_t prompt, tokens, batch, repeat;
+  int32_t prompt, tokens, batch, repeat, rows, depth;
   tfm_type cache;
   bool json, check;
 } options;
@@ -244,18 +245,22 @@ static int print_ceilings(const options *o) {
 
 /* ---- Shapes: files with random weights, in memory ---- */
 
+typedef enum layout { LLAMA2C, GPT2, LLAMA } layout; /* llama2.c; safetensors in F32; in F16 */
+
 typedef struct shape {
   const char *name;
-  bool gpt2;
+  layout layout;
   int32_t width, ffn, layers, heads, kv_heads, vocabulary, context;
   bool tied;
 } shape;
 
 static const shape shapes[] = {
-  {"stories15m", false, 288, 768, 6, 6, 6, 32000, 2048, true},
-  {"llama-110m", false, 768, 2048, 12, 12, 12, 32000, 2048, true},
-  {"gpt2-124m", true, 768, 3072, 12, 12, 12, 50257, 1024, true},
-  {"tinyllama-1.1b", false, 2048, 5632, 22, 32, 4, 32000, 2048, false}};
+  {"stories15m", LLAMA2C, 288, 768, 6, 6, 6, 32000, 2048, true},
+  {"llama-110m", LLAMA2C, 768, 2048, 12, 12, 12, 32000, 2048, true},
+  {"gpt2-124m", GPT2, 768, 3072, 12, 12, 12, 50257, 1024, true},
+  {"tinyllama-1.1b", LLAMA2C, 2048, 5632, 22, 32, 4, 32000, 2048, false},
+  {"llama-1b", LLAMA, 2048, 8192, 16, 32, 8, 128256, 8192, true},
+  {"llama-8b", LLAMA, 4096, 14336, 32, 32, 8, 128256, 8192, false}};
 
 typedef struct image { /* a file being written to memory */
   char *data;
@@ -279,6 +284,25 @@ static void image_add(image *f, const void *data, size_t bytes) {
   image_grow(f, bytes);
   memcpy(f->data + f->used, data, bytes);
   f->used += bytes;
+}
+
+/* count halves like image_random's, of which the first million are drawn and the rest repeat. */
+static void image_halves(image *f, size_t count) {
+  enum { DRAWN = 1 << 20 };
+  size_t from, done;
+  image_grow(f, count * 2);
+  from = f->used;
+  for (done = 0; done < count && done < DRAWN; done++, f->used += 2) {
+    uint16_t half;
+    f->random = f->random * 1664525u + 1013904223u;
+    half = tfmi_to_f16(((float)(f->random >> 8) / 8388608.0f - 1) * 0.0346f);
+    memcpy(f->data + f->used, &half, sizeof half);
+  }
+  for (; done < count; f->used += 2 * from) {
+    from = count - done < DRAWN - 1 ? count - done : DRAWN - 1; /* rows do not repeat in step */
+    memcpy(f->data + f->used, f->data + f->used - 2 * (size_t)(DRAWN - 1), 2 * from);
+    done += from;
+  }
 }
 
 /* count floats around `centre`, uniform, deviation 0.02. */
@@ -310,52 +334,109 @@ static void image_llama(image *f, const shape *s) {
   if (!s->tied) image_random(f, v * c, 0);              /* head */
 }
 
-typedef struct gpt2_tensor {
+typedef struct tensor {
   const char *name; /* %d: the layer; a kind without it is not per layer */
   int32_t rows, cols; /* cols 0: a vector */
-} gpt2_tensor;
+} tensor;
+
+typedef struct tensor_list { /* of a safetensors file */
+  const tensor *whole, *each; /* once; for each layer */
+  int32_t whole_count, each_count, layers;
+  bool halves;
+} tensor_list;
+
+/* Tensor i of the list, and its layer, or -1; NULL after the last. */
+static const tensor *tensor_at(const tensor_list *list, int32_t i, int32_t *layer) {
+  *layer = -1;
+  if (i < list->whole_count) return &list->whole[i];
+  i -= list->whole_count;
+  *layer = i / list->each_count;
+  return *layer < list->layers ? &list->each[i % list->each_count] : NULL;
+}
+
+static size_t tensor_values(const tensor *t) {
+  return (size_t)t->rows * (size_t)(t->cols ? t->cols : 1);
+}
 
 /* Writes the description of one tensor to the header; returns where its data ends. */
-static size_t gpt2_describe(image *header, const gpt2_tensor *t, int32_t layer, size_t at) {
+static size_t describe(image *header, const tensor *t, bool halves, int32_t layer, size_t at) {
   char name[64], text[200], dims[40];
-  size_t count = (size_t)t->rows * (size_t)(t->cols ? t->cols : 1);
-  size_t end = at + count * sizeof(float);
-  if (layer < 0) snprintf(name, sizeof name, "%s", t->name);
-  else snprintf(name, sizeof name, "h.%d.%s", (int)layer, t->name);
+  size_t end = at + tensor_values(t) * (halves ? 2 : 4);
+  snprintf(name, sizeof name, t->name, (int)layer);
   if (t->cols) snprintf(dims, sizeof dims, "%d, %d", (int)t->rows, (int)t->cols);
   else snprintf(dims, sizeof dims, "%d", (int)t->rows);
   snprintf(text, sizeof text,
-           "%s\"%s\": {\"dtype\": \"F32\", \"shape\": [%s], \"data_offsets\": [%zu, %zu]}",
-           header->used > 1 ? ", " : "", name, dims, at, end);
+           "%s\"%s\": {\"dtype\": \"%s\", \"shape\": [%s], \"data_offsets\": [%zu, %zu]}",
+           header->used > 1 ? ", " : "", name, halves ? "F16" : "F32", dims, at, end);
   image_add(header, text, strlen(text));
   return end;
 }
 
-/* safetensors as Hugging Face saves GPT-2. Everything, norms too, is small and random. */
-static void image_gpt2(image *f, const shape *s) {
-  const int32_t c = s->width, ffn = s->ffn;
-  const gpt2_tensor whole[] = {{"wte.weight", s->vocabulary, c}, {"wpe.weight", s->context, c},
-                               {"ln_f.weight", c, 0}, {"ln_f.bias", c, 0}};
-  const gpt2_tensor each[] = {
-    {"ln_1.weight", c, 0}, {"ln_1.bias", c, 0}, {"attn.c_attn.weight", c, 3 * c},
-    {"attn.c_attn.bias", 3 * c, 0}, {"attn.c_proj.weight", c, c}, {"attn.c_proj.bias", c, 0},
-    {"ln_2.weight", c, 0}, {"ln_2.bias", c, 0}, {"mlp.c_fc.weight", c, ffn},
-    {"mlp.c_fc.bias", ffn, 0}, {"mlp.c_proj.weight", ffn, c}, {"mlp.c_proj.bias", c, 0}};
+/* safetensors. Everything, norms too, is small and random. */
+static void image_tensors(image *f, const tensor_list *list) {
   image header = {NULL, 0, 0, 0};
-  size_t at = 0, i;
+  const tensor *t;
+  size_t at = 0;
   uint64_t bytes;
-  int32_t layer;
+  int32_t layer, i;
   image_add(&header, "{", 1);
-  for (i = 0; i < sizeof whole / sizeof *whole; i++) at = gpt2_describe(&header, &whole[i], -1, at);
-  for (layer = 0; layer < s->layers; layer++)
-    for (i = 0; i < sizeof each / sizeof *each; i++)
-      at = gpt2_describe(&header, &each[i], layer, at);
+  for (i = 0; (t = tensor_at(list, i, &layer)) != NULL; i++)
+    at = describe(&header, t, list->halves, layer, at);
   image_add(&header, "}       ", 8);
   bytes = header.used / 8 * 8; /* the blanks beyond are padding */
+  image_grow(f, at + (size_t)bytes + sizeof bytes);
   image_add(f, &bytes, sizeof bytes);
   image_add(f, header.data, (size_t)bytes);
-  image_random(f, at / sizeof(float), 0);
+  if (list->halves) image_halves(f, at / 2);
+  else image_random(f, at / sizeof(float), 0);
   free(header.data);
+}
+
+/* As Hugging Face saves GPT-2. */
+static void image_gpt2(image *f, const shape *s) {
+  const int32_t c = s->width, ffn = s->ffn;
+  const tensor whole[] = {{"wte.weight", s->vocabulary, c}, {"wpe.weight", s->context, c},
+                          {"ln_f.weight", c, 0}, {"ln_f.bias", c, 0}};
+  const tensor each[] = {
+    {"h.%d.ln_1.weight", c, 0}, {"h.%d.ln_1.bias", c, 0}, {"h.%d.attn.c_attn.weight", c, 3 * c},
+    {"h.%d.attn.c_attn.bias", 3 * c, 0}, {"h.%d.attn.c_proj.weight", c, c},
+    {"h.%d.attn.c_proj.bias", c, 0}, {"h.%d.ln_2.weight", c, 0}, {"h.%d.ln_2.bias", c, 0},
+    {"h.%d.mlp.c_fc.weight", c, ffn}, {"h.%d.mlp.c_fc.bias", ffn, 0},
+    {"h.%d.mlp.c_proj.weight", ffn, c}, {"h.%d.mlp.c_proj.bias", c, 0}};
+  const tensor_list list = {whole, each, 4, 12, s->layers, false};
+  image_tensors(f, &list);
+}
+
+/* ... and Llama. */
+static void image_llama_halves(image *f, const shape *s) {
+  const int32_t c = s->width, ffn = s->ffn, kv = c / s->heads * s->kv_heads;
+  const tensor whole[] = {{"model.embed_tokens.weight", s->vocabulary, c},
+                          {"model.norm.weight", c, 0},
+                          {"lm_head.weight", s->vocabulary, c}};
+  const tensor each[] = {
+    {"model.layers.%d.input_layernorm.weight", c, 0},
+    {"model.layers.%d.self_attn.q_proj.weight", c, c},
+    {"model.layers.%d.self_attn.k_proj.weight", kv, c},
+    {"model.layers.%d.self_attn.v_proj.weight", kv, c},
+    {"model.layers.%d.self_attn.o_proj.weight", c, c},
+    {"model.layers.%d.post_attention_layernorm.weight", c, 0},
+    {"model.layers.%d.mlp.gate_proj.weight", ffn, c},
+    {"model.layers.%d.mlp.up_proj.weight", ffn, c},
+    {"model.layers.%d.mlp.down_proj.weight", c, ffn}};
+  const tensor_list list = {whole, each, s->tied ? 2 : 3, 9, s->layers, true};
+  image_tensors(f, &list);
+}
+
+static const char *llama_config(const shape *s, char *text, size_t cap) {
+  snprintf(text, cap,
+           "{\"model_type\": \"llama\", \"architectures\": [\"LlamaForCausalLM\"], "
+           "\"hidden_size\": %d, \"intermediate_size\": %d, \"num_hidden_layers\": %d, "
+           "\"num_attention_heads\": %d, \"num_key_value_heads\": %d, \"vocab_size\": %d, "
+           "\"max_position_embeddings\": %d, \"hidden_act\": \"silu\", \"rms_norm_eps\": 1e-05, "
+           "\"rope_theta\": 500000.0, \"tie_word_embeddings\": %s, \"eos_token_id\": 128001}",
+           (int)s->width, (int)s->ffn, (int)s->layers, (int)s->heads, (int)s->kv_heads,
+           (int)s->vocabulary, (int)s->context, s->tied ? "true" : "false");
+  return text;
 }
 
 static const char *gpt2_config(const shape *s, char *text, size_t cap) {
@@ -434,9 +515,11 @@ static workload workload_of(const char *kind, int32_t tokens, const options *o,
                             const tfm_model_info *i) {
   workload w = {kind, tokens, 0, 0};
   bool prompt = kind[0] == 'p';
-  double mean = 0.5 * tokens, rows = prompt ? (tokens < 256 ? tokens : 256) : o->batch;
-  double heads = prompt ? 1.0 / tokens : 1; /* of a prompt, only the last token needs logits */
-  double cache = o->cache ? (o->cache == TFM_F32 ? 4 : 2) : !strcmp(i->device, "cuda") ? 2 : 4;
+  int32_t most = o->rows ? o->rows : 256;
+  double heads, mean = 0.5 * tokens, rows = prompt ? (tokens < most ? tokens : most) : o->batch;
+  double cache = o->cache && o->cache != TFM_F32 ? 2 : 4;
+  if (!prompt) mean += o->depth;
+  heads = prompt ? 1.0 / tokens : 1; /* of a prompt, only the last token needs logits */
   w.bytes = (double)i->token_bytes / rows;
   w.bytes += 2.0 * i->layers * i->kv_heads * i->head_width * cache * (prompt ? 1 : mean);
   w.flops = 2 * (i->layers * elements_of_layer(i) + heads * i->width * (double)i->vocabulary);
@@ -448,7 +531,7 @@ typedef struct run_state {
   tfm_engine *engine;
   tfm_session **sessions;
   int32_t *ids; /* prompt of each, and results */
-  int32_t batch, vocabulary;
+  int32_t batch, vocabulary, depth;
 } run_state;
 
 /* Any ids but the lowest few, which tend to be special. */
@@ -485,7 +568,7 @@ static bool run_decode(const run_state *r, int32_t tokens, int32_t *results) {
 static double run_once(const run_state *r, const workload *w, int32_t *results) {
   double start;
   bool prompt = w->kind[0] == 'p', good;
-  if (!prompt && !run_prompt(r, 1)) return -1;
+  if (!prompt && !run_prompt(r, r->depth)) return -1;
   start = seconds();
   good = prompt ? run_prompt(r, w->tokens) : run_decode(r, w->tokens, results);
   return good ? seconds() - start : -1;
@@ -568,7 +651,9 @@ static tfm_status open_sessions(run_state *r, const tfm_model *m, const options 
   tfm_engine_config config;
   int32_t i;
   memset(&config, 0, sizeof config);
-  config.context = most + 2; /* the token that a run begins with, the one that a prompt ends with */
+  config.batch_rows = o->rows;
+  /* besides, the token that a run begins with, and the one that a prompt ends with */
+  config.context = most + o->depth + 2;
   config.sequences = o->batch;
   config.threads = o->model.threads;
   config.cache = o->cache;
@@ -580,12 +665,14 @@ static tfm_status open_sessions(run_state *r, const tfm_model *m, const options 
 }
 
 static int measure_all(const options *o, const tfm_model *m) {
-  int32_t most = o->prompt > o->tokens ? o->prompt : o->tokens, i;
+  int32_t longest = o->prompt > o->tokens ? o->prompt : o->tokens, i;
+  int32_t most = longest > o->depth ? longest : o->depth;
   tfm_model_info info;
-  run_state r = {NULL, NULL, NULL, 0, 0};
+  run_state r = {NULL, NULL, NULL, 0, 0, 0};
   workload pp, tg;
   int status = 0;
   r.batch = o->batch;
+  r.depth = o->depth;
   if (tfm_model_describe(m, &info) != TFM_OK) return tool_fail();
   r.vocabulary = info.vocabulary;
   r.sessions = (tfm_session **)calloc((size_t)o->batch, sizeof *r.sessions);
@@ -606,14 +693,19 @@ static int measure_all(const options *o, const tfm_model *m) {
 
 /* ---- Checking: the same weights through the reference ---- */
 
-enum { CHECK_TOKENS = 32 };
+enum { CHECK_TOKENS = 160 };
 
 /* [CHECK_TOKENS, V] logits, to be freed; NULL on failure. */
-static float *logits_of(const tfm_model *m, int32_t vocabulary) {
+static float *logits_of(const options *o, const tfm_model *m, int32_t vocabulary) {
   int32_t ids[CHECK_TOKENS];
-  tfm_session *s = tfm_session_create(m, NULL);
+  tfm_engine_config config;
+  tfm_session *s;
   float *logits = (float *)calloc((size_t)CHECK_TOKENS * (size_t)vocabulary, sizeof *logits);
   fill_ids(ids, CHECK_TOKENS, vocabulary);
+  memset(&config, 0, sizeof config);
+  config.cache = o->cache;
+  config.context = CHECK_TOKENS;
+  s = tfm_session_create(m, &config);
   if (!s || !logits || tfm_eval(s, ids, CHECK_TOKENS, logits) != TFM_OK) {
     free(logits);
     logits = NULL;
@@ -628,8 +720,8 @@ static int compare(const options *o, const tfm_model *m, const tfm_model *refere
   float *a = NULL, *b = NULL;
   double low = INFINITY, high = -INFINITY, worst = 0, squares = 0, range;
   size_t i, n;
-  if (tfm_model_describe(m, &info) == TFM_OK) a = logits_of(m, info.vocabulary);
-  if (a) b = logits_of(reference, info.vocabulary);
+  if (tfm_model_describe(m, &info) == TFM_OK) a = logits_of(o, m, info.vocabulary);
+  if (a) b = logits_of(o, reference, info.vocabulary);
   if (!b) {
     free(a);
     return tool_fail();
@@ -654,19 +746,148 @@ static int compare(const options *o, const tfm_model *m, const tfm_model *refere
   return 0;
 }
 
+/* ---- Training ---- */
+
+typedef struct training {
+  const char *name;
+  tfm_shape shape;
+  int32_t batch, context;
+} training;
+
+static const training trainings[] = {
+  {"char", {"gpt2", 4, 128, 4, 65, 64, 0, 0, 0, false, 1, NULL}, 16, 64},
+  {"own", {"llama", 7, 256, 4, 4096, 256, 2, 0, 768, false, 1, NULL}, 16, 256},
+  {"gpt2-124m-64", {"gpt2", 12, 768, 12, 50257, 1024, 0, 0, 0, false, 1, NULL}, 4, 64},
+  {"gpt2-124m-256", {"gpt2", 12, 768, 12, 50257, 1024, 0, 0, 0, false, 1, NULL}, 4, 256}};
+
+typedef enum phase { WHOLE, FORWARD, BACKWARD, CLIP, UPDATE, PHASES } phase;
+
+/* A table whose optimiser tells the time: the two calls are not passed what else to write to. */
+static struct timed {
+  const tfm_backend *table;
+  tfm_backend own;
+  double clip, update;
+} timed;
+
+static void timed_sumsq(tfm_dev *d, float *out, const void *x, tfm_type type, int64_t n) {
+  double began = seconds();
+  timed.table->sumsq(d, out, x, type, n);
+  timed.clip += seconds() - began;
+}
+
+static void timed_adamw(tfm_dev *d, void *w, tfm_type type, float *master, float *m, float *v,
+                        const void *g, tfm_type gtype, int64_t n, const float *sumsq,
+                        const tfm_adamw *p) {
+  double began = seconds();
+  timed.table->adamw(d, w, type, master, m, v, g, gtype, n, sumsq, p);
+  timed.update += seconds() - began;
+}
+
+static bool train_once(tfm_trainer *t, const int32_t *ids, const int32_t *targets,
+                       double *spent) {
+  double began = seconds();
+  if (tfm_trainer_eval(t, ids, targets, NULL, NULL) != TFM_OK) return false;
+  spent[FORWARD] = seconds() - began;
+  timed.clip = timed.update = 0;
+  began = seconds();
+  if (tfm_trainer_step(t, ids, targets, NULL, NULL) != TFM_OK) return false;
+  spent[WHOLE] = seconds() - began;
+  spent[CLIP] = timed.clip;
+  spent[UPDATE] = timed.update;
+  spent[BACKWARD] = spent[WHOLE] - spent[FORWARD] - spent[CLIP] - spent[UPDATE];
+  return true;
+}
+
+/* Of products and of attention to what precedes: forward, and twice as much backward. */
+static double train_operations(const training *g, uint64_t parameters) {
+  const tfm_shape *s = &g->shape;
+  double tokens = (double)g->batch * g->context;
+  double products = (double)parameters;
+  if (!strcmp(s->family, "gpt2")) products -= (double)s->context * s->width; /* are gathered */
+  return 6 * tokens * (products + (double)s->layers * s->width * g->context);
+}
+
+static void print_training(const options *o, const training *g, const double *ms,
+                           const tfm_trainer_info *info) {
+  double rate = (double)g->batch * g->context / ms[WHOLE] * 1e3;
+  double share = 100 * train_operations(g, info->parameters) / ms[WHOLE] * 1e3 /
+                 multiply_ceiling(cores_or(o->model.threads));
+  printf(o->json ? "{\"workload\": \"train:%s\", \"ms\": %.2f, \"forward\": %.2f, \"backward\": "
+                   "%.2f, \"clip\": %.2f, \"adamw\": %.2f, \"tokens_per_s\": %.0f, "
+                   "\"percent_of_fma\": %.0f, \"memory_bytes\": %llu}\n"
+                 : "train:%s  %.2f ms a step: forward %.2f, backward %.2f, clip %.2f, AdamW %.2f; "
+                   "%.0f tokens/s, %.0f%% of FMA's peak, %llu bytes\n",
+         g->name, ms[WHOLE], ms[FORWARD], ms[BACKWARD], ms[CLIP], ms[UPDATE], rate, share,
+         (unsigned long long)info->memory_bytes);
+}
+
+/* Medians of each phase. */
+static int measure_steps(const options *o, const training *g, tfm_trainer *t, int32_t *ids) {
+  double spent[PHASES], all[PHASES][REPEAT_MAX], ms[PHASES];
+  int32_t n = g->batch * g->context, i, p;
+  tfm_trainer_info info;
+  fill_ids(ids, 2 * n, g->shape.vocabulary);
+  for (i = -2; i < o->repeat; i++) { /* the first touch memory for the first time */
+    if (!train_once(t, ids, ids + n, spent)) return tool_fail();
+    for (p = 0; p < PHASES && i >= 0; p++) all[p][i] = spent[p];
+  }
+  for (p = 0; p < PHASES; p++) {
+    qsort(all[p], (size_t)o->repeat, sizeof all[p][0], by_value);
+    ms[p] = 1e3 * all[p][o->repeat / 2];
+  }
+  if (tfm_trainer_describe(t, &info) != TFM_OK) return tool_fail();
+  print_training(o, g, ms, &info);
+  return 0;
+}
+
+static int measure_training(const options *o, const training *g) {
+  int32_t *ids = (int32_t *)malloc(2 * sizeof *ids * (size_t)(g->batch * g->context));
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  int status = TOOL_FAILED;
+  memset(&c, 0, sizeof c);
+  c.device = o->model.device;
+  c.threads = o->model.threads;
+  c.batch = g->batch;
+  c.context = g->context;
+  t = ids ? tfm_trainer_init(&g->shape, &c) : NULL;
+  if (t) {
+    timed.table = t->dev.table;
+    timed.own = *timed.table;
+    timed.own.sumsq = timed_sumsq;
+    timed.own.adamw = timed_adamw;
+    t->dev.table = &timed.own;
+    status = measure_steps(o, g, t, ids);
+  } else tool_fail();
+  tfm_trainer_free(t);
+  free(ids);
+  return status;
+}
+
+static const training *find_training(const char *name) {
+  size_t i;
+  for (i = 0; i < sizeof trainings / sizeof *trainings; i++)
+    if (!strcmp(trainings[i].name, name)) return &trainings[i];
+  fprintf(stderr, TOOL ": train:%s is unknown; expected train:char, train:own, "
+          "train:gpt2-124m-64 or train:gpt2-124m-256\n", name);
+  return NULL;
+}
+
 /* ---- The command line ---- */
 
 static int measure_shape(const options *o, const shape *s) {
   image f = {NULL, 0, 0, 1};
   tfm_model_config config = o->model;
-  char text[512];
+  char text[640];
   int status;
-  if (s->gpt2) config.config_json = gpt2_config(s, text, sizeof text);
-  if (s->gpt2) image_gpt2(&f, s);
+  if (s->layout == GPT2) config.config_json = gpt2_config(s, text, sizeof text);
+  if (s->layout == LLAMA) config.config_json = llama_config(s, text, sizeof text);
+  if (s->layout == GPT2) image_gpt2(&f, s);
+  else if (s->layout == LLAMA) image_llama_halves(&f, s);
   else image_llama(&f, s);
   if (o->write) {
     status = save(o->write, f.data, f.used);
-    if (status == 0 && !s->gpt2) status = save_tokenizer(o->write, s->vocabulary);
+    if (status == 0 && s->layout == LLAMA2C) status = save_tokenizer(o->write, s->vocabulary);
   } else {
     tfm_model *m = tfm_model_load_memory(f.data, f.used, &config), *reference = NULL;
     status = m ? measure_all(o, m) : tool_fail();
@@ -699,18 +920,27 @@ static int measure_file(const options *o) {
 static int run(const options *o) {
   bool is_shape = !strncmp(o->path, "shape:", 6);
   const shape *s = is_shape ? find_shape(o->path + 6) : NULL;
+  const training *g;
+  if (!strncmp(o->path, "train:", 6)) {
+    g = find_training(o->path + 6);
+    return g ? measure_training(o, g) : TOOL_FAILED;
+  }
   if (!strcmp(o->path, "ceilings")) return print_ceilings(o);
   if (!is_shape) return measure_file(o);
   return s ? measure_shape(o, s) : TOOL_FAILED;
 }
 
-enum { KEY_BATCH = 256 + 32, KEY_REPEAT, KEY_JSON, KEY_CACHE, KEY_WRITE, KEY_CHECK };
+enum {
+  KEY_BATCH = 256 + 32, KEY_REPEAT, KEY_ROWS, KEY_DEPTH, KEY_JSON, KEY_CACHE, KEY_WRITE, KEY_CHECK
+};
 
 static const struct argp_option option_list[] = {
   {"prompt", 'p', "N", 0, "Read prompts of N tokens, default 512; 0: none", 0},
   {"tokens", 'n', "N", 0, "Write N tokens, default 128; 0: none", 0},
   {"batch", KEY_BATCH, "N", 0, "N sequences at a time, default 1; rates are of all together", 0},
   {"repeat", KEY_REPEAT, "N", 0, "Measure N times, default 5; median and best are printed", 0},
+  {"rows", KEY_ROWS, "N", 0, "Run prompts in passes of up to N tokens, default 256", 0},
+  {"depth", KEY_DEPTH, "N", 0, "Write after prompts of N tokens, default 1", 0},
   {"type", 'w', "TYPE", 0, "The same as --weights", 0},
   {"cache", KEY_CACHE, "TYPE", 0, "Keep keys and values as f32, f16 or bf16", 0},
   {"check", KEY_CHECK, NULL, 0, "Also compare logits with the reference's on the same weights", 0},
@@ -729,6 +959,8 @@ static error_t set_option(int key, char *arg, struct argp_state *state) {
     o->repeat = (int32_t)tool_integer(state, "--repeat", arg, 1, REPEAT_MAX);
     return 0;
   case KEY_CACHE: o->cache = tool_type(state, "--cache", arg); return 0;
+  case KEY_ROWS: o->rows = (int32_t)tool_integer(state, "--rows", arg, 1, 1 << 16); return 0;
+  case KEY_DEPTH: o->depth = (int32_t)tool_integer(state, "--depth", arg, 1, 1 << 20); return 0;
   case KEY_JSON: o->json = true; return 0;
   case KEY_CHECK: o->check = true; return 0;
   case KEY_WRITE: o->write = arg; return 0;
@@ -745,7 +977,9 @@ static const struct argp parser = {
   option_list, set_option, "MODEL",
   "Measures how fast a model reads prompts (pp) and writes text (tg).\v"
   "MODEL is a model's folder or file; or shape:stories15m, shape:llama-110m, shape:gpt2-124m, "
-  "shape:tinyllama-1.1b: that architecture with random weights; or \"ceilings\", which prints the "
+  "shape:tinyllama-1.1b, shape:llama-1b, shape:llama-8b: that architecture with random weights; or "
+  "train:char, train:own, train:gpt2-124m-64, train:gpt2-124m-256: steps of training; or "
+  "\"ceilings\", which prints the "
   "read bandwidth and the multiply-add peak of the machine.",
   tool_model_child, NULL, NULL};
 
@@ -756,6 +990,7 @@ int main(int argc, char **argv) {
   o.tokens = 128;
   o.batch = 1;
   o.repeat = 5;
+  o.depth = 1;
   tool_parse(&parser, argc, argv, &o);
   return tool_finish(run(&o));
 }

@@ -109,7 +109,8 @@ typedef struct run_options {
 
 enum { RUN_KEY = 1024, RUN_LR, RUN_MIN_LR, RUN_SAVE, RUN_SEED, RUN_RESUME, RUN_VALIDATION,
        RUN_SHARE, RUN_SEPARATOR, RUN_GENERATE, RUN_KEEP, RUN_WARMUP, RUN_SCHEDULE, RUN_DECAY,
-       RUN_CLIP, RUN_ACCUMULATE, RUN_SAMPLE, RUN_BATCHES };
+       RUN_CLIP, RUN_ACCUMULATE, RUN_SAMPLE, RUN_BATCHES, RUN_DROPOUT, RUN_RECOMPUTE, RUN_FREEZE,
+       RUN_FIRST_LAYER };
 
 static const struct argp_option run_option_list[] = {
   {"output", 'o', "DIR", 0, "Model, tokenizer, checkpoint, log.jsonl, loss.svg, samples.txt", 0},
@@ -124,6 +125,11 @@ static const struct argp_option run_option_list[] = {
   {"warmup", RUN_WARMUP, "N", 0, "Steps of a linear start, default 5 % of --steps", 0},
   {"decay", RUN_DECAY, "X", 0, "Weight decay, default 0.1; below 0: none", 0},
   {"clip", RUN_CLIP, "X", 0, "Longest gradient, default 1; below 0: any", 0},
+  {"dropout", RUN_DROPOUT, "X", 0, "Of embeddings, attention and residual, default 0", 0},
+  {"recompute", RUN_RECOMPUTE, NULL, 0, "Less memory for more time, the same result", 0},
+  {"freeze", RUN_FREEZE, "LIST", 0, "Parts that stay as they are: embeddings, head, norms, "
+   "attention, ffn, experts; separated by commas", 0},
+  {"first-layer", RUN_FIRST_LAYER, "N", 0, "Layers below N stay as they are, and embeddings", 0},
   {"validation", RUN_VALIDATION, "PATH", 0, "Held-out file or folder, again for more; training "
    "leaves them out even where DATA has them", 0},
   {"share", RUN_SHARE, "X", 0, "Without --validation: hold out this share, default 0.1", 0},
@@ -144,6 +150,20 @@ static inline tfm_schedule run_schedule(struct argp_state *state, const char *te
     if (!strcmp(text, names[i])) return (tfm_schedule)i;
   argp_error(state, "--schedule: expected constant, linear, cosine or wsd, found \"%s\"", text);
   return TFM_CONSTANT;
+}
+
+static inline unsigned run_freeze(struct argp_state *state, const char *text) {
+  static const char *const names[] = {"embeddings", "head", "norms", "attention", "ffn", "experts"};
+  unsigned parts = 0;
+  while (*text) {
+    size_t n = strcspn(text, ","), i;
+    for (i = 0; i < 6; i++)
+      if (strlen(names[i]) == n && !strncmp(names[i], text, n)) break;
+    if (i == 6) argp_error(state, "--freeze: there is no part \"%.*s\"; see --help", (int)n, text);
+    parts |= 1u << i;
+    text += n + (text[n] == ',');
+  }
+  return parts;
 }
 
 static inline int32_t run_count(struct argp_state *state, const char *option, const char *text,
@@ -167,6 +187,12 @@ static inline error_t run_option(int key, char *arg, struct argp_state *state) {
   case RUN_WARMUP: c->warmup = run_count(state, "--warmup", arg, 0); return 0;
   case RUN_DECAY: c->decay = tool_number(state, "--decay", arg, -1, 10); return 0;
   case RUN_CLIP: c->clip = tool_number(state, "--clip", arg, -1, 1e9f); return 0;
+  case RUN_DROPOUT:
+    c->drop_embed = c->drop_attn = c->drop_residual = tool_number(state, "--dropout", arg, 0, 0.9f);
+    return 0;
+  case RUN_RECOMPUTE: c->recompute = true; return 0;
+  case RUN_FREEZE: c->freeze = run_freeze(state, arg); return 0;
+  case RUN_FIRST_LAYER: c->first_layer = run_count(state, "--first-layer", arg, 0); return 0;
   case RUN_VALIDATION: return file_list_add(&o->held_out, arg, NULL) ? 0 : EINVAL;
   case RUN_SHARE: o->share = tool_number(state, "--share", arg, 0, 0.9f); return 0;
   case RUN_BATCHES: o->batches = run_count(state, "--validation-batches", arg, 1); return 0;
@@ -209,6 +235,7 @@ static inline void run_settle(run_options *o) {
   if (c->warmup < 0) c->warmup = c->steps / 20;
   if (!o->save_every) o->save_every = 250;
   if (!o->batches) o->batches = 8;
+  c->seed = o->seed;
 }
 
 /* The files that the arguments name, without the held-out ones. */

@@ -42,7 +42,7 @@ helps() { # TOOL
     grep -q "^$1 (transformer.h) [0-9]" "$work/out"
 }
 
-for tool in generate tokenize logits inspect bench train; do
+for tool in generate tokenize logits inspect bench train finetune; do
   check "$tool --help" helps "$tool"
   check "$tool, wrong option" fails_with 2 "Try" "build/$tool" --no-such-option
   check "$tool, no argument" fails_with 2 "expected" "build/$tool"
@@ -79,13 +79,24 @@ interrupt() { # a model that is slow enough to be interrupted while it writes
   kill -INT $pid
   wait $pid
   local found=$?
-  rm "$work/slow.bin"
   [ $found = 130 ] && grep -q "tokens/s" "$work/err" && return
   echo "exit status $found"
   cat "$work/err"
   return 1
 }
 check "Ctrl-C" interrupt
+interrupt_answer() { # the answer ends, and the conversation goes on to the end of the input
+  (echo Hello && sleep 2.5 && echo /help) | build/generate "$work/slow.bin" --tokenizer \
+    "$work/slow.bin.tokenizer" --chat --template none -n 0 -t 2 > "$work/out" 2> "$work/err" &
+  local pid=$!
+  sleep 1.5
+  kill -INT $pid
+  wait $pid && grep -q "stopped" "$work/err" && grep -q "/reset" "$work/err" && return
+  cat "$work/err"
+  return 1
+}
+check "Ctrl-C in a conversation" interrupt_answer
+rm "$work/slow.bin"
 
 small=(build/train README.md --layers 1 --width 32 --heads 2 --context 48 --batch 8 --steps 1200
        --save-every 400 --lr 0.01)
@@ -132,6 +143,14 @@ check "train begins samples" grep -q "^a b" "$work/out"
 check "train --lr-find" status 0 "${books[@]}" --lr-find=3 -o "$work/folder"
 check "train --lr-find draws" test -s "$work/folder/lr.svg"
 
+check "train, dropout and recomputation" status 0 "${small[@]}" --steps 20 --dropout 0.1 \
+  --recompute --first-layer 0 --freeze norms
+check "finetune" status 0 build/finetune "$work/folder" README.md --steps 3 --context 16 --batch 2 \
+  --first-layer 1 -o "$work/tuned"
+check "what finetune wrote generates" status 0 build/generate "$work/tuned" -n 5
+check "finetune, no such part" fails_with 2 "no part" build/finetune "$work/folder" README.md \
+  --freeze body
+
 round_trip() { # TOKENIZER
   printf 'Hello, world! It costs 3 EUR.\n' > "$work/text"
   build/tokenize "$1" < "$work/text" > "$work/ids" && build/tokenize --decode "$1" < "$work/ids" |
@@ -155,6 +174,37 @@ check "tokenize --train, no overwriting" fails_with 2 "exists; --force" build/to
 check "tokenize --train, no output" fails_with 2 "needs the FILE" build/tokenize --train bpe \
   README.md
 check "tokenize --train, no such kind" fails_with 2 "bpe:N" build/tokenize --train bep:1 x -o y
+
+chat() { # INPUT OPTION...: a conversation with the tiny model, whose template is named
+  printf "$1" | build/generate $tiny --chat --template none -t 0 -n 6 "${@:2}" > "$work/out" \
+    2> "$work/err" || { cat "$work/err"; return 1; }
+}
+talks() { # the second answer is to all that was said, as if it had been said at once
+  chat 'Once upon\n/reset\n\nOnce upon\n' && [ "$(wc -l < "$work/out")" -ge 2 ] &&
+    [ "$(head -c $(($(wc -c < "$work/out") / 2)) "$work/out" | md5sum)" = \
+      "$(tail -c $(($(wc -c < "$work/out") / 2)) "$work/out" | md5sum)" ] &&
+    grep -q "forgotten" "$work/err" && grep -q "template none" "$work/err"
+}
+keeps_cache() { # of 8 turns only the new words are computed
+  chat "$(printf 'one more\\n%.0s' 1 2 3 4 5 6 7 8)" &&
+    [ "$(sed -n 's/.*prompt \([0-9]*\) tokens.*/\1/p' "$work/err")" -lt 150 ]
+}
+forgets() {
+  chat "$(printf 'one more time\\n%.0s' 1 2 3 4 5 6 7 8 9)" -c 48 &&
+    grep -q "the oldest message and its answer are forgotten" "$work/err" &&
+    [ "$(grep -c . "$work/out")" -ge 9 ]
+}
+check "generate --chat" talks
+check "generate --chat keeps what it has read" keeps_cache
+check "generate --chat forgets" forgets
+check "generate --chat, too long a message" chat "$(printf 'word %.0s' {1..200})" -c 48
+check "generate --chat tells that" grep -q "too long for the context" "$work/err"
+check "generate --chat /help /system" chat '/help\n/system Be brief.\nHi\n//x\n' --prompt Hello
+check "generate --chat tells its commands" grep -q "/reset" "$work/err"
+check "generate --chat, no template" fails_with 1 "no chat template" build/generate $tiny --chat
+check "generate --chat, another's template" fails_with 1 "im_start|> is not in this vocabulary" \
+  build/generate $tiny --chat --template chatml
+check "generate --template alone" fails_with 2 "go with --chat" build/generate $tiny --template none
 
 step_by_step() { # MODEL VOCABULARY: one call, and token by token, write the same logits
   status 0 build/logits "$1" --ids "1 5,7 9" -o "$work/a" &&

@@ -14,9 +14,11 @@ Each case becomes one Hugging Face folder, tests/data/models/<case>/:
 
   training.safetensors
                (not for all) a batch of ids and targets [2, T], where -100 is no
-               target, the mean cross entropy's gradient for every parameter,
-               under its name in model.safetensors, and the losses of 20 steps of
-               AdamW on that batch (TRAINING below), all float32
+               target, the gradient of the mean cross entropy (with experts: plus
+               their weighted load-balancing loss, which is given as well, for
+               itself) for every parameter, under its name in model.safetensors,
+               and the cross entropy in 20 steps of AdamW on that batch (TRAINING
+               below), all float32
 
 The case "tiny" has a tokenizer.json, tokenizer_config.json as well, trained on
 tests/data/tokenizers/sentences.txt.
@@ -46,7 +48,10 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 DATA = Path(__file__).resolve().parent / "data"
 SPECIAL = ["<unk>", "<s>", "</s>"]
-TRAINED = ["gpt2-a", "gpt2-b", "llama-a", "llama-b", "llama-c"]
+TRAINED = ["gpt2-a", "gpt2-b", "llama-a", "llama-b", "llama-c", "llama-d", "mistral-a", "qwen2-a", "qwen3-a",
+           "gemma-a", "gemma-b", "gemma2-a", "gemma3-a", "phi3-a", "mixtral-b", "qwen2moe-a", "qwen3moe-a",
+           "gpt2moe-a"]
+BATCHES = {"gemma2-a": 3003}  # seeds; the first one's curve hung on the last bits of tiny gradients
 ONE_PLUS = ("gemma", "gemma2", "gemma3_text")  # norms multiply by 1 + w, embeddings by the root of the width
 TRAINING = {"steps": 20, "lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1, "clip": 1.0}
 
@@ -207,14 +212,15 @@ def expert_cases():
                             rope_parameters=rope("default", 200.0)), 33, bf16, None, to_transformers4),
         "qwen2moe-a": (small(Qwen2MoeConfig, 24, 4, **llama, num_hidden_layers=4, intermediate_size=20,
                              moe_intermediate_size=12, shared_expert_intermediate_size=28, num_experts=6,
-                             num_experts_per_tok=3, decoder_sparse_step=2, use_sliding_window=True,
-                             sliding_window=9, max_window_layers=2), 37, f32, None, None),
+                             num_experts_per_tok=3, router_aux_loss_coef=0.3, decoder_sparse_step=2,
+                             use_sliding_window=True, sliding_window=9, max_window_layers=2), 37, f32, None, None),
         "qwen2moe-b": (small(Qwen2MoeConfig, 30, 3, **other, num_hidden_layers=3, intermediate_size=32,
                              moe_intermediate_size=14, shared_expert_intermediate_size=10, num_experts=5,
                              num_experts_per_tok=2, norm_topk_prob=True, mlp_only_layers=[1], qkv_bias=False),
                        33, bf16, None, to_transformers4),
         "qwen3moe-a": (small(Qwen3MoeConfig, 24, 4, **llama, num_hidden_layers=3, intermediate_size=20, head_dim=10,
                              moe_intermediate_size=12, num_experts=6, num_experts_per_tok=3, norm_topk_prob=True,
+                             router_aux_loss_coef=0.2,
                              mlp_only_layers=[1], attention_bias=True, use_sliding_window=True, sliding_window=9),
                        37, f32, None, None),
         "qwen3moe-b": (small(Qwen3MoeConfig, 30, 3, **other, num_hidden_layers=2, intermediate_size=32, head_dim=14,
@@ -222,7 +228,7 @@ def expert_cases():
                              decoder_sparse_step=1), 33, bf16, None, to_transformers4),
         "gpt2moe-a": (gpt2_config(GPT2MoeConfig, n_embd=24, n_head=3, n_layer=2, n_positions=64, vocab_size=53,
                                   n_inner=20, n_expert=8, n_expert_used=2, n_expert_inner=None,
-                                  router_aux_loss_coef=0.01), 37, f32, None, None),
+                                  router_aux_loss_coef=0.4), 37, f32, None, None),
         "gpt2moe-b": (gpt2_config(GPT2MoeConfig, n_embd=30, n_head=5, n_layer=2, n_positions=40, vocab_size=47,
                                   n_expert=5, n_expert_used=3, n_expert_inner=14, activation_function="relu",
                                   tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True,
@@ -444,24 +450,66 @@ def golden(name, folder, vocab, length, rng):
 
 # --- golden gradients and loss curves
 
+def router_logits(model, output):
+    """Of every layer with experts; None without."""
+    if model.config.model_type == "gpt2_moe":
+        return tuple(block.mlp.logits for block in model.transformer.h)
+    return getattr(output, "router_logits", None)
+
+
 def training_loss(model, ids, targets):
-    logits = model(torch.from_numpy(ids.astype(np.int64)), use_cache=False).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1),
+    """Mean cross entropy, and the load-balancing loss as transformers computes it."""
+    wanted = {"output_router_logits": True} if hasattr(model.config, "router_aux_loss_coef") else {}
+    if model.config.model_type == "gpt2_moe":
+        wanted = {}
+    output = model(torch.from_numpy(ids.astype(np.int64)), use_cache=False, **wanted)
+    loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1),
                                              torch.from_numpy(targets.astype(np.int64)).flatten())
+    routers = router_logits(model, output)
+    if routers is None:
+        return loss, torch.zeros(())
+    used = getattr(model.config, "n_expert_used", None) or model.config.num_experts_per_tok
+    return loss, load_balancing_loss_func(routers, routers[0].shape[-1], used)
+
+
+def weighted(model, loss, balance):
+    return loss + getattr(model.config, "router_aux_loss_coef", 0.0) * balance
+
+
+def stored_gradients(model):
+    """Under the names of model.safetensors, where transformers keeps experts apart."""
+    tensors = {}
+    mixtral = model.config.model_type == "mixtral"
+    for name, p in model.named_parameters():
+        if mixtral:
+            name = name.replace(".mlp.", ".block_sparse_moe.")
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensors[name] = p.grad.clone()
+            continue
+        base, _, kind = name.rpartition(".")
+        for e, g in enumerate(p.grad):
+            parts = {"gate_proj": g.chunk(2)[0], "up_proj": g.chunk(2)[1]} if kind == "gate_up_proj" else {
+                "down_proj": g}
+            for part, value in parts.items():
+                part = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[part] if mixtral else part
+                tensors[f"{base}.{e}.{part}.weight"] = value.clone()
+    return tensors
 
 
 def loss_curve(model, ids, targets):
     """Loss before each step; decay is for matrices only."""
     parameters = list(model.parameters())
-    groups = [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": TRAINING["decay"]},
-              {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}]
+    matrices = [p for n, p in model.named_parameters() if p.dim() > 1 and not n.endswith("bias")]
+    vectors = [p for n, p in model.named_parameters() if p.dim() == 1 or n.endswith("bias")]
+    groups = [{"params": matrices, "weight_decay": TRAINING["decay"]},
+              {"params": vectors, "weight_decay": 0.0}]
     optimiser = torch.optim.AdamW(groups, lr=TRAINING["lr"], betas=TRAINING["betas"],
                                   eps=TRAINING["eps"])
     losses = []
     for _ in range(TRAINING["steps"]):
-        loss = training_loss(model, ids, targets)
+        loss, balance = training_loss(model, ids, targets)
         optimiser.zero_grad()
-        loss.backward()
+        weighted(model, loss, balance).backward()
         torch.nn.utils.clip_grad_norm_(parameters, TRAINING["clip"])
         optimiser.step()
         losses.append(loss.item())
@@ -472,14 +520,16 @@ def loss_curve(model, ids, targets):
 def golden_training(name, folder, vocab, length, rng):
     model = load(folder)
     ids = rng.integers(0, vocab, (2, length)).astype("<i4")
+    ids[ids == (getattr(model.config, "pad_token_id", None) or -1)] = 3  # PyTorch learns nothing from padding
     targets = np.roll(ids, -1, axis=1)
     targets[:, -1] = -100
     targets[rng.random(targets.shape) < 0.1] = -100
-    training_loss(model, ids, targets).backward()
-    tensors = {n: p.grad.clone() for n, p in model.named_parameters()}
+    loss, balance = training_loss(model, ids, targets)
+    weighted(model, loss, balance).backward()
+    tensors = stored_gradients(model)
     losses = loss_curve(model, ids, targets)
     tensors |= {"ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets),
-                "losses": torch.tensor(losses)}
+                "losses": torch.tensor(losses), "balance": balance.detach().reshape(1)}
     save_file(tensors, folder / "training.safetensors")
     print(f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f}")
 
@@ -503,7 +553,7 @@ def main():
             golden(name, args.out / name, config.vocab_size, length, rng)
         if name in TRAINED:
             golden_training(name, args.out / name, config.vocab_size, length,
-                            np.random.default_rng(2000 + number))
+                            np.random.default_rng(BATCHES.get(name, 2000 + number)))
 
 
 if __name__ == "__main__":

@@ -39,11 +39,15 @@ TABLES void device_close(device *t) {
 /* Runs a test on each table, with three threads. */
 TABLES void on_tables(void (*test)(device *)) {
   static const tfm_device all[] = {TFM_REF, TFM_CPU, TFM_CUDA};
+  static bool opened[3]; /* a device that was there does not go */
   device t;
   int i;
   for (i = 0; i < 3; i++)
-    if (device_open(&t, all[i], 3)) {
+    if (!device_open(&t, all[i], 3)) {
+      CHECK(!opened[i]);
+    } else {
       int before = test_failures;
+      opened[i] = true;
       test(&t);
       device_close(&t);
       if (test_failures > before) fprintf(stderr, "  ... on table %d\n", (int)all[i]);

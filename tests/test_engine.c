@@ -391,6 +391,118 @@ TEST(padded_and_recorded_passes_change_nothing) {
   tfm_model_free(m);
 }
 
+/* ---- Devices that run ahead ---- */
+
+static int steps_run;
+
+/* As `decode` is described: whole steps, with what they change in place. */
+static bool run_ahead(tfm_dev *d, const tfm_run_ahead *r, int32_t steps) {
+  const tfm_net *net = r->net;
+  tfmi_arena measured = {NULL, 0, false}, arena = {NULL, 0, false};
+  tfm_mat none = tfmi_absent(), stream = tfmi_take_mat(&measured, TFM_F32, 1, net->width), logits;
+  int32_t *pos = (int32_t *)(uintptr_t)r->rows.pos, *next = (int32_t *)(uintptr_t)r->sampler.pos;
+  tfmi_pass p;
+  int i;
+  tfmi_take_buffers(&measured, net, none, TFM_F32, 1, false);
+  tfmi_take_mat(&measured, TFM_F32, 1, net->vocabulary);
+  arena.base = (char *)malloc(measured.used);
+  memset(&p, 0, sizeof p);
+  p.dev = d;
+  p.net = net;
+  p.kv = r->kv;
+  p.rows = r->rows;
+  stream = tfmi_take_mat(&arena, TFM_F32, 1, net->width);
+  p.buffers = tfmi_take_buffers(&arena, net, stream, TFM_F32, 1, false);
+  logits = tfmi_take_mat(&arena, TFM_F32, 1, net->vocabulary);
+  for (i = 0; i < steps && d->status == TFM_OK; i++, steps_run++) {
+    int32_t id = 0;
+    tfmi_forward(&p);
+    tfmi_head(&p, logits, p.buffers.norm1, stream);
+    d->table->sample(d, &id, NULL, logits, &r->sampler);
+    *(int32_t *)(uintptr_t)r->rows.id = id;
+    *next = ++*pos + 1;
+    ((int32_t *)(uintptr_t)r->sampler.history)[r->rows.seq[0] * r->sampler.history_stride + *pos] =
+        id;
+    if (d->status == TFM_OK) r->ids[i] = id;
+  }
+  free(arena.base);
+  return true;
+}
+
+/* Tokens and logits of two sessions: fed, asked in different ways, rewound and filled up. */
+static void ahead_story(const tfm_model *m, int32_t *out) {
+  static const int32_t prompt[] = {5, 17, 33, 2, 80, 41, 9, 64, 21};
+  tfm_engine_config c;
+  tfm_sampling how = {0.9f, 20, 0.95f, 0, 1.1f, 3, 4}, greedy = {0, 0, 0, 0, 0, 0, 0};
+  tfm_engine *e;
+  tfm_session *a, *b;
+  int i, status;
+  memset(&c, 0, sizeof c);
+  c.context = 48;
+  c.page_tokens = 4;
+  c.pages = 16;
+  c.sequences = 2;
+  e = tfm_engine_create(m, &c);
+  a = tfm_session_open(e);
+  b = tfm_session_open(e);
+  CHECK_EQ_INT(tfm_feed(a, prompt, 5), TFM_OK);
+  CHECK_EQ_INT(tfm_feed(b, prompt + 2, 3), TFM_OK);
+  for (i = 0; i < 7; i++) *out++ = tfm_next(a, &greedy);
+  for (i = 0; i < 3; i++) *out++ = tfm_next(b, &how);
+  CHECK_EQ_INT(tfm_feed(b, prompt + 5, 2), TFM_OK);
+  for (i = 0; i < 5; i++) *out++ = tfm_next(a, &how);
+  memcpy(out, tfm_logits(a), 4 * sizeof *out);
+  out += 4;
+  CHECK_EQ_INT(tfm_session_rewind(a, 9), TFM_OK);
+  for (i = 0; i < 4; i++) *out++ = tfm_next(a, NULL);
+  CHECK_EQ_INT(tfm_feed(a, prompt, 2), TFM_OK);
+  do *out++ = status = tfm_next(a, &how);
+  while (status >= 0);
+  CHECK(status == TFM_E_FULL || status == TFM_END);
+  tfm_session_free(a);
+  for (i = 0; i < 6; i++) *out++ = tfm_next(b, &how);
+  tfm_session_free(b);
+  tfm_engine_free(e);
+}
+
+TEST(running_ahead_changes_nothing) {
+  tfm_model *m = model_open(TFM_REF);
+  int32_t plain[160] = {0}, ahead[160] = {0};
+  ahead_story(m, plain);
+  wrap(m);
+  fail_at = 0;
+  table.decode = run_ahead;
+  steps_run = 0;
+  ahead_story(m, ahead);
+  CHECK(steps_run > 30);
+  CHECK(memcmp(plain, ahead, sizeof plain) == 0);
+  m->dev.table = tfm_backend_ref();
+  tfm_model_free(m);
+}
+
+/* A failure is told at most once: what ran ahead in vain may fail in vain. */
+TEST(failing_ahead_loses_nothing) {
+  tfm_model *m = model_open(TFM_REF);
+  tfm_engine_config c;
+  outcome good, bad;
+  long total, at;
+  memset(&c, 0, sizeof c);
+  c.threads = 1;
+  wrap(m);
+  table.decode = run_ahead;
+  good = failing_run(m, &c, 0, false);
+  total = calls;
+  for (at = 1; at <= total && !test_failures; at++) {
+    bad = failing_run(m, &c, at, false);
+    CHECK(bad.failures <= 1);
+    CHECK(memcmp(bad.tokens, good.tokens, sizeof good.tokens) == 0);
+    CHECK(memcmp(bad.logits, good.logits, sizeof good.logits) == 0);
+    if (test_failures) fprintf(stderr, "call %ld of %ld\n", at, total);
+  }
+  m->dev.table = tfm_backend_ref();
+  tfm_model_free(m);
+}
+
 /* ---- The application's threads ---- */
 
 static int parallel_calls;

@@ -685,6 +685,127 @@ static void test_combine(device *t) {
 }
 TEST(combine_bwd) { on_threads(test_combine); }
 
+static void biases(device *t, int tokens, int n, tfm_moe p) {
+  int slots = tokens * p.top_k, s, j;
+  matrix logits = matrix_new(t, tokens, p.experts, 0), dy = matrix_new(t, slots, n, 3);
+  matrix db = matrix_typed(t, p.experts, n, 0, TFM_F32);
+  routing r = routing_new(t, logits.m, &p);
+  double *want = of(&db);
+  for (s = 0; s < slots; s++)
+    for (j = 0; j < n; j++) want[r.h.expert[s] * n + j] += (double)dy.v[s * n + j];
+  t->b->moe_bias_bwd(&t->d, floats(&db), dy.m, &r.d);
+  matrix_get(t, &db);
+  for (s = 0; s < p.experts; s++)
+    for (j = 0; j < n; j++) expect(&db, s, j, want[s * n + j], sqrt(tokens) + 1);
+  matrix_free(t, &logits), matrix_free(t, &dy), matrix_free(t, &db);
+  routing_free(t, &r);
+  free(want);
+}
+
+typedef struct gated { /* one row: sum of dy * x / (1 + e^-gate) */
+  int n;
+  double *x, *dy, gate;
+} gated;
+
+static double gated_sum(void *context) {
+  const gated *c = (const gated *)context;
+  double sum = 0;
+  int i;
+  for (i = 0; i < c->n; i++) sum += c->dy[i] * c->x[i] / (1 + exp(-c->gate));
+  return sum;
+}
+
+static void gate(device *t, int rows, int cols) {
+  matrix x = matrix_new(t, rows, cols, 3), dy = matrix_new(t, rows, cols, 2);
+  matrix dx = matrix_new(t, rows, cols, 1), g = matrix_typed(t, rows, 1, 2, TFM_F32);
+  matrix dg = matrix_typed(t, rows, 1, 1, TFM_F32);
+  double *xs, *dys;
+  int i, j;
+  for (i = 0; i < rows; i++) g.v[i] *= 4;
+  matrix_put(t, &g);
+  xs = of(&x), dys = of(&dy);
+  t->b->add_gated_bwd(&t->d, dx.m, dg.m, dy.m, x.m, g.m);
+  matrix_get(t, &dx), matrix_get(t, &dg);
+  for (i = 0; i < rows; i++) {
+    gated c = {cols, xs + i * cols, dys + i * cols, (double)g.v[i]};
+    expect(&dg, i, 0, slope(gated_sum, &c, &c.gate), 3);
+    for (j = 0; j < cols; j++) expect(&dx, i, j, slope(gated_sum, &c, c.x + j), 2);
+  }
+  matrix_free(t, &x), matrix_free(t, &dy), matrix_free(t, &dx), matrix_free(t, &g);
+  matrix_free(t, &dg);
+  free(xs), free(dys);
+}
+
+static void test_expert_parts(device *t) {
+  tfm_moe some = {5, 2, true, false, 0}, one = {3, 1, false, false, 0};
+  biases(t, 11, 7, some);
+  biases(t, 1, 37, one);
+  gate(t, 1, 1);
+  gate(t, 19, 75);
+}
+TEST(moe_bias_bwd_and_add_gated_bwd) { on_threads(test_expert_parts); }
+
+/* Two layers' routings counted together: the balance's share of the gradient, by differences. */
+typedef struct balanced {
+  int tokens, layers;
+  const tfm_routing *r[2];
+  tfm_moe p;
+  double *logits[2];
+} balanced;
+
+static double balanced_loss(void *context) {
+  const balanced *c = (const balanced *)context;
+  int E = c->p.experts, e, i, k;
+  double sum = 0, rows = c->tokens * c->layers;
+  for (e = 0; e < E; e++) {
+    double mean = 0, share = 0;
+    for (k = 0; k < c->layers; k++) {
+      for (i = 0; i < c->tokens; i++) mean += routed_probability(c->logits[k] + i * E, E, e) / rows;
+      share += (c->r[k]->begin[e + 1] - c->r[k]->begin[e]) / rows;
+    }
+    sum += mean * share * E;
+  }
+  return sum;
+}
+
+static void test_balance_of_layers(device *t) {
+  tfm_moe p = {6, 2, false, false, 0};
+  int tokens = 13, k, i;
+  matrix logits[2], d = matrix_new(t, tokens, p.experts, 2);
+  matrix dweight = matrix_typed(t, tokens, p.top_k, 0, TFM_F32), loss = vector_new(t, 1);
+  matrix counts = matrix_typed(t, 2, p.experts, 0, TFM_F32);
+  routing r[2];
+  balanced c = {tokens, 2, {NULL, NULL}, p, {NULL, NULL}};
+  double before = (double)loss.v[0];
+  memset(dweight.v, 0, sizeof *dweight.v * (size_t)(tokens * p.top_k));
+  memset(counts.v, 0, sizeof *counts.v * (size_t)(2 * p.experts));
+  matrix_put(t, &dweight), matrix_put(t, &counts);
+  for (k = 0; k < 2; k++) {
+    logits[k] = matrix_new(t, tokens, p.experts, 1);
+    r[k] = routing_new(t, logits[k].m, &p);
+    r[k].d.count = floats(&counts);
+    r[k].d.mass = floats(&counts) + p.experts;
+    t->b->route(&t->d, &r[k].d, logits[k].m, &p);
+    c.r[k] = &r[k].h;
+    c.logits[k] = of(&logits[k]);
+  }
+  for (k = 0; k < 2; k++) {
+    t->b->route_bwd(&t->d, d.m, floats(&dweight), &r[k].d, &p, 0.7f, k ? floats(&loss) : NULL);
+    matrix_get(t, &d);
+    for (i = 0; i < tokens * p.experts; i++)
+      expect(&d, i / p.experts, i % p.experts, 0.7 * slope(balanced_loss, &c, c.logits[k] + i), 1);
+  }
+  matrix_get(t, &loss);
+  expect(&loss, 0, 0, before + balanced_loss(&c), 2);
+  for (k = 0; k < 2; k++) {
+    routing_free(t, &r[k]);
+    matrix_free(t, &logits[k]);
+    free(c.logits[k]);
+  }
+  matrix_free(t, &d), matrix_free(t, &dweight), matrix_free(t, &loss), matrix_free(t, &counts);
+}
+TEST(balance_of_several_layers) { on_threads(test_balance_of_layers); }
+
 /* ---- The optimiser ---- */
 
 static void test_sumsq(device *t) {

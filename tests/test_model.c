@@ -130,9 +130,11 @@ TEST(logits_equal_transformers) {
 
 /* ---- Types, on every table ---- */
 
-/* The tuned CPU table multiplies quantised weights by activations rounded to 8 bits. */
-static const struct { tfm_type type; float bound; } typed[] = {
-  {TFM_F32, 1e-5f}, {TFM_F16, 1e-5f}, {TFM_BF16, 1e-5f}, {TFM_Q8_0, 2e-2f}, {TFM_Q4_0, 2e-2f}};
+/* The tuned CPU table multiplies quantised weights by activations rounded to 8 bits; the CUDA table
+   passes of more than a few rows by activations of the weights' 16 bits, F16 for quantised ones. */
+static const struct { tfm_type type; float cpu, cuda; } typed[] = {
+  {TFM_F32, 1e-5f, 1e-5f}, {TFM_F16, 1e-5f, 3e-3f}, {TFM_BF16, 1e-5f, 4e-2f},
+  {TFM_Q8_0, 2e-2f, 3e-3f}, {TFM_Q4_0, 2e-2f, 3e-3f}};
 
 /* NULL where the table is not there, or the rows do not fill the type's blocks. */
 static tfm_model *typed_model(const golden *g, tfm_type type, tfm_device device) {
@@ -159,22 +161,27 @@ static bool typed_golden(golden *g, tfm_type type) {
   return good;
 }
 
-TEST(tuned_logits_are_near_the_reference) {
+static void typed_distances(tfm_device device) {
   size_t i, k;
   for (i = 0; i < sizeof cases / sizeof *cases; i++)
     for (k = 0; k < sizeof typed / sizeof *typed; k++) {
       golden g = golden_open(cases[i]);
-      tfm_model *m = typed_model(&g, typed[k].type, TFM_CPU);
+      tfm_model *m = typed_model(&g, typed[k].type, device);
       float d;
       if (m && typed_golden(&g, typed[k].type)) {
         d = model_distance(&g, m, 7, false);
-        printf("  %-10s %-5s largest difference / range %.1e\n", cases[i],
-               tfm_type_name(typed[k].type), (double)d);
-        CHECK(d <= typed[k].bound);
+        printf("  %-10s %-5s %-4s largest difference / range %.1e\n", cases[i],
+               tfm_type_name(typed[k].type), m->dev.table->name, (double)d);
+        CHECK(d <= (device == TFM_CUDA ? typed[k].cuda : typed[k].cpu));
       }
       tfm_model_free(m);
       golden_close(&g);
     }
+}
+
+TEST(tuned_logits_are_near_the_reference) {
+  typed_distances(TFM_CPU);
+  typed_distances(TFM_CUDA);
 }
 
 /* ---- Mutations ---- */

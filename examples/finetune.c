@@ -1,0 +1,110 @@
+/* finetune.c - goes on training a model that exists, on your texts: all of it, or chosen parts.
+
+   build:   cc -O3 -march=native -o finetune examples/finetune.c -lm -lpthread
+   run:     ./finetune MODEL book.txt -o mine
+            ./finetune MODEL book.txt -o mine --first-layer 8 --freeze embeddings,norms
+   output:  as train's: DIR gets the model with its tokenizer's files, checkpoint, log, chart and
+            samples. Ctrl-C saves and exits with status 130; --resume goes on. */
+#define TRANSFORMER_IMPLEMENTATION
+#include "../transformer.h"
+#define TOOL "finetune"
+#include "common.h"
+#include "training.h"
+
+typedef struct options {
+  run_options run;
+  const char *model;
+} options;
+
+static error_t option_parse(int key, char *arg, struct argp_state *state) {
+  options *o = (options *)state->input;
+  switch (key) {
+  case ARGP_KEY_INIT: state->child_inputs[0] = &o->run; return 0;
+  case ARGP_KEY_ARG:
+    if (!o->model) o->model = arg;
+    else o->run.named[o->run.named_count++] = arg;
+    return 0;
+  case ARGP_KEY_END:
+    if (!o->run.named_count) argp_error(state, "expected a MODEL and DATA to learn from");
+    if (o->run.resume && !o->run.folder) argp_error(state, "--resume needs the DIR of --output");
+    return 0;
+  default: return ARGP_ERR_UNKNOWN;
+  }
+}
+
+static const struct argp parser = {NULL, option_parse, "MODEL DATA...",
+                                   "Trains a model further, on texts: files, or folders of them.",
+                                   run_child, NULL, NULL};
+
+/* ---- The tokenizer's files go with the model ---- */
+
+static bool file_copy(const char *from, const char *to) {
+  FILE *in = fopen(from, "rb"), *out;
+  size_t bytes = 0;
+  bool good = false;
+  char *text;
+  if (!in) return true; /* not every model has every file */
+  text = tool_read_all(in, &bytes);
+  fclose(in);
+  out = text ? fopen(to, "wb") : NULL;
+  if (out) {
+    good = fwrite(text, 1, bytes, out) == bytes;
+    good = fclose(out) == 0 && good;
+  }
+  if (!good) fprintf(stderr, TOOL ": %s cannot be written\n", to);
+  free(text);
+  return good;
+}
+
+static bool tokenizer_copy(const options *o) {
+  static const char *const names[] = {"tokenizer.json", "tokenizer.model", "tokenizer.bin",
+                                      "vocab.json", "merges.txt", "tokenizer_config.json",
+                                      "special_tokens_map.json"};
+  char from[RUN_ROOM], to[RUN_ROOM];
+  size_t i;
+  for (i = 0; i < sizeof names / sizeof *names; i++) {
+    snprintf(from, sizeof from, "%s/%s", o->model, names[i]);
+    if (!file_copy(from, run_path(&o->run, names[i], to))) return false;
+  }
+  return true;
+}
+
+static int run_all(options *o, run *r, const tfm_model *model, tfm_tokenizer *tokenizer) {
+  tfm_trainer_config *c = &o->run.config;
+  r->o = &o->run;
+  r->tokenizer = tokenizer;
+  if (!run_data_open(r)) return tool_fail();
+  c->data = r->data->mark;
+  r->trainer = tfm_trainer_create(model, c);
+  if (!r->trainer) return tool_fail();
+  if (o->run.folder && !tokenizer_copy(o)) return TOOL_FAILED;
+  return run_loop(r);
+}
+
+int main(int argc, char **argv) {
+  options o;
+  run r;
+  tfm_model *model;
+  tfm_tokenizer *tokenizer;
+  tfm_model_info info = {0};
+  int status;
+  memset(&o, 0, sizeof o);
+  memset(&r, 0, sizeof r);
+  run_defaults(&o.run, argc);
+  tool_parse(&parser, argc, argv, &o);
+  signal(SIGINT, on_interrupt);
+  model = tfm_model_load(o.model, NULL);
+  tokenizer = model ? tfm_tokenizer_load(o.model, NULL) : NULL;
+  if (tfm_model_describe(model, &info) == TFM_OK && !o.run.config.context)
+    o.run.config.context = info.context < 256 ? info.context : 256;
+  if (o.run.config.lr == 0) o.run.config.lr = 1e-4f;
+  run_settle(&o.run);
+  if (o.run.folder) mkdir(o.run.folder, 0777);
+  if (!tokenizer) status = tool_fail();
+  else status = run_list(&o.run) ? run_all(&o, &r, model, tokenizer) : TOOL_FAILED;
+  run_free(&r);
+  tfm_tokenizer_free(tokenizer);
+  tfm_model_free(model);
+  run_options_free(&o.run);
+  return tool_finish(status);
+}

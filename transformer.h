@@ -16744,9 +16744,6 @@ static tfm_status tfmi_trainer_configure(tfm_trainer *t) {
   if (c->clip < 0) c->clip = 0;
   if (c->decay_steps == 0) c->decay_steps = tfmi_max32(c->steps / 5, 1) * (c->steps > 0);
   if (c->balance < 0) c->balance = 0;
-  if (t->net.experts && c->drop_residual > 0)
-    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_trainer_config.drop_residual: what experts add to "
-                       "the residual stream cannot be dropped out yet; expected 0");
   status = tfmi_trainer_check(c);
   if (status != TFM_OK) return status;
   if (c->context < 1 || c->context > t->net.context)

@@ -30,9 +30,10 @@
    IT DOES NOT exit, abort, assert or print; keep global state; allocate while generating; execute
    anything from a model; read pickles; fetch models; guess at what it does not know.
 
-   Needs: a C11 or C++17 compiler (gcc or clang), POSIX, stb_ds.h on the include path (as stb_ds.h
-   or stb/stb_ds.h; hidden from your program, which may use it too). Under -std=c11 include this
-   header before the C library's, or define _POSIX_C_SOURCE yourself.
+   Needs: a C11 or C++17 compiler (gcc or clang), POSIX or MinGW-w64, a little-endian machine of 32
+   or 64 bits (x86 of 32 with -msse2 -mfpmath=sse), stb_ds.h on the include path (as stb_ds.h or
+   stb/stb_ds.h; hidden from your program, which may use it too). Under -std=c11 include this header
+   before the C library's, or define _POSIX_C_SOURCE yourself.
 
    Contents; search for the anchor:
      >>api        types, contracts, declarations    >>families   models as rows of data, loading
@@ -42,11 +43,11 @@
      >>unicode    letters, numbers, white space     >>forward    one pass through the network
      >>json       a strict pull parser              >>engine     memory, pages, many sequences
      >>gguf       the GGUF container                >>session    feeding, choosing, text
-     >>tokenizer  text to ids and back              >>generate   prompt in, text out
-     >>vocabulary built from text, saved            >>convert    models written in other formats
-     >>chat       templates of conversations        >>train      backward pass, optimiser, trainer
-     >>formats    safetensors, shards, llama2.c     >>export     folders, checkpoints
-                                                    >>data       text files to sequences
+     >>steps      text rewritten, cut to pieces     >>generate   prompt in, text out
+     >>tokenizer  text to ids and back              >>convert    models written in other formats
+     >>vocabulary built from text, saved            >>train      backward pass, optimiser, trainer
+     >>chat       templates of conversations        >>export     folders, checkpoints
+     >>formats    safetensors, shards, llama2.c     >>data       text files to sequences
 
    Options, defined before the include:
      TRANSFORMER_IMPLEMENTATION         this file gets the code
@@ -65,6 +66,12 @@
 
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FAST_MATH__)
 #error "transformer.h: -Ofast and -ffast-math break its arithmetic (infinities, NaN); use -O3"
+#endif
+#if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 2
+#error "transformer.h: x87 keeps more digits than a float has; use -msse2 -mfpmath=sse"
+#endif
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+#error "transformer.h: model files are little-endian and used in place; no big-endian machines"
 #endif
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE)
 #define _POSIX_C_SOURCE 200809L /* -std=c11 hides what POSIX adds to the C library's headers */
@@ -301,6 +308,8 @@ typedef struct tfm_tokenizer tfm_tokenizer; /* immutable, shared by any number o
 typedef struct tfm_tokenizer_config {
   tfm_host host;
   int32_t vocabulary; /* llama2.c's tokenizer.bin does not say its size: expect it; 0: to its end */
+  const char *splitting; /* tiktoken's files do not say how text is split: "gpt2", "cl100k_base",
+                            "o200k_base", "llama3", "qwen"; NULL: the file is named after it */
 } tfm_tokenizer_config;
 
 /* Loads tokenizer.json (byte-level BPE; BPE with byte fallback), vocab.json with merges.txt beside
@@ -703,7 +712,9 @@ typedef struct tfm_data_config {
   float held_out;        /* share of the tokens, the last ones, that training never sees; 1: all */
   uint64_t seed;
   const char *separator; /* text that ends a document within a file; NULL: a file is a document */
-  const char *cache;     /* a file that keeps the ids, mapped; NULL: memory does */
+  /* A file that keeps the ids, mapped; NULL: memory does. It is no text, though it lies among
+     them; a file that is there and is no such cache is refused. */
+  const char *cache;
 } tfm_data_config;
 
 typedef struct tfm_data {  /* read only */
@@ -778,7 +789,7 @@ typedef struct tfm_dev {
   const tfm_backend *table;
   const tfm_host *host;
   struct tfmi_pool *pool; /* for tfm_parallel_for */
-  int32_t threads;        /* workers of the pool, this thread included */
+  int32_t threads;        /* shares that work is cut into; no more threads than cores run */
   int32_t index;          /* which GPU */
   uint64_t override_mask; /* bit i: entry i of the table is the reference's */
   bool host_visible;      /* memory from `alloc` must be addressable by the host (for override) */
@@ -1192,7 +1203,6 @@ extern const tfm_backend *tfm_backend_cuda(void);
 #include <dirent.h>
 #include <fcntl.h>
 #include <sched.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -1525,6 +1535,99 @@ static float tfmi_f32(const void *p) {
   return value;
 }
 
+/* ---- The platform: POSIX, or what MinGW-w64 has of it ---- */
+
+#ifdef _WIN32
+#include <direct.h>
+#include <io.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+/* As windows.h has them, which is not to be had without its macros. */
+__declspec(dllimport) int __stdcall MoveFileExA(const char *, const char *, unsigned long);
+__declspec(dllimport) int __stdcall CreateHardLinkA(const char *, const char *, void *);
+#ifdef __cplusplus
+}
+#endif
+typedef struct _stat64 tfmi_stat;
+enum {
+  TFMI_OPEN_READ = O_RDONLY | O_BINARY | O_NOINHERIT,
+  TFMI_OPEN_WRITE = O_WRONLY | O_CREAT | O_TRUNC | O_BINARY | O_NOINHERIT
+};
+static bool tfmi_stat_path(const char *path, tfmi_stat *st) { return _stat64(path, st) == 0; }
+static bool tfmi_stat_open(int fd, tfmi_stat *st) { return _fstat64(fd, st) == 0; }
+static uint64_t tfmi_modified(const tfmi_stat *st) { return (uint64_t)st->st_mtime * 1000000000u; }
+static void *tfmi_map(int fd, size_t bytes) {
+  (void)fd, (void)bytes;
+  return NULL;
+}
+static void tfmi_unmap(const void *data, size_t bytes) { (void)data, (void)bytes; }
+static bool tfmi_sync(int fd) { return _commit(fd) == 0; }
+static void tfmi_sync_folder(const char *path) { (void)path; }
+static bool tfmi_rename(const char *from, const char *to) {
+  return MoveFileExA(from, to, 1 /* MOVEFILE_REPLACE_EXISTING */) != 0;
+}
+static bool tfmi_link(const char *from, const char *to) {
+  return CreateHardLinkA(to, from, NULL) != 0;
+}
+static int tfmi_make_folder(const char *path) { return _mkdir(path); }
+static const char *tfmi_last_slash(const char *path) {
+  const char *slash = strrchr(path, '/'), *other = strrchr(path, '\\');
+  return !slash || (other && other > slash) ? other : slash;
+}
+static long tfmi_processors(void) { return pthread_num_processors_np(); }
+static bool tfmi_thread_start(pthread_t *thread, void *(*main)(void *), void *context) {
+  return pthread_create(thread, NULL, main, context) == 0;
+}
+enum { TFMI_MAPS = 0 }; /* files cannot be mapped: they are read */
+#else
+#include <signal.h>
+#include <sys/mman.h>
+typedef struct stat tfmi_stat;
+enum {
+  TFMI_OPEN_READ = O_RDONLY | O_CLOEXEC | O_NONBLOCK, /* which a pipe or a device would need */
+  TFMI_OPEN_WRITE = O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC
+};
+static bool tfmi_stat_path(const char *path, tfmi_stat *st) { return stat(path, st) == 0; }
+static bool tfmi_stat_open(int fd, tfmi_stat *st) { return fstat(fd, st) == 0; }
+static uint64_t tfmi_modified(const tfmi_stat *st) {
+  return (uint64_t)st->st_mtim.tv_sec * 1000000000u + (uint64_t)st->st_mtim.tv_nsec;
+}
+static void *tfmi_map(int fd, size_t bytes) {
+  void *map = mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0);
+  return map == MAP_FAILED ? NULL : map;
+}
+static void tfmi_unmap(const void *data, size_t bytes) { munmap((void *)(uintptr_t)data, bytes); }
+static bool tfmi_sync(int fd) { return fsync(fd) == 0; }
+/* A name is on the disk when its folder is. */
+static void tfmi_sync_folder(const char *path) {
+  const char *slash = strrchr(path, '/');
+  char folder[1040];
+  int fd;
+  snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+  fd = open(folder, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return;
+  fsync(fd);
+  close(fd);
+}
+static bool tfmi_rename(const char *from, const char *to) { return rename(from, to) == 0; }
+static bool tfmi_link(const char *from, const char *to) { return link(from, to) == 0; }
+static int tfmi_make_folder(const char *path) { return mkdir(path, 0777); }
+static const char *tfmi_last_slash(const char *path) { return strrchr(path, '/'); }
+static long tfmi_processors(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
+/* With signals blocked: they are for the application's threads. */
+static bool tfmi_thread_start(pthread_t *thread, void *(*main)(void *), void *context) {
+  sigset_t all, before;
+  int failed;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  failed = pthread_create(thread, NULL, main, context);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  return failed == 0;
+}
+enum { TFMI_MAPS = 1 };
+#endif
+
 /* ---- Opening files ---- */
 
 static bool tfmi_read_all(int fd, uint8_t *data, size_t bytes) {
@@ -1541,21 +1644,20 @@ static bool tfmi_read_all(int fd, uint8_t *data, size_t bytes) {
 /* From the file system; fills *f, or returns what went wrong. Only regular files: a pipe or device
    has no size and could go on for ever. */
 static const char *tfmi_file_open_path(tfmi_load *l, const char *path, tfmi_file *f) {
-  struct stat st;
+  tfmi_stat st;
   const char *wrong = NULL;
-  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  int fd = open(path, TFMI_OPEN_READ);
   if (fd < 0) return "cannot be opened; check the path and the permissions";
-  if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+  if (!tfmi_stat_open(fd, &st) || !S_ISREG(st.st_mode)) {
     wrong = "is not a regular file";
   } else if (st.st_size == 0) {
     f->kind = TFMI_FILE_BORROWED;
     f->data = (const uint8_t *)"";
   } else if ((uint64_t)st.st_size > SIZE_MAX / 2) {
     wrong = "is larger than the address space";
-  } else if (!l->no_mmap) {
-    void *map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-    if (map == MAP_FAILED) wrong = "cannot be mapped; try no_mmap";
-    else f->data = (const uint8_t *)map;
+  } else if (TFMI_MAPS && !l->no_mmap) {
+    f->data = (const uint8_t *)tfmi_map(fd, (size_t)st.st_size);
+    if (!f->data) wrong = "cannot be mapped; try no_mmap";
     f->kind = TFMI_FILE_MAPPED;
     f->bytes = (size_t)st.st_size;
   } else {
@@ -1594,7 +1696,7 @@ static const char *tfmi_file_open_io(tfmi_load *l, const char *path, tfmi_file *
 
 static void tfmi_file_close(tfmi_heap *heap, tfmi_file *f) {
   const tfm_io *io = heap->host.io;
-  if (f->kind == TFMI_FILE_MAPPED && f->data) munmap((void *)(uintptr_t)f->data, f->bytes);
+  if (f->kind == TFMI_FILE_MAPPED && f->data) tfmi_unmap(f->data, f->bytes);
   if (f->kind == TFMI_FILE_READ) tfmi_heap_put(heap, (void *)(uintptr_t)f->data, f->bytes);
   if (f->kind == TFMI_FILE_IO && f->handle) io->close(io->user, f->handle);
   memset(f, 0, sizeof *f);
@@ -1614,21 +1716,21 @@ static void tfmi_file_open(tfmi_load *l, const char *path, tfmi_file *f) {
 
 static bool tfmi_file_exists(tfmi_load *l, const char *path) {
   const tfm_io *io = l->heap->host.io;
-  struct stat st;
+  tfmi_stat st;
   if (io) {
     uint64_t bytes;
     void *handle = io->open(io->user, path, &bytes);
     if (handle) io->close(io->user, handle);
     return handle != NULL;
   }
-  return stat(path, &st) == 0 && S_ISREG(st.st_mode);
+  return tfmi_stat_path(path, &st) && S_ISREG(st.st_mode);
 }
 
 /* By callback, a name that cannot be opened is taken for a folder. */
 static bool tfmi_is_folder(tfmi_load *l, const char *path) {
-  struct stat st;
+  tfmi_stat st;
   if (l->heap->host.io) return !tfmi_file_exists(l, path);
-  return stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+  return tfmi_stat_path(path, &st) && S_ISDIR(st.st_mode);
 }
 
 /* folder + "/" + name, scratch. */
@@ -1643,7 +1745,7 @@ static char *tfmi_join(tfmi_load *l, const char *folder, const char *name) {
 
 /* The folder that a file is in: "a/b.gguf" gives "a", "b.gguf" gives ".". Scratch. */
 static char *tfmi_folder_of(tfmi_load *l, const char *path) {
-  const char *slash = strrchr(path, '/');
+  const char *slash = tfmi_last_slash(path);
   size_t n = slash ? (size_t)(slash - path) : 1;
   char *folder = (char *)tfmi_scratch(l, n + 2, 1);
   if (!slash) memcpy(folder, l->heap->host.io ? "" : ".", l->heap->host.io ? 1 : 2);
@@ -1686,7 +1788,8 @@ static void tfmi_out_flush(tfmi_out *o) {
   o->sum = tfmi_checksum(o->sum, o->buffer, o->used);
   while (o->fd >= 0 && o->used && !o->failed) {
     ssize_t n = write(o->fd, at, o->used);
-    if (n < 0) o->failed = true;
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) o->failed = true;
     else at += n, o->used -= (size_t)n;
   }
   o->used = 0;
@@ -1730,7 +1833,7 @@ static tfm_status tfmi_out_begin(tfmi_out *o, const char *path) {
   n = snprintf(o->temporary, sizeof o->temporary, "%s.part", path);
   if (n < 0 || (size_t)n >= sizeof o->temporary)
     return tfmi_report(TFM_E_ARG, "the name of a file to write is longer than 1000 bytes");
-  o->fd = open(o->temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  o->fd = open(o->temporary, TFMI_OPEN_WRITE, 0666);
   if (o->fd >= 0) return TFM_OK;
   return tfmi_report(TFM_E_IO, "%s cannot be created; does the folder exist?", path);
 }
@@ -1742,29 +1845,17 @@ static void tfmi_out_rotate(const char *path, int32_t keep) {
   for (i = keep - 1; i >= 1; i--) {
     snprintf(to, sizeof to, "%s.%d", path, (int)i);
     snprintf(from, sizeof from, "%s.%d", path, (int)i - 1);
-    if (i > 1) rename(from, to);
-    else if ((unlink(to) != 0 && errno != ENOENT) || link(path, to) != 0) return;
+    if (i > 1) tfmi_rename(from, to);
+    else if ((unlink(to) != 0 && errno != ENOENT) || !tfmi_link(path, to)) return;
   }
-}
-
-/* A name is on the disk when its folder is. */
-static void tfmi_sync_folder(const char *path) {
-  const char *slash = strrchr(path, '/');
-  char folder[1040];
-  int fd;
-  snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
-  fd = open(folder, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return;
-  fsync(fd);
-  close(fd);
 }
 
 static tfm_status tfmi_out_commit(tfmi_out *o, const char *path, int32_t keep) {
   tfmi_out_flush(o);
-  if (fsync(o->fd) != 0) o->failed = true;
+  if (!tfmi_sync(o->fd)) o->failed = true;
   if (close(o->fd) != 0) o->failed = true;
   if (!o->failed) tfmi_out_rotate(path, keep);
-  if (!o->failed && rename(o->temporary, path) == 0) {
+  if (!o->failed && tfmi_rename(o->temporary, path)) {
     tfmi_sync_folder(path);
     return TFM_OK;
   }
@@ -2086,6 +2177,7 @@ typedef char tfmi_entries_fit[sizeof(tfm_backend) / sizeof(void *) <= 64 ? 1 : -
 
 typedef enum tfmi_class { TFMI_OTHER, TFMI_LETTER, TFMI_NUMBER, TFMI_SPACE } tfmi_class;
 
+/* ---- tables by tests/make_unicode.py ---- */
 static const uint32_t tfmi_class_starts[] = {
   0x0, 0x27, 0x38, 0x83, 0x84, 0xc2, 0xe8, 0x105, 0x16c, 0x185, 0x1ec, 0x217, 0x218, 0x283, 0x284,
   0x2a9, 0x2ac, 0x2ca, 0x2d0, 0x2d5, 0x2d8, 0x2e6, 0x2e9, 0x2ec, 0x2f2, 0x2fc, 0x301, 0x35c, 0x361,
@@ -2229,6 +2321,492 @@ static const uint32_t tfmi_class_starts[] = {
   0xadd01, 0xae078, 0xae081, 0xb3a88, 0xb3ac1, 0xbaf84, 0xbafc1, 0xbb978, 0xbe001, 0xbe878, 0xc0001,
   0xc4d2c, 0xc4d41, 0xc8ec0
 };
+static const char *const tfmi_packed_category[] = {
+  "Y,f*I1Ed)DS+DS*P-S)e)S)J5d)DBDK5CDCDI+EI5ECe*CT)=CD8T*Q)D:S)DA=Cb)CZ3DZ+K4DK,9:9:9:9:9:9:9:9:9",
+  ":9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9K)9:9:9:9:9:9:9:9K)9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9",
+  ":9:9:9:9:J):9:9[)J):9:J):Z)K)J*:J):Z)[)J):J):9:9:J):9K)9:J):Z):9:J)K)=9[)N*9;:9;:9;:9:9:9:9:9:",
+  "9:9:9K)9:9:9:9:9:9:9:9:9K)9;:9:Z):9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9[+J",
+  "):J)K)9:J*:9:9:9:9[K)=[5M1T*M.T/^*e+<D<e0Ob)9:9:<D9:I)<[)C9I*T)9CZ)898J):Z08Z,[99K)Z)[)9:9:9:9",
+  ":9:9:9:9:9:9:9:9[*9:D9:J)K)ZBKA9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:D`+9:9:9:9:9:9:9:9:9:9:9:9:9:",
+  "9:9:9:9:9:9:9:9:9:9:9:9:9:9:J):9:9:9:9:9:9K)9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:",
+  "9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:8J;I)<S+[<S)I)e)8`>C>CO)CO)C>I,_5I*N*S)Y0e)S)DS)",
+  "T)`-C8d)N8<N-`2P-S*N)>_Z)C=`+8DO+M)O)DO*N)P-_)T)=S/I)=>N7`5I)_U)`-=I/P-_8`,M)Dd)<I)>T)N3O*<`,<",
+  "`)<`*I)d/8_4`)I)C8_-Y*N4DN+I,`,_<<O48`8ND`)=O1=`+N-O)S)P-C<_/`)8N,I)N)I)N38_+8=Y)N*I)>=`+I)O)I",
+  ")`)=I,>I*N)8_)O)I)P-N)T)Q+T)=C>I)`)8N+I*N)I)N38_+8N)8N)8N)I)>8`*I*O)I)`)Y)>Y+N*8=Y+P-O)_)>CI-`",
+  ")8_,8_)8N38_+8N)8_*I)>=O,8`)8`)I)=Y/N)O)I)P-CDY+=O+8`)8N,I)N)I)N38_+8N)8_*I)>=`+I)O)I)`)Y+`)I*",
+  "N)8_)O)I)P-D=Q+I->=8N+Y)_)8N*Y)N)8=8N)Y)N)Y)_)Y)N.I*`*Y)`)8O*I)=I+>I/P-b)T,Y*`*N,8_)8_38N0I)>=",
+  "`+8`)8O*Y+O)8_)I)=I)N)O)I)P-Y+Cb+D=`)CN,8_)8_38N-8_*I)>=`+8`)8O*Y+O)I+N)8N)O)I)P-8N)>I.O*_,8_)",
+  "8_<O)=`+8`)8O*=DI*_)>b+_)O)I)P-b,DN+8`)8N1Y)N48_,8=I)_+Y)>I*O+8>8O,I+P-I)O)CI.NA>N)`+I*DN+<O,C",
+  "P-S)Y:N)8=8_*8N48=8N->N)`,=I)_*8<8`+8P-I)N*I8=e)d/DCe)O)T+P-Q-D>D>D>S*O)N,8N:I*O2CO)_*`-8O:8T,",
+  ">T+8T)d*T*S)Y:_=O2=P-S+N+O*N*`)=`)N)`+_)O*_.O.=>P-O*T)J;89Y*9I)[=C<[)_M-8N*I)_+8=8N*I)_<8N*I)_",
+  "88N*I)_+8=8N*I)_/8_E8N*I)_J)I)`)d,Q2Y)N0T-I+JT)I)K+I)CN`1DC_0EN5S)Y)_N)d)b)N,Y+N1O*Y,_1`)S)Y,N",
+  "1O)I._.8_)8O)I.NCO8d)<d)D=>I)P-I+Q-I+d-`)8>P-I+_9<_CY+_*O)N9>=Y*NL)I-_78O.I*O.I*DY)S)P-N7I)_*Y",
+  "-N>I*N5I+P-AY)T9_3`*I)S)_CO-8`6I)>P-I+P-I+d+<S+I)`7YA`*_@`0N,8S)P-d+T-`,e,d)`)N7`.N)P-N>O/I,S*",
+  "N:O2Y)d*P-Y)_)P-N7M+S)[,9:Y*Z=I)Z)S,I,`)C`2N*>N+>N)`)=Y*K>^H[.<K9^:OI)9:9:9:9:9:9:9:9:9:9:9:9:",
+  "9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:",
+  "9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9[,9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9",
+  ":9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9[,J,K+I)J+I)K,J,K,J,K+I)J+I)K,89898989K,J,K/I)K,L,K,L,K,L,",
+  "[*8K)J*;D:e)[)8K)J*;e)K*I)K)J*8e)K,Z*e)I)[)8K)J*;T)8f-Y*S4U)Y*Ed/R)d)Dd.DCBS-EI0A<I)Q+e)S)<Q-e",
+  ")S)8^.Y)e8Y/`8Y/T)9T*9T):Z)K)Z):D9e)Z*T+9D9D9DJ*D:J*:N*:T)K)J)e*9K*T*:DbB9:b*T)I*Tf-S*e6S)ei+I",
+  "3e-Y2QGTP)Q3T^1S/Q7eAS)e7S-eR.S3eHS*T8S)Te-I)T88e^)JAKA9:Z)K)9:9:9:J*:9K)9K+M)Z):9:9:9:9:9:9:9",
+  ":9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9K)T+9:9:`)",
+  "9:Y*S*AS)K;8:Y*:I)NEY+<CI/>_3Y,_+8_+8_+8_+8_+8_+8_+8_+8O8d@<S8T)S.I9T58eU)I.TT+I5T0Ed)D<=AS-T)",
+  "S.Db,O+C^*T)b)<=CT)8NT)I)O)T)M)=CNV)C^)=Y*_=8NX)8T)Q*T-N8T;Y,DN0e78Q-T7Q,Db/T8Q-e;b/TI-NIP+TI)",
+  "_SQ2<_e9Y)eDY,N<M+S)NO,<d)N0P-N)I29:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:=O*CO-C<9:9:9:",
+  "9:9:9:9:9:9:9:9:9:9:9:M)O)NL)Q-O)S+I,e3^,T)9:9:9:9:9:9:9[)9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:9:",
+  "9:9:9:9:9:9:9:9:9:9:9:9:9:<K,9:9:J):9:9:9:9:<T)9:9:=9:9[)9:9:9:9:9:9:9:9:9:9:Z*:Z*:9:9:9:9:9:9",
+  ":9:J*:9:J):I)9:8:8:9:9:9:9Y2^)9:=M):_+>_)>N*>_3`*T*>Y)Q+T*I+NCS*I,O)NBO1I,S)P-I+O1N+d)=CN)>P-N",
+  "6O,S)_3`.Y-C_6Y)O*_@O/d.8<P-I*S)_*><_,P-_*8_<O/Y,_)>N,O)I)P-I)S*N0<N+e)=`)NB>=`)N)O)_*O)=>=I4N",
+  ")<S)_-`*S)=M)O)I-N+I)N+I)N+Y,_+8_+8[=DM*[,<T)I*KQ)_9O,CO)I)P-I+N[W-I._3I*_AIKM,Na-I)N_)I;[+I.[",
+  "*Y*=>N-D_.8_*8=8N)8N)8N`)e0I0__-S)T0NI)I)NDY+DI8N.T*O0S-I+O0d)R)S4c)d)8S/DCe)8CDS)I*_*8_L*I*d)",
+  "DS+DS*P-S)e)S)J5d)DBDK5CDCDd+N-<_>M)_7Y)N+I)N+I)N+I)_)Y)e+8e+Y.T)I)N.8N58_18N)8_/I)N/I9_g)Y*d)",
+  "I*b>Y)e,bEe0Q)e)8e.Y)DY@e>>IJ*_6Y)_AY/>b5I*N8Q*Y,N2AN,AY*N;`*Y*N78CN:I*N,Cb*I=J<K<NP)I)P-I+J:I",
+  "*K:I*N<I,NCY-CZ-8Z/8Z+8J)8[-8[/8[+8K)Y)NCI._e,Y,N3I-N,I4M+8M=8^,YK)N+I)=8N>8N)Y)=I)_38CQ,_3T)b",
+  "+_7I,b,IA_18N)Y*b*N3Q+Y)CN5Y*CII)NEI*Q)N)Q0I)Q@=`)8O)Y*O*N*8_)8_6I)`)I*>b,Y+d,Y+_6Q)C_6b)I8N,D",
+  "N6O)I*b*d+Y,NDY)d+N3I)Q,_1Y*Q,N1Y+S*I.b+IQ)_M)YDZBY.[BY+Q+N:O*I,P-I+P-N*<=J3Y)`*C<K3I,T)IQ+b78",
+  "N=8O)CI)N)I0_)YDO*_6Q-=I,N3`-Q*d*I3N1O*S*I;_2b+I2_3Y,`)_C`/d+I*Q2P->N)O)=Y,O*_>`-S)8S*>Y._4Y+P",
+  "-I+`)N:O/8P-S*=O)=I,_9>S)=Y,`)NAO/N*S*O*CO)P-=C=d)8Q2Y-N18_4O.S+>N)>IH_+8=8N*8_/8N-CI+_@O.Y*P-",
+  "I+O*8N,I)N)I)N38_+8N)8_*8O)=`+I)O)I)`)I)=I+>Y*_*O)I)`+Y)`*Y-N-8=I)=8N;8=`,8>I)>8O*8`*=>=S)8S)I",
+  ",O)Y6_CO1N*d*P-S)8C>_)I7NAO2N)C=I,P-I]*_@`+I)`,d3N*O)I9NA`0d)=Y-P-I+d.Y1_=`.=CI+P-I+P2I6_5I)`/",
+  "I*P-Q)d)D_+Yf*N>`/CI[)J8K8P-b,I.N,I)=I)N,8N)8N4O+8O)I)O*=>=O)d)Y,P-IL)N,I)_;`+I)`+=C=>Y5=O-N<`",
+  "+=O*S,>I,=`-N@O0d)=d*Y._M)Y+S-Ie*_8CI/P-I+_,8_:O,8O,=d*I-P-b1Y)S)N7I)O38O/YM)_+8N)8N;O+Y)>8O)8",
+  "`+=>I,P-I+N+8N)8N8`*8O)8`*=Y+P-Ie,_1O*S)Y+O)=>_.8N9`+Y)`*d.P->YS)=Y/b2e6Y.CNV6I])ba)8d*Y-NK+IO",
+  "R)_Y)S)Y.Nb8I0>N+`/I-_Vh)Y*_L1YfS+N7O1P-ILD_f0Y+_78P-I*S)_P)8P-I+N7I)`*CI-NA`+d*T*M*CDI-P-8b+8",
+  "_2Y*_1Ib.^)N<M)d)P-IL+J8K8b3S*Y[)_N)I*>=`DY+O*^.II)M)C<>Y-O)I/Nfi*I,NT;Y<N-Y]T,M*8^+8M)8_Z,Y/=",
+  "Y6_)I)=I/N*I,NO.IKM)__)Y*_.Y)_,Y+N-I)DO)CIYg)Tb+P-I+Td.IO)O@I)`3Y,Td)IGTe+I-e;I)TG`*e)O+I,O,T)",
+  "`+T7O*eGY2TJ)`)DIg)Q2I.Q2I.eT)Y,b4YL*J5K5J5[+8K1J5K598J)I)9I)J)I)J*8J,K*8:8[+8[-J5K5J)8J*I)J,8",
+  "Z+8K5J)8J*8Z*89Y)Z+8K5J5K5J5K5J5K5J5K5J5K5J5K6I)Z4D[4DK+Z4D[4DK+Z4D[4DK+Z4D[4DK+Z4D[4DK+9:I)PB",
+  "TI0`DT*OBT,>T/>T)d*Y/`*8`/IQ9K-=K2I+K+YS+`+8`0I)`+8O)8`*Y*MHY8>Ib)_>Y)`+^+I)P-I*=DII-N7>Y0N>O*",
+  "P-Y*DIQ/_5<O*P-IT+N7O)=P-I*CIY/_+8N*8N)8_/8_K+I)b,`+Y<J9K9`+<I*P-I*S)YQ4bFDb)DQ*IO)b>Db/IJ+N*8",
+  "_58N)8=I)=8N-8N*8=8=I+=I*=8=8=8_)8N)8=I)=8=8=8=8=8N)8=I)N*8_+8N*8N*8=8N-8_0Y*_)8_*8_0ICT)IP,T>",
+  "I*T[)I.e/I)e/8e/8e:I-b.eY*IEe6Y.T>I*e,Y+T)I/T+IV*TU7I*e0Y)e.Y)ee)I*eX)I+T.I*DY/T.I*TEI,T-I+T<I",
+  ",T7I)T.I*T)IHTS-I.T/I)e.Y)T-Y*TEY+e/I)e-I+e,Y+eR*8TW)P-IL8NYe<I8NgI*I+NX+I)NJd*I/_b^+Y/Na1IZO)",
+  "NX0IZ@_NV*Y*NYJ*IQ_e2Ob+IQbi*",
+  NULL
+};
+static const char *const tfmi_packed_word[] = {
+  "Y)2/C,))CX))2),)-@)H)S6,46-/)))9_+)**,)).))+)))<)]*)T,)V-)O)*).R)0V))))*)*))0D,,F3-S*,O+)0*2);",
+  "*)8e)*N+6`),)*)*W):E,3-A).0T*)J,*2);)0***>)/))+,*1***,0),*)-*42)))*+).,**>)/)*)*)**))-,**++)/,",
+  "))/83+)1)+)>)/)*)-*2)+)+*)7,*21/)+)0***>)/)*)-*1***+/+,*)-*2))8*).++),+*)))*+*+++4,-++),*).)62",
+  "85)+)@)8*1)+),/*)+*)*,*28,)0)+)@)2)-*1)+),/*.*),*2)+45)+)]))+)--,/-*22.)+):+A)1))*/+),.)))0.2*",
+  "*5d)-7)2P)*)))-)A)))@*-)))/)2*,I))@*.23))))),2)M),<):)M)1)c)S*.W**O)))-)*T))V2),*/))),*R)),*J)",
+  "),*/))),*7)c)),*L**+I)88`**.+U;*9)C-T*+3/>1>3<45)+)*4^*+),**2J)+)3.c*/T)-O*2H)4,42Q)*-3U),C.2O",
+  ")E,i))F*3.25)0HZ)V*+2914^+4b)02+Z)*3-T)*+8+)P)-`8*.*O)*.*0)))))))H*_))/))++)/+,*.,5-+)/7*Z)*;)",
+  "E)5)85])J)9),)*2))+-.)))))),)3*,--,)9R)VB^)`b)N/.14O)))-)*b)/)7A1/)/)/)/)/)/)/)/)I)X))_6+B7)-*",
+  "-,`****+)d*),-T))h*9I)Y)8I8IW.I*V^=L*W)*V0+E<]))2)]+N)1*P+*L***)))0=`),);^)4O*22.A+))Z)*M)4F+J",
+  "*63.H)a)16*2.@+R*A+*8*-2.*.*.1/)/)T))6.e+)**2.Mg24@,Z)MQ0W3*S+O)/4--4)5)-)))*)*)U+J)T3:I**`)Q)",
+  "4,888+*A+I)-)P,;2/C,))C3c*+.*.*.*+L)4)C);)*)7*6K)e+N*_)Q,)K,F+Z)7)HI)5G-T)-G*M),0)-S)h,*2.M),M",
+  "),Q)0^)43)7)/)*)3)7)/)*+^)4a11>20A.)S))1N*.*))U))*+)*@2@1HJ*;)*2>2CO*b).*I*,)*-0)+)F*+,)I)F+FL",
+  ")0)GB`)2>2;5:W+R*a)])5])5Q)02.O)+-)@d/S))*+*8+a)J)2)0J)H>S)=D@1P*H81f)/)5B/2._))2,,0M)*)1N*,,)",
+  "5))L):)N).,h)/))),)7)2/e)-2.,)0***>)/)*)-)2***+*).)-/*/+-32))*))O))2))*)),)05*FT*-2,,GO*))02O-",
+  "`)*1@.K)J*+)32O)c)/2.<ED*7,2./c-e)N+S*=0*)*0)*)G)**142O*0*W)*0)*Di)0)0S*+):R*P.J)72.1)V))172AG",
+  "*>)6R*/)*)U)+))*)102..)*)N))*)./2`1@19)R)+-53_*)X*dEO+X+9M.U[*J+7YJ)8>2ef+-P:c_.d)O`)c9/H)2.X*",
+  ")2.G*-3a)1,421=-;Y5V)+2O.I*I,T*,c)/9I**)*3*6bi-0`O)R)2Pa0,)/)*)L17)F+*)6,0U4MQ*T+-5+1/2+*ZK,2O",
+  "8W)*@h8-+.00*/G,^,+e5_*)P*)**)***,)4)))/)J*),*0)/)E),)-))+/)^2*B)B)H)B)H)B)H)B)H)B)0*[)I8a),[)",
+  "0)6)>-)7YK)H.._./)9*/)*)--h)J))Y+V)+6*2,)J2H9d)`6S)`.T)N7/),)*)7)N.3/R)U*,2ON),)D)*))*))2),)))",
+  ").),))))))+)*))*))))))))))*))*,)/),),)))2)9-+)-)9^;C.C.CO]*2OI)IaR)I)dJ,.h.*K^-6ZR/7W;KV*h8KX)",
+  "Td,-IL,YSa=Y/",
+  NULL
+};
+static const char *const tfmi_packed_numeric[] = {
+  "Y)2b+*-)*+JV)2O,2O.2f42`+2,.U+2`+2`+2*.W+5]+20/P+2Q+//;V+2I+2`+2O*<U02O*2X><ZD+X/2.2>2U12I,3N-",
+  "2.2`-2`*2O,2.2`I))+..2O.])*-`>f)W*>`;GRT))RA)B16+a2,S,2G0)7I)2P)7IeE2f-2I2.d,2O)2O.2>2`*2`42`b",
+  "<2V7V)4c)9*_2DM),F)0)O,-S.2WF0B/P)1T*->.I-**8*W)I*1^)*G+T*-Q+0A0R)/S2.Y)2.2`0Hh,2S),Y+/O,GI,2f",
+  ")2Y,2/<e/2`22`+2`32O+2.<U*4M5;g*2`<2`*FL/2O*2`)2O32O+=TJ)X+JO72OR*2`*2O,2)/W82O0@g2+cP@2OW)<4<",
+  "U+B_K)[)IS*2O52`72a/2U>1I,2aAe))+),U*V))7KG5La*2",
+  NULL
+};
+static const char *const tfmi_packed_punctuation[] = {
+  "J)72/C.C,K))-)+)2*+)+)h=)0)[6.R)*]))))*)*)U)*<*)*5)**S*,O+)T)6R/+`)7H)N0*2)i3)LA)d*)2*Q-7))N),",
+  "P*)S*-,*X+.T-)M;1a,)U;*U)*W*+P**g,+)+N)3c1*b.*I,/).U-/e,,e)-h)*I*03)fBA0<)5)4G*6*c;,F*gJ)6X**H",
+  "2]4>i),I)*e@,)*Y+)X,X));h5+,2*48)4)K+)d*)KIF*V0+L+)2)]+.f3,`**Q)+))Z)*X))J+58*f+,h+*8*c/)[S<*Y",
+  ".2>L))6)),))*_,+).),2*+*C+))D))))/d4+f<)Y))h4)P@)P.)H)Y01O))Y+/K*/c*,SN)/V+*),h+,Y)*X*-+)5))+b",
+  "*.T+)f8)d/@R++b/+ZR+-cX9*N,)J*-0)dS<)PX/-",
+  NULL
+};
+static const char *const tfmi_packed_mark[] = {
+  "IAY+]0/P0V))))*)*))Q*3Y)=8)N+/*.**),L))GDe*3d)1K),)1)+)-T)+b+6)J)`)+):)/2*F+b)))/***+1)2*F+b))",
+  ")-,**++)G*+)3+b)))0)+)+<*F+b)))/***+0*2*G)e)-++),1)Q),d)/)+),/*3*F+b)))/)+),/*3*F+d)/)+),1)2*G",
+  "*O*),.)))0:*g))*/40K+)*.)*3.S**D))))),*Z)<)*-3)M)1)M+<@,,+)+*/+,54))2,i=+[F+F+F*G*I*I)1)V)+a+*",
+  "K))`+4,4e.-c)2)F*)Y)7J*-X)9O)14+G5b)6Y)<b,+)=,),++*O.`)--Y>J)hi*+V,)I+I)S9.R+*^WF,)2I)*Y**Y0)+",
+  "),)@-b**[):C:^)0B5U),X)6M))L*64)0*V)+[)))+**-*))R)--*U/0)*Yc;)J@888VG)K/)_,-O^)+)*-,Q)+,)N-*cQ",
+  ")+_)7b),V)3N*+M)6h))4+Y)61+i*4.)I-4=,b)))/***+1)2**/+-I.:R+<T//*1D*[*9S+5N+7LQ)0)0[*>)6cZ;-e)/",
+  "dI)W)8,SQ;*OO--+.00*/G,^,+eg)a),[)0)6)>-)7YS)/)9*/)*)-NN*/V+/_gNAY/",
+  NULL
+};
+static const char *const tfmi_packed_lower[] = {
+  "J**I*)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(O+*()*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(**()*()*()*()*()*()*(K)*g)**(**(**(**(",
+  "**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(*,T4WY)**Y4**(**(+*(**(**(**(**(**(**",
+  "(**(+*(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**]/)*^/**(**(,*K5)*J",
+  "5**(**d4)*c4**b4)*()*a4+*f,)*`/)**)*]4**b4)*,**0)*+)*i4,*M5)*,***)*R5**(**(**[5)*Z5**[5+*Z5**[",
+  "5)*Z5**Y5)*()*X5**(**^5)*]5,*(0**)*)***)*)***)*)**(**(**(**(**(**(**(**(+*(**(**(**(**(**(**(*",
+  "*(**(+**)*)**(**L.)*[*)*[+**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**N0**O0**(",
+  "**(**(**(**(**(**(**(0*^K=)*]K=**P2)*`U=+*VK=**P4)*Y8)*,)*T,**(**(**(**(K1*(**(,*(1*O//*e,**))",
+  "*()*(**`)**))*(**g))*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(**()*()*()*()*()*()*()*()*(",
+  "M)*X)1*5**(**(**(**(**(**(**(**(**(**(**(.*c++*d+**7)*8+*N0)*()*()*M5)*()*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*i*)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*(Z)*g)**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(2*(**(**(**(**(**(",
+  "**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**E)*D**(**(**(**(**(**(+*(**(*",
+  "*(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**",
+  "(**(**(**(**(**(**(**(**(**(**(**(**(**(**(+*h*)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(Sd**IL6)*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(**(.*(",
+  "]>*Iag))*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(",
+  ")*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*XfT*)*()*()*()*()*(^M**5/*Jf-)*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*()*(+*()*()*(J2*Kf-**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(",
+  "**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(*",
+  "*(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(2*ie6**If6**(**(**(*",
+  "*(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**",
+  "(**(**(**(**(**(**(**(**(**(**(**(**(2*9)*()*()*()*()*()*()*(1*()*()*()*()*()*(3*()*()*()*()*(",
+  ")*()*()*(1*()*()*()*()*()*()*()*(1*()*()*()*()*()*(4*(**(**(**(1*()*()*()*()*()*()*()*(B*()*()",
+  "*()*()*()*()*()*(1*()*()*()*()*()*()*()*(1*()*()*()*()*()*()*()*(1*()*()*L,)*()*K,4*c,)*()*()*",
+  "()*d,4**)*()*a-)*(5*b-)*()*X.)*()*[.4*Z/)*()*,)*()*S/S1*P_6,*L`))*[//*MO8W)*@)*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*()*()*(<*F]B*[))*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*(Zc)*U))*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(Z)*g***Xi<)*KZ5)*JY5+*Yh",
+  "<**(**(**cJ=)*h))*L*)****hJ=+*(1*iL=)*()*IM=**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**",
+  "(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(",
+  "**(1*(**(-*(WSG*(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(<*(**(**(**",
+  "(**(**(**(**(**(**(**(**(**(**(Q,*(**(**(**(**(**(**(,*(**(**(**(**(**(**(**(**(**(**(**(**(**",
+  "(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(**(3*(**(**RIN*)*SIN***(**(**(**(-*(**Z[[*+*[",
+  "[[***(,*(**(**(**(**(**(**(**(**(**(**R^[*)*=)*0)*<)*-**M+)*X))*S))*ST^*)*gc)**(**(**(**(**(**",
+  "(**(**J+)*NZ[*)*`Y5)*[LN***(**X`[*)*Y`[***(**(**(**(**(**(**(**LM]*B*MM]*Uc=*h))*()*()*()*()*(",
+  ")*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(OO)*8)*()*()*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(R,*()*",
+  "()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(",
+  ")*()*()*(g,*))*()*()*()*()*()*()*()*()*()*(**()*()*()*()*()*()*()*()*()*()*()*()*()*()*(**()*(",
+  ")*()*()*()*()*(**()*(Ta)*[))*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(h,*i))*()*(",
+  ")*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(ec**()*()*()*()*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(JU=*()*()*()*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(J**1)*()*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(Q[G*6)*()*()*()*()*()*()*()*()*()*()*()*()*()*(",
+  ")*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(",
+  NULL
+};
+static const char *const tfmi_packed_nfd[] = {
+  "I.,K,IY)),(*),(*),(*),(2),(,*,,d)),,V*),(*),(*),(4),07),(*),(*),(4*,21),*-),(*),(*),(*),(2+,47",
+  "),(*),(*),(4),05+,8)),(*),(*),(*),(2),(,*,,d)),,V*),(*),(*),(4),07),(*),(*),(4*,21),*-),(*),(*",
+  "),(*),(2+,47),(*),(*),(4),05*,(6),X+/),I*(),i),),I*(),i)M*),I*(),e)V*),I*(),i)*),I*(),i)2),I*(",
+  "),i)2),I*(),g)(),I*(+,g)7),I*(),i),),I*(),i)*),I*(),i)K*),I*(),i)a)),I*(),e);),I*(),i)0),I*(),",
+  "i)*),I*(),i)I*),I*(),g)R*),I*(+,g)*),I*(),i)*),I*(),i),),I*(),i)M*),I*(),i)J*,,*1),I*(),g)S*),",
+  "I*(*,g)T*),I*(),i)U*),I*(),i)_)),I*(-,e)=),I*(),i)U*),I*(),i)_)),I*(,,g)7),I*(),i),),I*(),i)2)",
+  ",I*(+,c);),I*(),i)U*),I*(),i)_)),I*(),g)=),I*(),i)*),I*(),i)S*),I*(),i)_)),I*(),g)`)),I*(),i)_",
+  ")),I*(+,g)9),I*(),i)*),I*(),i),),I*(),i)0),I*(),i)*),I*(),i)d)),I*(),e)T*),I*(),e)(),I*(),i)4)",
+  ",*5),I*(),i)4),I*(),i)2),I*(K),_*G),I*(6,])(),I*(F,P+F),I*(),X)(),I*(),])(),I*(),])(),I*().i)/",
+  "QY)).I*(().i)(-).I*(().i)(>).I*(().i)(@).I*((*.P+(0).I*(().i))().I*((),S.-),I*(+,g18),I*(),a)(",
+  "),I*(),a)b)),I*().i)(().I*((),Y<a)),`5(),XK)(,,N*=),I*(+,Z))),I*().c*<-).I*((),S.9),I*(),D(),I",
+  "*(),V3E),I*(),i),),I*(),a)+),I*(),i),),I*(),a)+),I*(),i),),I*(),])+),I*(),i),),I*(),c)+),I*(),",
+  "i),),I*(),c)+),I*(),i),),I*(),L*S)),I*(),g)(),I*(+,a*])),I*(/,V*1),I*(),a)I*),I*().T)g).).I*((",
+  ").i)1().I*((),i)0),I*().i)(().I*((),T)-),I*(V0+^@)+(*+I))-=-Y)+g/2+XQ)/,d.(),[W)()+_V)),fV)(),",
+  ",(),,(*,4(*,4(),0().I)6-C,i)(),A(),A5),0(),,(),,().A6(C,@(),A(),35),4(),0(-,:(),(6U),O,7),(8*,",
+  "+5,,B6-,Q)5),+)),>43,=(I),I*(@,-3),(8*,+5,,O*6-,a)5),+)),>4A,K+:),*(S*,g-9),I*(6,T*(),I*(),i),",
+  "),I*(+,_)+),I*(+,O2,),*(),N4(),I*(),g)(),I*(+,g)/),I*(),i)0),I*(),])(),I*(+,^2(),*(),a3(),I*()",
+  ",]*/),I*(),i)0),I*(),i).),I*(),a)-),I*(+,a)(),I*(R1,bF`^)),(*),K*(),J**),O*)d,,`0(*,P)(9,K)(`:",
+  ",UN)YW)0,8(+,.(M)-e)()-*()-*()-2()-2()-*()-:()-0(U+,Y1M0),([)8-T*_))-*(*-C(^*-O0I0+-4(L)-L*()-",
+  "*()-2(+-G(S/,b9^9+,(X)),([)8-T*_))-*(a),I/`1`),Q+Z)),*(),)[)f+,I0h/b+,[/h//,6(),(**,(P)).((Qg,",
+  "i+,I0b/),*(),)[)W,,O1O/*,(2).((S7),(I)N3-[>YF2-<(--2(--2(--2(5-_)+2-K+N,*-(,)-K,A*-*(1-L,(:-K*",
+  "W+2-<(--2(--2(--2(5-_)+V+,S1[/Ia*,IW-WY-*,,(*,,(*,,(*,,(,,0(R),[*(*,,(+,,(),*(*,.(g=,JY5iI4),I",
+  "*(),g)e)),I*(),i)b)),I*(),i)E),I*().g);ZU-).I*((),g)i)),I*(),i)b)),I*(),i)E),I*(),i);),I*(),i)",
+  "4),I*().g)Z*)).I*(().i)(*).I*((),i)[*),I*(),i).),I*().i)92).I*((),g)i)),I*(),g)-),I*(),g).),I*",
+  "(),i)b)),I*(),i)_)),I*(),i)h)),I*(),i)6),I*(),g),),I*().i)X*1).I*((),e)5),I*(),i)M*),I*(),i)E)",
+  ",I*(),g)D),I*().i)(.).I*((),i)E),I*(),i)/),I*(),g)a*),I*(),i)4),I*(),i)b)),I*(),g)a)),I*(),i)b",
+  ")),I*(),i)E),I*(),i)/),I*().g)]*-).I*(().i)(6).I*(().i)*7).I*(().i)(*).I*((),g)-),I*(),i)4),I*",
+  "(),e)(),I*(),i)b)),I*().i)(.).I*((),i)E),I*(),g)]*),I*(),i)b)),I*().i)L*.).I*(().i)>().I*(().i",
+  ")W)().I*((),g)a)),I*(),i)b)),I*(),i)E),I*(),i)/),I*(),g)9),I*(),i)A),I*(),i)-),I*().i)]*3).I*(",
+  "().i)*6).I*((),g))),I*(),i)I*),I*(),g)N*),I*(),i)*),I*(),i)6),I*(),i))),I*(),i)b)),I*(),g)a)),",
+  "I*(),i)*),I*(),g))),I*(),g)1),I*(),i)K*),I*(),i)E),I*(),L)(),AZ*),.,),,(*,U8--,e;b)),I*(),i)])",
+  "),I*().i)55).I*(().i)()).I*(().i)(:).I*(().i)(3).I*(().i)K*)).I*(().i)c))).I*(().i)()).I*(().i",
+  ")(:).I*(().i)(3).I*(().i)d).).I*((),a)(),I*(),i)])),I*(),i)3),I*().i))1).I*(().i)()).I*(().i)(",
+  ":).I*(().i)(3).I*(().i)K*)).I*((),a)])),I*(),i)^)),I*(),])(),I*(),i)])),I*().i)5)).I*(().i)())",
+  ".I*(().i)(:).I*(().i)(3).I*(().i)K*)).I*(().i)7)).I*(().i)()).I*(().i)(:).I*(().i)(3).I*(().i)",
+  "(I*).I*((),])8),I*(),i)])),I*().i)M)L*).I*(().i)()).I*(().i)(:).I*(().i)(3).I*(().i)(I*).I*(()",
+  ",a)_)),I*(),i)O*),I*(),i)])),I*(),i)3),I*(/,Y])I)),(*).()N*).(*().()*).(*().()K,).(*(),i))),(*",
+  ").()L,).(*().()*).(*().()K,).(*(),Q*)),(*).()L,).(*().()*).(*(+,i))),(*).())).(*().()*).(*(+,M",
+  "*)),(*).())).(*().()*).(*().()K,).(*(),i))),(*).()L,).(*().()*).(*().()K,).(*(),M*)),(*).()L,)",
+  ".(*().()*).(*().()K,).(*(),i))),(*).()L,).(*().()*).(*().()K,).(*(),U*)),(*).()L,).(*().()*).(",
+  "*(+,i))),(*).())).(*().()*).(*(+,U*)),(*).())).(*().()*).(*().()K,).(*(*,i)(*.((L,*.((**.((K,)",
+  ",Q*)),(*).()L,).(*().()*).(*().()K,).(*(),i))),(*).()L,).(*().()*).(*().()K,).(*(),8P))-(*),0)",
+  ")-(*),,))-(*),,))-(*),4))-(*),4))-(*),0))-(*+.X)M).).(*()0()R,S^))0(*(()0()*()0(*(()0()K,()0(*",
+  "(().i)).).(*()0()R,()0(*(()0()*()0(*(()0()K,()0(*(().U*).).(*()0()R,()0(*(()0()*()0(*(()0()K,(",
+  ")0(*(().i)).).(*()0()R,()0(*(()0()*()0(*(()0()K,()0(*(().M+).).(*()0()R,()0(*(()0()*()0(*(()0(",
+  ")K,()0(*(().i)).).(*()0()R,()0(*(()0()*()0(*(()0()K,()0(*((),8D),(+).(/.),(S,).(P,(*,(K,).((()",
+  ",i)a+),(+),(/)-(*),(Q,*+U*+,JZ)-).hY)L,(),(S,).(P,(*,(K,).(((),L*L,)-(*),,))-(*),(Q,),YK6R,),(",
+  "*),(K,),TI6a+),(+).(0R,)/((*+,(^+).(]+K,),i)+),(+),(/)-(**,SO6)),(*),(K,),ZL6a+),(+).(0L,)/((*",
+  "),/>),(*),0f*).(]+K,),i)+),(+),(/)-(*),/O)),ZX)P))-(*)+Z,+.[`)).),(S,).(P,(*,(K,).(((),]*L,)-(",
+  "*),<))-(*),(Q,)+TX)++`^7)+(N1+ga6,+L`))-;_+X+,h^8f*),,(;,,(H,b+(),0(),+(_),K+(-,2(+,.(A,Y)(*,,",
+  "(D,W)(+,6(+,,(*,.(@,_I9(*,QK9(3,P)(),JJ9(),,(),UK9(),*(+,C(),*(+,.(),*(/,.(),*(+,6(),*(+,.(),*",
+  "(L),`)(),4(),*(),,(Z),g*(),*(),Q)(),*(/,I*(),*(),*(),*(f)+WZ.)+([g)-a[*(YT),f`*K`>*,,(*,,(*,,(",
+  "*,,(*,,(*,,(*,,(*,,(*,,(*,,(*,,(+,.(*,,(*,,(/,6(),(**,.)),(**,.)),(**,.)),(**,.)),(*@,R+)2,W-(",
+  "6,E(*,,(*,,(*,,(*,,(*,,(*,,(*,,(*,,(*,,(*,,(*,,(+,.(*,,(*,,(/,6(),(**,.)),(**,.)),(**,.)),(**,",
+  ".)),(*@,R+)+,[,(),*(),*(),*(,,>(KI[)+VT`))+R_:)+Sg;)+NI))+Xi6)+iR8)+Me*)+UeN))+))+aML))+hPE)+_",
+  "MG)+If))+dS,)+MP2)+`Z,)+[T+)+^@)+d;)+Uc+)+eQ;)+YZ))+de))+QY))+fN0)+b[.)+UQ,)+i`N))+MX*)+fb3)+U",
+  "Z+)+KJ2)+Ii3)+gUI))+^R1)+Kh2)+Uc))+aR;)+fY7)+UM+)+T_<)+bM,)+MN+)+Kc*)+Kg6)+Z^I))+IL))+U:)+Sh0)",
+  "+fI+)+b]+)+UV*)+[Z,)+QI+)+S-)+Mc+)+M^,)+bL*)+^Q))+g`:)+M7)+IK*)+YK+)+^]/)+^a-)+]d1)+XiA)+QK+)+",
+  "`_6)+dJ*)+cJ/)+WO+)+Wi1)+QL-)+iJH)+[b))+Ie.)+Uf))+Q;)+hJ/)+W8)+OJ4)+]aJ))+Ye>)+iS@)+J))+hM<)+K",
+  "d))+ML+)+OQ1)+TX-)+LT<)+M]+)+`X8)+TUG)+dd.)+^K*)+Qa1)+YG)+]N9)+Oh:)+c]<)+[h/)+cc0)+fT7)+R_+)+[",
+  "d3)+i_<)+^R*)+MS7)+W^.)+IO+)+JX7)+Si9)+Z[9)+_b,)+Uh7)+T^7)+Qf0)+XT;)+^T))+h-)+WT3)+SO2)+Wb*)+M",
+  "O,)+bX+)+_VH)+b<)+I]*)+Ya*)+YV+)+YL-)+`[,)+MQ6)+bT*)+bK*)+U+)+PLO))+^K2)+IT*)+^h9)+gWA)+`Z))+h",
+  ".)+[R))+YQ-)+SK))+h]))+I^*)+[K*)+^P))+UT/)+ZL-)+Q]-)+U[))+P]I))+`0)+[J))+^I6)+[i3)+WG)+Lh=)+`:",
+  ")+Sb))+ML,)+hQ0)+]U,)+LR:)+QJ,)+dW*)+MF)+KO))+Sc1)+U3)+I]-)+`2)+dh0)+KU*)+K-)+h4)+eQM))+MK=)+S",
+  "I4)+OY*)+XgC)+aN1)+ON))+OZ-)+I-)+[_,)+YO*)+`f+)+OP*)+[T/)+ha-)+IZ/)+TYE)+Sd@)+TdJ))+KX2)+W/)+d",
+  "^*)+^=)+b`*)+h<)+KZ))+QS*)+d^5)+LXL))+IU0)+[MC)+eML))+dW.)+IV0)+h]8)+ic@)+YD)+MV+)+h`-)+fX9)+e",
+  "NK))+SG)+SN,)+dd,)+^;)+[=)+bL*)+I[+)+`F)+Uc,)+S_,)+K))+^W,)+SZ*)+PdJ))+^a5)+eR5)+Me6)+WU))+K`0",
+  ")+YS0)+Oe*)+WM))+ZYD)+OL+)+bJ2)+eZ+)+Q-)+K@)+Ng,)+XK))+fT5)+ZRG)+SPC)+cXA)+P+)+fR.)+bK*)+MI5)+",
+  "L_8)+Yc0)+_O+)+UQ<)+iW+)+II/)+NU.)+ZT=)+Pc.)+hP*++WR)*+YJ/++ZR2)+`^8)+hc))+KP))+K*)+4)+[*)+Uf6",
+  ")+ZR5)+fX)*+ON+*+QW*++d]*)+Q4,+fh+)+A)+`*)+`Q*)+VV.)+Yg*)+]YL))+Y;)+S.)+`@)+^))+b.)+`M))+Y.)+K",
+  ".)+WF)+W.)+`e))+:)+SK*)+O5)+S*)+O.)+b_))+M1)+f2)+OH)+KX*)+M2)+W8)+`M))+b3)+UH)+fO*)+b2)+<)++)+",
+  "6)+2)+4)+h*)+()+K3)+I,)+f;)+OL))+Q))+W+)+I;)+M1)+WG)+`0)+))+dF)+YT*)+S0)+^>)+W+)+[B)+Q+)+dS))+",
+  "K0)+^S+)+`9)+`+)+VfD)+YPZ/)+VVI/++RiB)+fb))+e,)+ZG)+QE)+^+)+U<)+M+)+MS))+Z,)+O,)+Y,)+WP))+Y-)+",
+  "I1)+G)+d8)+S4)+[d))+4)+h0)+O,)+^:)+S/)+V,)+S0)+g*)+K1)+K,)+hA)+W-)+S+)+O8)+d9)+M2)+.)+^+)+MK*)",
+  "+I,)+UA)+[B)+J))+U-)+`7)+h<)+YL+)+Na*)+[/)+^/)+U<)+Q1)+Q+)+K6)+*)+^2)+I))+Y))+S-)+=)+`A)+QG)+f",
+  "8)+^3)+h5)+Y1)+[<)+U4)+b^))+b1)+[b))+WE)+Q,)+G)+Y:)+Y+)+e*)+S+)+/)+L))+`,)+I-)+d@)+hK))+[;)+U:",
+  ")+b5)+SI*)+U.)+M/)+Q0)+O*)+>)+h*)+UV))+[Q*)+dSM.)+5)+Ic-)+ZLf/)+^P*)+I*)+hIR0)+UQ-)+MI9)+JcX/)",
+  "+^,M*-ReU*RW=*-[).3-9<)-(*)/(3bP))/((*)-Z)1)-(*)-(0)-*()-*()-*()-*()-*()-*(*-,()-*()-*()-*()-*",
+  "(*-,(*-,()-*(*-,()-*(*-,()-*()-*()-*()-*()-R)-)-/4)-<()-:(US-,STN,`XN,*,,(7,<(L,,b0d.),*(f8,SJ",
+  ")WJ)),([)X3,M@O>),(;*,(Cf/,h7M7),*(LgW)-fcg*Ueg*)-*()/((bdN/)/((*)/((*)/((*)/((*a*-K.()-*()/)(",
+  "/)/*(()/)(*)/*((I[R*+ce^2)+3)+8)+IWc.)+Nfb.)+d,)+A)+U,)+W/)+f))+d,)+Z))+LL6)+`cQ/)+eWd.)+4)+G)",
+  "+M))+Qdc.)+POQ/)+dS6)+S*)+dec.)+Rec.)+A)+ZV))+hV))+8)+[KI1)+_hi0)+C)+R[6)+`_6)+<)+`*)+0)+N`6)+",
+  "Ke6)+*)+^))+S))+<)+()+I))+K+)+6)+8)+Y))+:)+*)+))+))+bSe.)+ceU.)+VS6)+Q))+Obe.)+Zae.)+2)+Q))+W1",
+  ")+V.)+G)+h))+[+)+O-)+[))+M,)+G)+I*)+))+Q))+K))+6)+E)+O=)+J9)+I9)+V4)+M*)+eO*)+UW+)+J:)+S*)+Y))",
+  "+N0)+U2)++)+^/)+WLh.)+Nig.)+0)+E)+O))+6)+h+)+S^h.)+K,)+gXh.)+f*)+>)+i,)+d0)+Za9)+C)+`I:)+S+)+)",
+  ")+[Qi.)+TIi.)+Q))+E)+>)+Q[i.)+]Zi.)+4)+b^))+L]))+LS:)+fV:)+C)+K-)+P+)+U_I/)+LSI/)+MSI/)+ZPI/)+",
+  "/)+I))+Q.)+()+Pe:)+df:)+^*)+Q))+`*)+XI;)+I[^/)+XY^/)+OL;)+,)+,)+O))+WUK1)+RRK1)+MLK/)+))+J]Y.)",
+  "+iV9)+))+aN;)+Iif/)+K[@)+ZPJ0)+8)+ZQ;)+UT;)+M+)+:)+K*)+W0)+X^;)+g))+Wa;)+hLL/)+eIL/)+I0)+.)+*)",
+  "+-)+d*)+O))+O*)+F)+<)+f*)+O))+.)+[))+<)+K,)+O-)+M*)+`/)+`eL/)+ifL/)+L,)+`.)+^))+I.)+bIM/)+ifL/",
+  ")+e-)+c))+aa<)+^L=)+Q))+f))+V*)+aI=)+MW=)+b))+dRN/)+XKN/)+Q9)+i2)+J]=)+Wa=)+]b=)+R*)+dS3)+,)+^",
+  "`2)+R.)+IJ5)+RVG)+d]9)+.)+2)+b+)+@)+hOO/)+_Pf/)+IT>)+T/)+b4)+M+)+WhN/)+igN/)+i.)+Q7)+Xa>)+Qd>)",
+  "+I.)+U,)+d3)+^iN/)+ZfN/)+PU@)+YY@)+SbO/)+P_O/)+VY@)+O[@)+b*)+^))+()+KVP/)+Nb6)+fh6)+cSP/)+dOQ/",
+  ")+eiP/)+C)+V.)+f2)+W*)+Y+)+V+)+W*)+E)+A)+YcP/)+_hP/)+^7)+f+)+a]A)+WcA)+1)+[IQ/)+ZVQ/)+Q@)+hhP/",
+  ")+h*)+ZfP/)+M/)+a))+/)+TQB)+OTB)+M+)+5)+S+)+WPS.)+JhR.)+dZQ/)+XUQ/)+fIR/)+PbQ/)+A)+^))+WeR/)+Z",
+  "bR/)+Q))+hRS/)+f5)+_RS/)+I))+iVC)+YXC)+eWC)+))+fbC)+Q))+Q))+O))+Q,)+idC)+YID)+KZT/)+ZXT/)+O_T/",
+  ")+N[T/)+fK`.)+ib_.)+IcU/)+U))+`0)+ZMQ0)+>)+`WD)+fiU/)++)+U*)+[))+TJV/)+()+))+^*)+LZD)+K_D)+T^D",
+  ")+h,)+UbR0)+ifV/)+d+)+h+)+]hD)+M^S0)+JVW/)+O^W/)+^*)+V]W/)+`-)+cTE)+IZE)+:)+0)+b[X/)+^:)+))+]e",
+  "X/)+cWE)+YdU0)+ThX/)+,)+NdE)+YNV0)+gdX/)+NLF)+WMF)+3)+b))+SQZ/)+PKZ/)+NOF)+SUF)+^+)+M,)+LZF)+O",
+  "XX0)+f))+gWX0)+haX0)+i_Z/)+OfZ/)+]dZ/)+Q.)+<)+QV[/)+Y,)+PU[/)+W^[/)+Z][/)+fWc.)+_ba/)+bVG)+I-)",
+  "+ZXG)+M]G)+]Q;)+KXO0)+C)+NKC)+8)+acb.)+,)+[c.)+P]N))+SKH)+5)+K))+_h@)+di@)+*)+:)+Y*)+SN^/)+XN^",
+  "/)+W+)+S,)+[,)+_0)+[1)+[*)+h.)+R8)+U/)+*)+G)+[N^/)+Q;)+V1)+_d]0)+SfH)+*)+M*)+OTa/)+VOa/)+Wf^/)",
+  "+if^0)+.)+hM_0)+I:)+X`_0)+QWI))+>)+<)+*)+h+)+L*)+S0)+c*)+U1)+L-)+M,)+^))+idI))+[IJ))+h))+ZIJ))",
+  "+UOJ))+,)+OIa/)+Jc`/)+4)+]SJ))+QUJ))+iLS))+MiJ1)+W3)+ZSc0)+8)+YgJ))+b,)+b1)+^4)+MNb/)+eia/)+S)",
+  ")+[-)+`-)+Web/)+a[e))+]Lg-)+H)+O+)+dWg-)+_Ig-)+O.)+[Re/)+^))+]_d/)+b-)+h))+bJe/)+PJe/)+b9)+f1)",
+  "+()+c-)+b@)+`))+Qhe/)+iOe/)+ViN))+KKO))+hee/)+LcJ1)+bVO))+LZE)+IaE)+KKg/)+Q5)+cdL1)+6)+[`O))+[",
+  "Kh/)+Z_M1)+OhM1)+aQh/)+))+d))+bbh/)+RVh/)+idO))+SiO))+d/)+^))+`+)+JLP))+K`P1)+gJI0)+d:)+b3)+iK",
+  "Q))+f))+[PQ))+U`J0)+VgR1)+bIS1)+Y8)+M0)+VgJ0)+T`Q))+MdQ))+0)+4)+:)+4)+Q*)+QUL0",
+  NULL
+};
+static const char *const tfmi_packed_nfkd[] = {
+  "I-*i/0,(YY)**h+-,J,/+*G)*(),N)-)*`c)+,ac)U*)*I))*d+*.e+dZ6Q+).((+).,(,^+,U)]i7),I*I*4,c)d,),I*",
+  "(1,IN)Z,`)*gP)N*.g*P)YV)).(I*().I*((),X)i*),(I*),I*(),e)i)),(I*),I*(N),]*H),(I*),I*(g-*Z3)*dH)",
+  "*cH)*6)*UI))**)*2)*_I))**I),Z-bQ)),(*),(.),(f)),(R*),(8+*IM))*XH)*4)*0)*bJ)`,,RP)^+2,(P,).(6=T",
+  "**W^))*2)*P)),(5),(6)*I*)*5C*i))*4)*(**a*)*b),*T)W4,ME^P)W/,M4M7),K*(),h/(),c/(eg),OI,fe+I,,I0",
+  "I0R),L*Z)),(8X)*K+T+.W2I5hP.*.*((L4*]-YJ+*_U6)*Q0)*R0**()*()*Y<)*X<)*()*()*()*()*()*()*(**))*M",
+  "F)*NF)**)**)*()**)*:)*fG)*()*IT5)*JS6)**)*()*OH)**)*()*TH**,)**)*d5)*c5)*QG)*KU5)*()*XS6)*.)*(",
+  ")*WS6)*gS5)*]H)*fS6)*Pa4)*()*()*K))*()*g_))*8)*,)*()*`]))*()*C)*0)*(6*Y.L)*eI))*iG)*KH)*T>)*`>",
+  ")*VH)*YH)**)*.)*,)*()*()*IZ5)*gV5)*J+)*WZ5)*VW5)*g*)*+)**)*()*()*()*,)*:)*()*Z5)*d5)*()*KR5)*L",
+  "R5)*()*NJ))*SJ))*()*()*S:e.,V_)NT.),M)[,K1,N-A*,((),(h*).(]+eL.4.(>L,).((*).((K,6.(*L,).((*).(",
+  "(K,6.(@L,).((*7,(5),(O)**+)*))*))*))*))*))*))*))*))*))*)/*[h7.,ih7h)5**),(RY)).((NV)1*V),,MJ8Q",
+  "I8).((QI8*,..).((.-,PJ8PJ8*,)QW)1,h)TU)),(e)),e)f)60KJ8Oi7-ML80*]J89*))*Y++*X+)*()*()*()*()*()",
+  "*F)*Uh8)*Tg8)*T))*()*Q,)*g+)*()*()*()*()*()*()*()*()*()*F)*Uh8)*Tg8)*T))*(**U+)*.)*:)*8)*IG)*L",
+  "H)*,)*()*()*()**)*,)*(4,L*ge7b*.GP,gf7).((I))*g)),d.Q)*.c,P)/).((4)*b:*,i5W))*],)*i))*))*))*h)",
+  ")*f3)*g5)*))*,)*h)**i)),([*+*))*()*()*))*)+,*L*).*7Z*),(8**0,*/,*a))*(**I*)*J*)*(**2)*K*)*I`*)",
+  "*()*()*()*_`**.N*@A)*[a))*D)*J*)*A)*IP7-*Lg8)*h))*()*.)*(/.Z+OI8J*).((,)0((7LI8).((,).*(().)(,",
+  ").*(().*(().*(().-(*).0(()./(,).,(().,(().,((),3()*W)),(_i7).((K)),(C)*A),(B).((()0((([)),BG)*",
+  "E),(F).((()*B)*;)*()*8)*`)),(I*).((I*),(C)*A),(B).((()0(((I*),BG)*E),(F).((()*B)*;)*()*82.c+`g",
+  "7T+L-,`i8WG).((Yi8*,..).((.Y9*cK:)*()*()*()*()*()*()*()*(),7ei8),(*),(*),(*),(*),(*),(*),(*),(",
+  "*),(*),*9).;*RI9).(*().(*().(*().(*().(*().(*().(*().(*()0(76i+)0((*()0((*()0((*()0((*()0((*()",
+  "0((*()0((*()0((*()0((*()0(*9(),:/),*(),*(),*(),*(),*(),*(),*(),*().7,+).(*().(*().(*().(*().(*",
+  "().(*().(*().(*().(*().*9().;K+1).(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().",
+  "(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().(*()*Y))*()*()*()*()*()*()*()*()*(",
+  ")*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*4)*()*()*()*()*()*()*()*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*_,KR)0`i8Ke8MI9MI9Q+.Ji8Ji8eh8),..).(((O8*ZF)*R)[/*[J>Y1*b]G",
+  "^**faB5*adQ))*W*)*C)*8)*[))*`*)*4)*O))*[))*QQ))*S*)*2)*U))*O))*Q))*Q+)*Q))*<)*^1)*d-)*`))*0)*d",
+  "))*8)*^))*A)*Y))*O+)*K))*^))*OX))*W,)*`E)*U))*6)*<)*K))*`,)*bF)*h*)*W/)*U))*M))*S))*S+)*,)*[>)",
+  "*:)*>)*A)*O/)*6)*0)*Q/)*:)*A)*6)*b+)*I))*K))*h,)*QM))*d*)*Q))*OW))*0)*M-)*G)*A)*Q))*U*)*0)*^8)",
+  "*W))*h))*Wi))*K,)*U))*[+)*W))*8)*4)*O+)*0)*h))*UL*)*fD)*>)*0)*.)*6)*K))**)*I-)*W5)*0)*M=)*:)*K",
+  "+)*4)*8)*6)*^-)*4)*O6)*4)*I+)*I))*f*)*b6)*4)*I))*U<)*d/)*2)*S3)*U-)*d*)*[@)*Q0)*dL))*^))*Y+)*M",
+  "+)*O,)*<)*2)*I*)*`,)*:)*[=)*4)*8)*8)*G)*E)*.)*f,)*.)*2)*Qg))*d))*QF)*>)*U))*^9)*A)*U,)*d*)*UL)",
+  ")*E)*E)*M*)*Q*)*U4)*>)*M,)*W7)*f))*I5)*Q))*0)*`5)*W3)*b/)*2)*0)*Sd))*8)*`1)*[1)*,)*f*)*Y.)*A)*",
+  ".)*4)*K.)*K*)*2)*C)*U2)*M+)*.)*U3)*,)*M))*`7)*h*)*4)*S,)*:)*,)*:)*d))*^A)*hA)*:)*S*)*S))*6)*:)",
+  "*.)*W*)*.)*I))*0)*A)*^))*E)*6)*^+)*E)*.T)*_dX*`)*be@**d[9)*,)*(J+,R[R)bNA),(*+,YOAHI+,`*f+[)*R",
+  "h7)*()*Y2)*Z2)*[2)*()*_2)*()*()*^2)*()*()*()*()*()*a1)*R))*()*()*Y))*Z))*()*()*()*()*()*()*()*",
+  "()*()*f,)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*T))*c,)*()*K3)*()*.)**)*",
+  "0)*.)**)*e3)*I4)**)*N4)*()**)**)*()*.)**)**)*()*()*()*()*,)*.)*:)*4)*0)*Q2)*()*a1)*()*()*^*)*(",
+  ")*,)*8)*()**)*:)*,,*`NG)*`0)*P0)*KV,)*LV,)*M*)*N*)*U[;)*]V;)*J,)*Z))*W[-)*]H)*VP,J+.LRP)Xf7P))",
+  ".(,().(*().(,().(*().(*().(,().(,().(*().(,().(*().(*().(*().(*()0(L)Y]0LI9)0(,(()0(*(()0(,(()",
+  "0(*(()0(*(()0(,(()0(,(()0(*(()0(,(()0(*(()0(*(()0(*(()0(*(()0(3C()6()1OW0S`0`d0[*)4(((4:Lb0*.(",
+  "SXGi]0).(b0().(N0().(MV,().(VM,().([V)().(]`)().(Y`)().(eY)().(QW*().(Wf1().(O`,().(VL*().(aY*",
+  "().([S=().(LTF().(UU/().(SM)().(J:().(SL1().(J]:().(bO7().(YK5().(P^1().(ZS;().(Jg)().([c*().(",
+  "^W+().(da5().(Lh;().(UfG().(NaE().([J;().(aN=().([VB().(:()*U[S))*b[,)*^Y+)*WI31.g]g)gcI*b)),e",
+  ")N*),(*),(*),(*),(*),(*),(*),(*),(*),*9),(*),(*),(*),(*),(*)*bU0)**)*()**)*()*()**)**)*()**)*(",
+  ")*()*()*(),L)b[0),,(),*(),,(),*(),*(),,(),,(),*(),,(),*(),*(),*(),*()2/(Ma0L)1)0+Ca2Q/),)(**OX",
+  "G)*`0)*P0)*KV,)*XM,)*YV))*_`))*W`))*gY))*OW*)*Uf1)*M`,)*XL*)*cY*)*YS=)*NTF)*SU/)*QM))*L:)*QL1)",
+  "*L]:)*`O7)*WK5)*R^1)*]S;)*O[;)*LS*)*Rf5)*SXD)*i]H)*SM))*Wa4)*bZ=)*RXM))*WQ))*[f4)*]_6)*M*)*N*)",
+  "*^g/)*Pi,)*Z3)*`N,)*L+)*ba5)*Nh;)*SfG)*PaE)*Wf*),ZWU)X]0),(*),(*),(*),*9),(*),(*),(*),(*),(*),",
+  "(*),(*),(*),(*),*9),/YV])),*(),*(),*(),*(),*(),*(),*(),*().7XV])diS)).(*().(*(),W)S+).d)>JS]))",
+  ",(a)).Z)+N*)*SNA)**)**)**)**)*()**)**)**)**)**)**)**)**)**)**)**)*,)**)**)**)*()*()*()*()*()*,",
+  ")*,)*,)*,)*,)*()*()*()*()**)**)**)*()*()*()*()*()**)*()*()*(*2i,`PAUNAYb7h_7)0(b)`+_-)2(8.5T*)",
+  ".(:O))2,J+8S)9).(Y*L+).,],M+)4,I)P,d,h*IPA)0(O,/().,9E).(:W*).*X-<)0(S,V*P+)0(0W*Q+)0(P-.9)0((",
+  "4R))0,(X,R,)0((I*O.)0(b,h)()4(a,*c+g*O.),(Q-)4((a+T*I-a))4((M+O.J*>)2((EZ+()0,P-3d))4(((((8)4(",
+  "M-e*V,P*3)0(,K,Q+).,GN,).,J)K))0(K)K)N+)0,X-a*K-)2(h,M)K)b+)2,9M+c,V,).0:L+).((6)00]-Q+<).6(R,",
+  ").,(Q+),(^-),,R*).0=N*).*g)/)4(;Y+,^-R*)0(((:)2()(Y*7)4.*]-N+N*O*)0((CM+).((0).()Y+)4.8+X*(L-)",
+  "0(,O)2)4(;Z+J)J*M-).(I-I+)2.]+P+S,Q,).(R)+)0((E]*).(K-5)0(J-h*Z))2((:+L-)0()(8)2.*X-Q+h*)0()W,",
+  "_*),(^-)2(Z-8(g*).(M.7).((8)0.X-P,S*).((b+).(h)a)).(Y*i))2(883^-)0*P,U+A),(`+)4((e)]-:().,g+T+",
+  ")2(((h*9)0(K-h*O*)0.((L-).((O*).,]-8)00K*_*M-),(U*)0*V)e*K))2(^*`+N.7),*a))4(O)BY)L-8)..i*(),g",
+  "TAUiH),*(),*(),*(),*(),*(),*(),*(),*(),*().7ZQb)KiH).(*().(*().(*().(*().(*().(*().(*().(*().(",
+  "*().*9().(*().(*().(*().(*().U+b)XNb)),/K)),N*@).K*AK)),C=),*C),@<).((i+).((*),_)X)),^KX)`eY))",
+  ",^e+Pb.),TY.WV3),WW.Y=)0bJ)ad.WWP)dQM)),]e])eUX)),+(),f^)(),g^)(),+(),i)*),,(),3().b)h)eSP))08",
+  ",=LVf)),2c)),+(),f^)(),(K*),g^)(),+(),N*O)).O*L+[)).e)(().3(().C((),Y`)Q*),g^)(),9(),6(),1*),8",
+  "(),f^)(),g^)(),;(),8().,(X,).;((),<_+).+`+().,(*).;((),<]+).+^+().,Yd8I,)0(((]+),c)Pe8).`)J)L)",
+  ").e)(().3(().`*K).)2(((Oh8TKA)4(((((JUA),+M)),+(),f^)(),g^)(),.c)),+(),f^)(),g^)(),+(),e)(),O*",
+  "*),+(),f^)(),g^)(),+(),e)(),f)M_)),e)()0Q)_a):Vh8),g)O,),K*D),(*)0i)Ke8+[+).(Td8c+),K*c*),c)W+",
+  "),K*X)),i)J)),K*f)),e)N*),(,),I*W*),*5),(*).(*[+),(:),*T)).(62).(4(),c)V*)0I*])*Z+).i)M*i)),(,",
+  "),O*I*),i)0),0P)).)Oe8I*).R)((),HIgJ)),*(),*(),*(),*(),*(),*(),*(),*().7Re[)Ya[)).(*().(*().(*",
+  "().(*().(*().(*().(*().(*().(*().*9().(*().(*().(*().(*().(*().(*().(*().(*().(*().*9().(*().Q",
+  "+I+Za[)g^E*]Ta))**].*INZ*Q,*JV]*)*b*LD*KPZ*)*hI*)*cU^*)*UW^*Jg;,aW_*2),(.),(.).(3-).((.),CE),(",
+  "(5,KY*MY*),(J)),(4),<>),;91*S.)*N))*,)*()*4)*()*()*<)**)*ie*O),Sd*h.)*I2)*))*:)*))*))*))*,)*))",
+  "*))*))**)*))*))*))*5)*))*))*))*0)*))*))*))*5)*))*))*))*^*)*))*))*))**)*))*))*))*N*)*))*))*))*+",
+  ")*))*))*))*,)*))*))*))*()*))*))*))*2)*))*+)*))**)*))*5)*))*G)*))*7)*))*W))*))*))*))*2)*))*))*)",
+  ")*.)*))*))*))*-)*))*))*))*8)*))*()*))*))*)),^)Y/),(()*R))*))*))*))*/)*))*))*))*O))*)),((),((K)",
+  "*V,)*))*))*))*[))*))*+)*))**)*)),)I*)*.)*))*5)*))*.)*))*4)*))*))*))*X0)*)).*i)`e*).((().((f2).",
+  "((().((c0).((().((h/).((().(()).((().((,).((().((8).((().((().((V0).((().((()*K0)*))*))*)).L0(",
+  "c)).((*).((Y)).((0).((*),L*X*),(*),(*),(W)),(0),(*),,e)),(*),(*),(W)),(0),(*),*e)),([)),(0),(*",
+  "),*c)),(Y)),*Z)),([)),*Z)),(*),(Y)),2Z)),(*),(*),(W)),,X)),(Y)),*Z)),(*),(*),(W)),*X)),(Y)),*(",
+  "),*Z)),([)),*Z)),([)),6Z)),(*),(*),(W)),(0),(*),*c)),(Y)),(0),(*),*N*),(2),(*),(*),(U)),(*),(0",
+  "),(*),*e)),(*),(*),(W)),(0),(*),*e)),(*),(*),(W)),(0),(*),*e)),(*),(*),(W)),(0),(*),*e)),([)),",
+  "(0),(*),.e)),(*),(*),(W)),(0),(*),])U*),*(),Y)().ZK+P*6).(*().(*().(*().(*().(*h)).^K+.g+).((*",
+  ").((O)).((*).((.).((*),L*N*),(*),(O)),(*),(.),(*),,Z)),(*),(O)),(*),(.),(*),*Z)),(*),(O)),(*),",
+  "(.),(*),U))),(*),*)),(*),*N*),(d)),(*),(0),(*),*1),(0),(*),*N*),(f)),*P)),(*),(O)),(*),(.),(*)",
+  ",.U*),*g+),(*),(O)),(*),(.),(*).(<e)).((*).((*).((W)).((,),L*X*),(*),(*),(W)),(,),,_)),(*),(*)",
+  ",(W)),(,),*+),*X)),(Y)),*Z)),([)),*Z)),([)),2Z)),(*),(*),(W)),,X)),(*),(W)),*Z)),(*),(*),(W)),",
+  "*X)),*Y)),*Z)),([)),*Z)),([)),6Z)),(*),(*),(W)),*X)),(Y)),*Z)),(*),(*),(U)),(*),*Z)),(*),(*),(",
+  "W)),(,),*_)),(*),(*),(W)),*Z)),(*),(*),(W)),(,),*_)),([)),(`*),.P,),(*),(*),(W)),(,).(C+).((,)",
+  ",L*F),(,),,+),(,),*+),(,),8+),(,),*+),(,),G-),(*),*(),,(),(,),0+),(,).;6<).(*().(*(),95),(*),,",
+  ")),(*),*)),(*),5)),(*),*)),(*),5)),(*),))),(*),,)),(*),6)),(*),*)),(*),+e)),(*),(*),(W)),(P)),",
+  ")(),,(),*(),*Y)),(*),,)),(*),*)),(*),5)),(*),*)),(*),5)),(*),))),(*),,)),(*),6)),(*),*)),(*),+",
+  "e)),(*),(*),(W)),(P)),)(),,(),*(),+1),(*),(*),(W)),),),*(),.+),/Z)),(*),(*),*+),(*),(*),.W)),*",
+  "(),J)4),((;..g)@).(*Z)).((().(([)).(*().(W)Z)).((*).((*).,()).((().*(d)).(()).4X)c)).()*).((b)",
+  ").([)a)).((().(()).(([)).((().,X)X)).((().(Y)Y)).)X)().((().()2).([)a)).((().((W)).((().,X)0).",
+  "(*/).((().*W)X)).((().((Y)).((2).,Z)1).([)().((().((0).*(/).((2).(()).6V)/).((().*W)X)).((Y)).",
+  ",X)().((2).(()).()c)).((().(,[)).((().(W)X)).((().*X))).(([)).((2).()c)).((Y)).(,Z)).(([)+.(+V",
+  ")).,[)+).(([)).)X)().((0).()/).((().((0).([)*).(()).0(/).((().L*V)2).,+().(()).(,*).(()).(W)*)",
+  ".(()).,(*).(X))).(Y)().6V)().,)*).)(().,(().E)().([)().4X)().()().([)().1(().-(().0X)()./Y)c))",
+  ".,X)Y)).=Y)2).<(()..Z)c)).),d)).)+1).)[)().*Z)().,(X)).])*d)).*)().Y)(()./[)().Z)X)().`)Y)1).;",
+  "Z)()./[)().+V)2).O)+(R).J)Y)Y0).C(()0_)(e0[J+)0()a)T))0f)T)d)+)0HW)@U))0/J)G))08K),.)0GJ)3+).N",
+  ")K)2)M)(((RK+Qe*MJ+`J+WM+I*[L+QM+^M+WM+I*YM+OL+QM+SM+)89(ZK+bI+d)c)(()02Y0WI+Y)<*ZJ+)*Qg@)*()*",
+  "Zf@)*()*_))*d))*Ug@)*().Zh@eR+Zi*@,(()*Sh7)*+)*Re7)*))*X+)*()*K-)**)*Uc@)*()*3)*()*7)*()*/)*()",
+  "*,)*()*()*(+*Ve@)**),c+WV)),((),((),(()*f+)*))*))*P+)*Qg@)*Pg@**>)*+)*0)*g))*Mi7)*ch7)*()*K-)*",
+  "*)*Uc@)*()*Ni@)*,)*.)*()**)*E)**)*+**d))*Z+)*()*^)-,i)U^)),IK+(),iJ+**,(**,(*),IK+(),iJ+*),IK+",
+  "(),iJ+*),IK+(),iJ+*),IK+(),iJ+*),IK+()*i)),4*),((),(*),((),K*(),((),J**),((),O*)),((),((),(()*",
+  "P*)*))*()*))*))*))*()*))*()*))*))*))*()*))*))*))*()*))*))*))*()*))*))*))*()*))*))*))*()*))*()*",
+  "))*()*))*()*))*()*))*))*))*()*))*))*))*()*))*))*))*()*))*))*))*()*))*))*))*()*))*))*))*()*))*)",
+  ")*))*()*))*))*))*4)*))*))*))*()*))*))*))*()*))*))*))*()*))*))*))*()*))*))*))*()*))*))*))*()*))",
+  "*))*))*()*))*()*))*()*))*))*)).3c*SK+).((().((*).((().((*).(((),((),((-*XK+)*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(",
+  ")*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*UY<)*()*`P+)*:)*()*B",
+  ")*[7)*;)*L-)**)**)**)**)*[+)**)**)*R*)*Y+)*_-)**)**)**)**)*()**)**)**)**)**)**)**)**)**)**)**)",
+  "*,)**)**)**)*()*()*()*()*()*,)*,)*,)*,)*,)*()*()*()*()**)**)**)*()*()*()*()*()**)*.)*_-)*()*_]",
+  "7)*J.)*()*Y2)*Z2)*[2)*()*_2)*()*()*^2)*()*()*()*()*()*a1)*R))*()*()*Y))*Z))*()*()*()*()*()*()*",
+  "()*()*(,*`,)*()*()*()*()*(+*+)*()*()*()*()*(+*+)*()*()*()*()*(+*+)*()*(,*VV0)*()*8),a0N[))*S0)",
+  "*+)*OI8**WN*)*Na))*()*()*()*bI*)*^*[I_)*acf+)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*()*()*4)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(",
+  ")*()*()*()*]+)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*4)*(",
+  ")*()*()*()*()*(**()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*]+)*()*()*()*()*()*()*(",
+  ")*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*4)*()*()*()*()*()*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*()*]+**()*(+*(+*()*(+*()*()*()*(**()*()*()*()*()*()*()*()",
+  "*4)*()*()*(**(**()*()*()*()*()*()*(**()*()*()*()*()*()*()*()*()*()*()*]+)*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*4)*()*()*()*()*()*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*()*()*()*()*()*()*]+)*(**()*()*()*(+*()*()*()*()*()*()*()*(**()*()*()*()*",
+  "()*()*(**4)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*]+)*(**",
+  "()*()*()*(**()*()*()*()*(**(,*()*()*()*()*()*()*(**4)*()*()*()*()*()*()*()*()*()*()*()*()*()*(",
+  ")*()*()*()*()*()*()*()*()*()*()*()*]+)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(",
+  ")*()*()*()*()*()*()*4)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()",
+  "*()*]+)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*4)*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*]+)*()*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*4)*()*()*()*()*()*()*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*()*()*()*()*()*]+)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*()*()*4)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(",
+  ")*()*]+)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*4)*()*()*(",
+  ")*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*]+)*()*()*()*()*()*()*()*(",
+  ")*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*4)*()*()*()*()*()*()*()*()*()*()*()*()*()",
+  "*()*()*()*()*()*()*()*()*()*()*()*()*U3)*S8+*W=)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*",
+  "()*;)*<)*()*()*()*()*()*()*dN7)*VN7)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*",
+  "()*()*()*()*()*YL7)*eM7)*,)**)*>)*3)*+)*i*)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*;)",
+  "*<)*()*()*()*()*()*()*dN7)*VN7)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()",
+  "*()*()*()*YL7)*eM7)*,)**)*>)*3)*+)*i*)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*;)*<)*(",
+  ")*()*()*()*()*()*dN7)*VN7)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(",
+  ")*()*YL7)*eM7)*,)**)*>)*3)*+)*i*)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*;)*<)*()*()*",
+  "()*()*()*()*dN7)*VN7)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*",
+  "YL7)*eM7)*,)**)*>)*3)*+)*i*)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*;)*<)*()*()*()*()",
+  "*()*()*dN7)*VN7)*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*YL7)*",
+  "eM7)*,)**)*>)*3)*+)*`))*(+*id))*()*()*()*()*()*()*()*()*()*;)*()*()*()*()*()*()*()*()*()*;)*()",
+  "*()*()*()*()*()*()*()*()*;)*()*()*()*()*()*()*()*()*()*;)*()*()*()*()*()*()*()*()*(JY-*NJ0)*()",
+  "*.)*,**W))*V))*3)*:)*M))*7)*()*()*()*P))*2)*6)*B)*A)*L))*,)*=)*()*,)**)*2)**)**)*O+)*`,)*]))*N",
+  "+**Z,)*.**[)+*c)**`))*7)*()*()*()*P))*2)*6)*B)*A**H)*=)*()*,**4**,/*R)-*/**`)**7**()*P))*2**3)",
+  "*A**H+*9**4**,**f/**c,**Z,)*.**[)+*c))*:)*M))*7**()*()*P))*2)*6)*B)*A**H)*=)*()*,**4)**)**)*O+",
+  "**K+**a/)*()*.)*,)*W))*()*V))*3)*:)*M)**7)*()*()*P))*2)*6)*B)*A)*L))*,)*=)*()*,)**)*2)**)**.*X",
+  "))*.)*,**W))*V))*3)*:)*M)**7)*()*()*P))*2)*6)*B)*A)*L))*,)*=)*()*,)**)*2)**)**N:,]I+TV)),(+),*",
+  "(),*(),*(),*(),*(),*(),*(),*(),*(..J)S)aK+).(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().",
+  "(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().(*().bh@5bh@)*Lg@)*E),FF",
+  "),Q)U)**X))*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*()*(),L)/),2(",
+  "),4L)),(G).--ge@),6BD,;(),(*N),94Y+,WLAKIA),Y+Y.)**6*YbA)*RX+)*ab+),TY9]))*Sf6)*dQ-)*YUA)*_TA)",
+  "*TQ-)*`a3)*IY-)*Zb-)*c^1)*f].)*ii.)*MK2)*Pc1)*Q[=)*PK,)*[b3)*]eB)*XT*)*^V5)*iP.)*h3)*T_2)*8)*I",
+  "MJ))*ROB)*]e/)*Sf*)*OZ/)*YO=)*eZ=)*d[3)*Y7)*NP;)*WP5)*Xa+)*+)*^K/)*LU9)*O^))*UcF-.Z]Y)ORDhe@).",
+  "(N[4().(O0().(dX.().(I]2().(TO/().(QQ2().(]i9().(^P1(0*`a@)*Zd-",
+  NULL
+};
+/* Combining classes are numbered by their order: 54 of them. */
+static const char *const tfmi_packed_combining[] = {
+  "IA(=[))]),V))]))T)-V)*R),V)*R)3V)-),V)0[))`))[)+V)+[)*V))(+[),V))[))])*V))[))^)*_))^)*_))^)5[)",
+  "]0(-[)R0()V),[))V)+[))W))V).[).V)*[))V)*[))W))Z))[))-).)/)0)1)2)3)4)5*6)7)8)9)():)();)<)()[))V",
+  "))()5Q*(0[))B)C)DY)()>)@)A)B)C)D)E)F*[)*V)-[))V)*[))V)8()GN+(/[)*(,[))V))[)*(*[))()V)*[))V)L)(",
+  ")HG()[))V)*[))V)*[)+V))[)*V))[))V)+[))V))[))V))[))V))[))V)*[)I-(/[))V))[)K)(,[))(1[))(+[))(-[)",
+  "T)(+V)b+(6[))()V)*[))V)*[))V)+[)+V))>)@)A+[))V)*[)*V)-[)f)()*8(),+()[))V)*[)P+()*8(),W+()*8(),",
+  "W+()*8(),W+()*8(),i+(),i+(),/()I))J)N+()*8(),i+(),f+(),V+(*K)),5(,L)U+(*M)6(,N)U*(*V)D()V))()V",
+  "))()T)a)()O))P))()Q)-(,P)*()P))(*[)),)(*[)h)()V)Y+()*)(*,[*()V)X>(+[)^F(),H(),g,(),2()[)T.()Z)",
+  "X,()W))[))V)e.()[))V)P*(),<(0[)*()V)Y)(-[).V)*[))V)`+()*7(),O)()[))V)/[)`)(*,d)()*3(*,L*()*b,(",
+  "+[))())-V)*[),V))[))(/),()V).()[)+(*[)O.(*[))V)/[))V)*[))_))S))V))R)N)[)-()[))^))V))[))V)Y>(*[",
+  ")*),[)+)*[),()[)+(*))[))V))[)*),V))[)hi*(+[)V,(),I+(I)[)S9()U))Z))]))W)*X)R+(*+^WF()[),(2[)I)(",
+  "*[)Y*(*[)^0(),g-(),D(:[)c)(+V)N)(),i*()*4(),X/()[))(*[))V)*(*[)-(*[))()[)^)(),`/(),Yc;()=JA(/[",
+  ")/V)*[)VG()V)K/()V)_,(-[)[^)()V))()[)Q)()[))))V),(),N-()[))V)iS)(),b)(),c)(),)*N*(+[)Y)(*,h)()",
+  "*U*(),1()*S+(),)*[-()*),Z*()*8(),A(/[)+(-[)V.(),+()*e+(),)*e/(),)*h+(),`+(),)*]+(),]Q)(),Y_;(-",
+  ")e)(/[)PT<())OO-(*T)+)+()Y)-T)0(0V)*(-[)*V)G(,[)^,(+[)eV+(/[))(9[)*(/[))(*[))(-[)NN*(/V)V+(.[)",
+  ")*__NG(",
+  NULL
+};
+static const char *const tfmi_packed_cluster[] = {
+  "J8YX)Z8Y,;Y)9;YQ1Rb)YR,c+YL,c>8B8R)8R)8BIEK+I-c-89I@c2I0BY[)c+:8R+I)R)8R*Y8:8BI7c5YV)c-IFc,Y,B",
+  "I4R*8c,8c)8c*Y=c)ICK)Y*c,I=R4:R8AY0^:BAB8b)R,Q*DQ)8c+M,I)R)I2M,8BQ)Y0M28^+8<Y)M*I)B8BQ)R*I)Q)I",
+  ")Q)DY,BI*M)8<I)R)I.M)I.BI)R)AIEB8b)R)I*R)I)c)Y)BI7R)Y)BY-R)AY0M28^+8M)8^*I)B8b)c*8R)A8Q)DI2R)Y",
+  "2<R+8BQ)Y0M28^+8M)8^*I)B8R)AR*I)Q)I)Q)DY+c)I*M)8<I)R)Y.<I0BYFBABQ)Y)b)8b)BY,BI<Bb)BI0M28M0I)B8",
+  "c)Q*8c)8c)DY+R)8^)Y+R)Y6BQ)IEB8AR)ABQ)8c)8R*Y+R)Y-R)Y/AI.R)Q)Y0M;R)8BQ)R*8b)8b)D:I,BI-R)Y6BQ)I",
+  "L)BI*BQ)c)8B8b+BI1Q)YGB8Ac+I.R,IZ)B8Ac,Y-c+YM)R)Y5B8B8BI*Q)YAR/Ac*8R)Y*c-8R:Y,BYE^=I)R*AR+8DBQ",
+  ")R)<I0M+Q)R)M*c)<Y)M)Y+^)R*^.B8AR)I+B<I/BIZ)NY)OM)PU)YW-c)Ic6R*I6c)Y6R)I7R)I.MCR)Ac+Q,BQ)c,DBY",
+  ",BY>c)9BYd)R)I9BIe)c)Q*R)b)I*Q)BQ+c)YV+R)Q)BI*^CABAc+8D8BI)R,Q+R-I)BIAR@I)R.I2R*AI+M)I+^8R-Q*R",
+  ")DM,I7c,I.R)AM7AR*Q)c)DR)M)Y-^)I<BAR)b)BAc*IAQ,R,Q)R)IU*c)8c.Ac+I*BI+BI)AR)IL+RI)YN09CEJ)I4Z+Y",
+  ".;I.;I3J0IY)c8YA;I3;IV)L+Y/L)Ya-L)I.;I]*;Y4]-I*])YL+;Y]+L)I-;Y,;IFL*8]*Y,;I);I)L)I);I*;I);8L)I",
+  ");Y);Y)L)I,])Y*;8;Y*L.Y-L)I);8L)8;I1;I)L)I1L+8;8L)Y)L)Y*;I)L)I*L)Y-L)Y*L)I);Y*L)8;8L)I2L)Y*L+8",
+  "L*I);I*;I);I)L+8;I);8;8;I+;Y);I+;I-L)Y/;I);I*;8;I*])8;Y-L)IA])Y,;I/;I/;Id-L)YP/])Y1L)YB;I*;YU.",
+  "c)YO*BIY)R8I_0R+;I.;YV)R)Ih/;8;YSX6R*8R-I8R)IQ)R)IQ,BY)BI*BY3Q)R)AI*BYR)Q)IBQ0R)I5R1Y.BI;R,Y4c",
+  "-ABI._6Y)c)AY*^)Y)M:BQ)R*Q)R)Q)DY7^*B8^,I-^*I=R+Q)R)Q)R)I.BI,BAI1M08^)I+<8B8M)IAB8c)I)R)Y*R)8B",
+  "I7^-AR)Q)Y*ADYM+^5I,Q)BQ)BQ)8ABIJX-`3I*aAIZU,BYY3R0I0R0YP+9IX*R)IQ)J.YI0BIZ+BYS*c*ILCc)8R)Y*R*",
+  "I<c)I*DY[*R)Yh0R*YI)c*Yh,R)YO)R+IL)c-YAR*Ig)ABAYCc/Y<BI)R)I-c)AY>b)R*Q)R)I):I*BI-:IBc)I:c*AR+D",
+  "BI0Q)I>BI.R)AIAb)c,AB8K)Y*R*8ABIW)b)c)Q)R*I+BI)BYW*Bb)R,Y2R)Q)YDR)8BABQ*I)Q)I)Q)BY,BI-Q)I)c+Y)",
+  "c*YJ)BQ)R+8BI)B8c)A8Q)R)D:BI/R)IR)b)R,Q)c)ABY3BYQ)BQ)R+ABQ)BAR)AR)Y_+BQ)R*I)Q*R)AR)Y5R)IR)b)R,",
+  "Q)BAR)I_)BABQ)R,Y[)BABI)R*Ac*II,b)c,AR)Yd+Bb*8Q)I)c)D:A:ABYO*b)R*I)R)Q*BY)AI6R-I<R+A8R*I,DY,R+",
+  "Q)c)I<K+c.ABDIL+BAc)ABAYL+Ac+8R+ABIR)R38Ac+AR)AR)Ig)R+Y)B8R)8c+:BIJ)b*8R)8Q)BABYV-R)Q)Y,R):AIA",
+  "Q)c*Y)Q)R)DY3BY[]*BI+c/IM]-R.b)c)IIP)c*YFc+IU8B8bDY+R*YQ)BY-R)Y_[1R)YYR*R@I)c3IX0c*Y)R+I,R,I)c",
+  "+I7R*IS*c)YgGcDI*RBI,BI/BI3c*8c/IQ=c+8c0I)c+8R)8c*I[)BIY*c+Ye-BYGR*Ih/R*Ii+R)Yc+BI)BY+R)Y*BIV/",
+  "c+Y`)c+YfC;Y;L*I[)L.Y/L)Y/;I/L)Y:L-Ib)L)I.L)I/;I)L-Y1LEY5]/I-;I2;I)],8L*Y,]3I+Lh*I)Lb)I)L)8])I",
+  ")]R)I)])8L*c*Li+8]HY-L+8L4Y+L)I)L,I.;I)L*I);I*L)Y.L)I);I,L)Y,;Y*])I.])I,])I);8;I*;I+;Y);I+LT)I",
+  "ALL)Y*L,I)]0Y);8L+I)].IV+L;I.L*IEL,I-L+I<L,I7L)I.L*I)L/Y,];I.]@8L-8]f*IU)L,I/LR*II,Li7IZII4RY)",
+  "II*Rb+IQbi*",
+  NULL
+};
+/* ---- end of the tables ---- */
 
 static tfmi_class tfmi_class_of(uint32_t c) {
   uint32_t low = 0, high = (uint32_t)TFMI_COUNT(tfmi_class_starts);
@@ -2302,6 +2880,143 @@ static char *tfmi_put_utf8(char *to, uint32_t c) {
   }
   *to++ = (char)(0x80 | (c & 0x3f));
   return to;
+}
+
+/* ---- Packed tables ----
+   What pipelines of tokenizers ask about characters beyond that: kept as text in the header, and
+   laid out in memory by the load of a tokenizer that needs it. */
+
+typedef enum tfmi_category { /* general categories, as far as patterns tell them apart */
+  TFMI_CAT_OTHER, TFMI_CAT_LU, TFMI_CAT_LL, TFMI_CAT_LT, TFMI_CAT_LM, TFMI_CAT_LO, TFMI_CAT_M,
+  TFMI_CAT_ND, TFMI_CAT_NX, TFMI_CAT_PC, TFMI_CAT_PX, TFMI_CAT_S, TFMI_CAT_SPACE
+} tfmi_category;
+
+typedef enum tfmi_cluster { /* classes of characters in grapheme clusters */
+  TFMI_CLUSTER_OTHER, TFMI_CLUSTER_CONTROL, TFMI_CLUSTER_PREPEND, TFMI_CLUSTER_PICTURE,
+  TFMI_CLUSTER_CONSONANT, TFMI_CLUSTER_L, TFMI_CLUSTER_V, TFMI_CLUSTER_T,
+  TFMI_CLUSTER_SPACING,    /* from here on they join what is before them */
+  TFMI_CLUSTER_EXTEND,
+  TFMI_CLUSTER_NON_JOINER, /* extends pictures, but no conjuncts */
+  TFMI_CLUSTER_LINKER, TFMI_CLUSTER_JOINER,
+  TFMI_CLUSTER_LV, TFMI_CLUSTER_LVT /* computed */
+} tfmi_cluster;
+
+enum { TFMI_CODES = 0x110000, TFMI_PAGES = TFMI_CODES / 256, TFMI_MAP_MOST = 32 };
+
+typedef enum tfmi_charset_name {
+  TFMI_CHARS_CATEGORY, TFMI_CHARS_CLUSTER, TFMI_CHARS_WORD, TFMI_CHARS_NUMERIC,
+  TFMI_CHARS_PUNCTUATION, TFMI_CHARS_MARK, TFMI_CHARS_COMBINING, TFMI_CHARS_LOWER, TFMI_CHARS_NFD,
+  TFMI_CHARS_NFKD, TFMI_CHARSETS
+} tfmi_charset_name;
+
+typedef enum tfmi_packing {
+  TFMI_PACKED_TOGGLES, /* lengths of the runs outside and inside a set, by turns */
+  TFMI_PACKED_RUNS,    /* of each run its length times 16 plus its value */
+  TFMI_PACKED_PAIRS,   /* of each run its length, then its value */
+  TFMI_PACKED_MAP      /* of each code the characters that it becomes: see tfmi_charset_map */
+} tfmi_packing;
+
+static const struct tfmi_charset_row {
+  const char *const *rows;
+  tfmi_packing packing;
+} tfmi_charset_rows[TFMI_CHARSETS] = {
+  {tfmi_packed_category, TFMI_PACKED_RUNS},     {tfmi_packed_cluster, TFMI_PACKED_RUNS},
+  {tfmi_packed_word, TFMI_PACKED_TOGGLES},      {tfmi_packed_numeric, TFMI_PACKED_TOGGLES},
+  {tfmi_packed_punctuation, TFMI_PACKED_TOGGLES}, {tfmi_packed_mark, TFMI_PACKED_TOGGLES},
+  {tfmi_packed_combining, TFMI_PACKED_PAIRS},   {tfmi_packed_lower, TFMI_PACKED_MAP},
+  {tfmi_packed_nfd, TFMI_PACKED_MAP},           {tfmi_packed_nfkd, TFMI_PACKED_MAP},
+};
+
+typedef struct tfmi_charset { /* a value for each code point */
+  uint16_t *cell;             /* [pages][256]; neighbouring equal pages are one */
+  uint32_t *begin, *target;   /* of a map: value v > 0 becomes target[begin[v-1] .. begin[v]) */
+  uint8_t *flag;              /* [v-1] */
+  uint32_t values;
+  uint16_t page[TFMI_PAGES];
+} tfmi_charset;
+
+static uint32_t tfmi_charset_at(const tfmi_charset *set, uint32_t code) {
+  return code < TFMI_CODES ? set->cell[(size_t)set->page[code >> 8] << 8 | (code & 255)] : 0;
+}
+
+typedef struct tfmi_numbers {
+  const char *const *row;
+  const char *at;
+} tfmi_numbers;
+
+/* The next number in base 32, lowest digit first, digits with 32 added where it goes on. The digits
+   are the characters from ( to i, but for ? and \. False at the end. */
+static bool tfmi_packed_next(tfmi_numbers *p, uint32_t *number) {
+  uint32_t shift = 0, digit;
+  *number = 0;
+  do {
+    if (p->at && !*p->at) p->at = *++p->row;
+    if (!p->at) return false;
+    digit = (uint32_t)(*p->at - '(' - (*p->at > '?') - (*p->at > '\\'));
+    p->at++;
+    *number |= (digit & 31) << shift;
+    shift += 5;
+  } while (digit & 32);
+  return true;
+}
+
+static void tfmi_charset_fill(uint16_t *value, uint32_t *code, uint32_t count, uint32_t with) {
+  for (; count && *code < TFMI_CODES; count--) value[(*code)++] = (uint16_t)with;
+}
+
+/* Of each code: the distance from the last, twice the number of its targets plus a flag, and the
+   targets relative to those of the last, the lowest bit for the sign. Where there is but one it is
+   taken to have moved on with its code. */
+static void tfmi_charset_map(tfmi_load *l, tfmi_charset *set, tfmi_numbers p, uint16_t *value) {
+  uint32_t before[TFMI_MAP_MOST] = {0}, code = 0, step, head, delta, i, used = 0;
+  tfmi_numbers count = p;
+  uint64_t numbers = 0;
+  while (tfmi_packed_next(&count, &step)) numbers++;
+  set->begin = TFMI_NEW(uint32_t, tfmi_keep(l, numbers, sizeof *set->begin));
+  set->target = TFMI_NEW(uint32_t, tfmi_keep(l, numbers, sizeof *set->target));
+  set->flag = TFMI_NEW(uint8_t, tfmi_keep(l, numbers, 1));
+  while (tfmi_packed_next(&p, &step) && tfmi_packed_next(&p, &head)) {
+    code += step;
+    if (head >> 1 == 1) before[0] += step;
+    set->flag[set->values] = head & 1;
+    for (i = 0; i < head >> 1 && tfmi_packed_next(&p, &delta); i++)
+      set->target[used++] = before[i] += (delta >> 1) ^ (0u - (delta & 1));
+    value[code] = (uint16_t)++set->values;
+    set->begin[set->values] = used;
+  }
+}
+
+static void tfmi_charset_pages(tfmi_load *l, tfmi_charset *set, const uint16_t *value) {
+  size_t pages = 0, i;
+  const size_t bytes = 256 * sizeof *value;
+  for (i = 0; i < TFMI_PAGES; i++)
+    pages += i == 0 || memcmp(value + 256 * i, value + 256 * (i - 1), bytes) != 0;
+  set->cell = TFMI_NEW(uint16_t, tfmi_keep(l, pages, bytes));
+  for (i = 0, pages = 0; i < TFMI_PAGES; i++) {
+    bool fresh = i == 0 || memcmp(value + 256 * i, value + 256 * (i - 1), bytes) != 0;
+    if (fresh) memcpy(set->cell + 256 * pages++, value + 256 * i, bytes);
+    set->page[i] = (uint16_t)(pages - 1);
+  }
+}
+
+static tfmi_charset *tfmi_charset_make(tfmi_load *l, tfmi_charset_name name) {
+  const struct tfmi_charset_row *row = &tfmi_charset_rows[name];
+  tfmi_charset *set = TFMI_NEW(tfmi_charset, tfmi_keep(l, 1, sizeof *set));
+  uint16_t *value = TFMI_NEW(uint16_t, tfmi_scratch(l, TFMI_CODES, sizeof *value));
+  uint32_t code = 0, n, with = 1;
+  tfmi_numbers p;
+  p.row = row->rows;
+  p.at = *row->rows;
+  if (row->packing == TFMI_PACKED_MAP) tfmi_charset_map(l, set, p, value);
+  while (row->packing != TFMI_PACKED_MAP && tfmi_packed_next(&p, &n)) {
+    with = row->packing == TFMI_PACKED_TOGGLES ? !with : n & 15;
+    if (row->packing == TFMI_PACKED_RUNS) n >>= 4;
+    if (row->packing == TFMI_PACKED_PAIRS && !tfmi_packed_next(&p, &with)) break;
+    tfmi_charset_fill(value, &code, n, with);
+  }
+  tfmi_charset_pages(l, set, value);
+  tfmi_release(l, value);
+  return set;
 }
 
 #if TFMI_COMPILES_COLD
@@ -3200,22 +3915,757 @@ static void tfmi_gguf_open(tfmi_gguf *g, tfmi_load *l, const void *data, size_t 
 #endif
 
 /* =================================================================================================
+   >>steps   what a tokenizer does to text before its model sees it
+   =================================================================================================
+
+   A pipeline is two lists of steps, filled in while loading: those that rewrite a text (normalizers
+   in tokenizer.json) and those that cut it into pieces (pre_tokenizers), of which some rewrite each
+   piece first. Every step is a function and the few fields of tfmi_step that it looks at; there is
+   no other state, so that threads share them.
+
+     rewriting   text in, text out, in two buffers by turns; bytes that are no UTF-8 stay
+     cutting     a finder tells the next stretch and whether it matches; the behaviour says what
+                 becomes of matches: own pieces, gone, or joined to a neighbour
+
+   Splitting patterns that most files have are written by hand. All work is linear in the text. */
+
+typedef struct tfmi_buffer {
+  char *at;
+  size_t n, cap;
+} tfmi_buffer;
+
+enum { TFMI_STEPS_MAX = 12, TFMI_BUFFERS = 2 + TFMI_STEPS_MAX };
+
+typedef struct tfmi_codes { /* code points, and TFMI_CODES + byte for bytes that form none */
+  uint32_t *at;
+  size_t n, cap;
+} tfmi_codes;
+
+typedef struct tfmi_work { /* memory of one call */
+  tfmi_heap heap;          /* under the tokenizer's limit */
+  tfm_status status;
+  tfmi_buffer buffer[TFMI_BUFFERS]; /* two for rewriting, one for each step that cuts */
+  tfmi_codes codes, sorted;
+} tfmi_work;
+
+typedef struct tfmi_stretch {
+  size_t n;
+  bool match;
+} tfmi_stretch;
+
+typedef enum tfmi_behavior {
+  TFMI_ISOLATED, TFMI_REMOVED, TFMI_CONTIGUOUS, TFMI_WITH_PREVIOUS, TFMI_WITH_NEXT
+} tfmi_behavior;
+
+typedef struct tfmi_composed { /* two characters that compose to one */
+  uint32_t first, second, whole;
+} tfmi_composed;
+
+enum { TFMI_PAIR_SLOTS = 4096 };
+
+typedef struct tfmi_charsmap { /* SentencePiece's: a trie in units, texts that end in NUL */
+  const uint8_t *units;
+  const char *texts;
+  size_t unit_count, bytes;
+} tfmi_charsmap;
+
+typedef struct tfmi_step tfmi_step;
+typedef void (*tfmi_rewriter)(tfmi_work *w, const tfmi_step *s, tfmi_text in, tfmi_buffer *out);
+typedef int (*tfmi_each)(const tfmi_step *s, uint32_t code, uint32_t to[TFMI_MAP_MOST]);
+typedef tfmi_stretch (*tfmi_finder)(const tfmi_step *s, const char *p, size_t n); /* n > 0 */
+typedef size_t (*tfmi_splitter)(const char *p, size_t n); /* bytes of the first piece, n > 0 */
+
+struct tfmi_step {
+  tfmi_rewriter rewrite; /* NULL: it only cuts */
+  tfmi_each each;        /* of tfmi_rewrite_each: what a character becomes; -1: itself */
+  tfmi_finder find;      /* NULL: it only rewrites */
+  tfmi_splitter split;   /* of tfmi_find_split */
+  tfmi_behavior behavior;
+  bool invert;           /* what is found is not a match, the rest is */
+  bool left, right;      /* ends to strip; left alone: only the text's very beginning */
+  bool composes, squeeze;
+  tfmi_text text;        /* looked for, or put before */
+  tfmi_text content;     /* put in its place */
+  const tfmi_charset *set, *compat, *combining;
+  const tfmi_composed *pairs;
+  const tfmi_charsmap *map;
+  const struct tfmi_regex *regex;
+};
+
+/* ---- Writing ---- */
+
+/* Room for `more` elements of `size` bytes behind the n of the block; NULL when memory is out. */
+static void *tfmi_work_grow(tfmi_work *w, void *p, size_t n, size_t *cap, size_t more,
+                            size_t size) {
+  void *grown = NULL;
+  size_t need = n + more;
+  if (p && need <= *cap) return p;
+  need += need / 2 + 64;
+  if (more < SIZE_MAX / 64 - n)
+    grown = tfmi_heap_realloc(&w->heap, p, *cap * size, need * size);
+  if (!grown) {
+    w->status = TFM_E_MEMORY;
+    return NULL;
+  }
+  *cap = need;
+  return grown;
+}
+
+static bool tfmi_room(tfmi_work *w, tfmi_buffer *out, size_t more) {
+  char *at = (char *)tfmi_work_grow(w, out->at, out->n, &out->cap, more, 1);
+  if (at) out->at = at;
+  return at != NULL;
+}
+
+static void tfmi_write(tfmi_work *w, tfmi_buffer *out, const char *p, size_t n) {
+  if (!tfmi_room(w, out, n)) return;
+  if (n) memcpy(out->at + out->n, p, n);
+  out->n += n;
+}
+
+static void tfmi_write_text(tfmi_work *w, tfmi_buffer *out, tfmi_text text) {
+  tfmi_write(w, out, text.at, text.n);
+}
+
+static void tfmi_write_code(tfmi_work *w, tfmi_buffer *out, uint32_t code) {
+  if (!tfmi_room(w, out, 4)) return;
+  if (code < TFMI_CODES) out->n = (size_t)(tfmi_put_utf8(out->at + out->n, code) - out->at);
+  else out->at[out->n++] = (char)(code - TFMI_CODES);
+}
+
+static void tfmi_work_free(tfmi_work *w) {
+  int i;
+  for (i = 0; i < TFMI_BUFFERS; i++) tfmi_heap_put(&w->heap, w->buffer[i].at, w->buffer[i].cap);
+  tfmi_heap_put(&w->heap, w->codes.at, w->codes.cap * sizeof *w->codes.at);
+  tfmi_heap_put(&w->heap, w->sorted.at, w->sorted.cap * sizeof *w->sorted.at);
+}
+
+static bool tfmi_begins(tfmi_text text, tfmi_text with) {
+  return text.n >= with.n && memcmp(text.at, with.at, with.n) == 0;
+}
+
+/* ---- Rewriting: blanks and affixes ---- */
+
+static size_t tfmi_append(char *out, size_t size, tfmi_text text) {
+  if (text.n) memcpy(out + size, text.at, text.n);
+  return size + text.n;
+}
+
+/* SentencePiece's own: `text` before it, each blank becomes `content`, and those at the ends and in
+   runs go. */
+static void tfmi_rewrite_blanks(tfmi_work *w, const tfmi_step *s, tfmi_text in, tfmi_buffer *out) {
+  tfmi_text blank = s->content;
+  size_t bound = s->text.n + in.n, i;
+  for (i = 0; i < in.n; i++)
+    if (in.at[i] == ' ') bound += blank.n - 1;
+  i = 0;
+  while (s->squeeze && i < in.n && in.at[i] == ' ') i++;
+  if (i == in.n || !tfmi_room(w, out, bound)) return;
+  out->n = tfmi_append(out->at, 0, s->text);
+  for (; i < in.n; i++) {
+    if (in.at[i] != ' ') out->at[out->n++] = in.at[i];
+    else if (!s->squeeze || in.at[i - 1] != ' ') out->n = tfmi_append(out->at, out->n, blank);
+  }
+  while (s->squeeze && out->n >= blank.n &&
+         memcmp(out->at + out->n - blank.n, blank.at, blank.n) == 0)
+    out->n -= blank.n;
+}
+
+static void tfmi_rewrite_prepend(tfmi_work *w, const tfmi_step *s, tfmi_text in,
+                                 tfmi_buffer *out) {
+  if (in.n) tfmi_write_text(w, out, s->text);
+  tfmi_write_text(w, out, in);
+}
+
+/* Metaspace, and ByteLevel's add_prefix_space: blanks become `content`; then `text` is put before
+   what does not begin with it. */
+static void tfmi_rewrite_lead(tfmi_work *w, const tfmi_step *s, tfmi_text in, tfmi_buffer *out) {
+  size_t at = 0, k;
+  if (s->text.n && !tfmi_begins(in, s->text) && !(s->content.n && in.at[0] == ' '))
+    tfmi_write_text(w, out, s->text);
+  for (; s->content.n && at < in.n; at += k + 1) {
+    const char *blank = (const char *)memchr(in.at + at, ' ', in.n - at);
+    k = blank ? (size_t)(blank - in.at) - at : in.n - at;
+    tfmi_write(w, out, in.at + at, k);
+    if (blank) tfmi_write_text(w, out, s->content);
+  }
+  if (!s->content.n) tfmi_write_text(w, out, in);
+}
+
+static void tfmi_rewrite_replace(tfmi_work *w, const tfmi_step *s, tfmi_text in,
+                                 tfmi_buffer *out) {
+  size_t at = 0;
+  while (at < in.n && w->status == TFM_OK) {
+    tfmi_stretch span = s->find(s, in.at + at, in.n - at);
+    if (span.match) tfmi_write_text(w, out, s->content);
+    else tfmi_write(w, out, in.at + at, span.n);
+    at += span.n;
+  }
+}
+
+/* Where the white space begins that p[0 .. n) ends with. */
+static size_t tfmi_before_blanks(const char *p, size_t n) {
+  while (n) {
+    size_t at = n - 1;
+    while (at && n - at < 4 && ((uint8_t)p[at] & 0xc0) == 0x80) at--;
+    if (tfmi_class_of(tfmi_rune_at(p + at, n - at).code) != TFMI_SPACE) break;
+    n = at;
+  }
+  return n;
+}
+
+static size_t tfmi_run_of(const char *p, size_t n, tfmi_class wanted) {
+  size_t at = 0;
+  while (at < n) {
+    tfmi_rune r = tfmi_rune_at(p + at, n - at);
+    if (tfmi_class_of(r.code) != wanted) break;
+    at += r.bytes;
+  }
+  return at;
+}
+
+static void tfmi_rewrite_strip(tfmi_work *w, const tfmi_step *s, tfmi_text in, tfmi_buffer *out) {
+  size_t start = s->left ? tfmi_run_of(in.at, in.n, TFMI_SPACE) : 0;
+  size_t stop = s->right ? start + tfmi_before_blanks(in.at + start, in.n - start) : in.n;
+  tfmi_write(w, out, in.at + start, stop - start);
+}
+
+/* ---- Rewriting: character by character ---- */
+
+static void tfmi_rewrite_each(tfmi_work *w, const tfmi_step *s, tfmi_text in, tfmi_buffer *out) {
+  uint32_t to[TFMI_MAP_MOST];
+  size_t at = 0;
+  while (at < in.n && w->status == TFM_OK) {
+    tfmi_rune r = tfmi_rune_at(in.at + at, in.n - at);
+    int count = r.state == TFMI_RUNE_WHOLE ? s->each(s, r.code, to) : -1, i;
+    if (count < 0) tfmi_write(w, out, in.at + at, r.bytes);
+    for (i = 0; i < count; i++) tfmi_write_code(w, out, to[i]);
+    at += r.bytes;
+  }
+}
+
+static int tfmi_each_mapped(const tfmi_step *s, uint32_t code, uint32_t to[TFMI_MAP_MOST]) {
+  uint32_t v = tfmi_charset_at(s->set, code), i, n = 0;
+  if (!v) return -1;
+  for (i = s->set->begin[v - 1]; i < s->set->begin[v]; i++) to[n++] = s->set->target[i];
+  return (int)n;
+}
+
+static int tfmi_each_left_out(const tfmi_step *s, uint32_t code, uint32_t to[TFMI_MAP_MOST]) {
+  (void)to;
+  return tfmi_charset_at(s->set, code) ? 0 : -1;
+}
+
+/* What translation models drop and what they take for a blank, as the reference lists it. */
+static int tfmi_each_nmt(const tfmi_step *s, uint32_t code, uint32_t to[TFMI_MAP_MOST]) {
+  static const struct {
+    uint32_t first, last;
+    int count;
+  } rows[] = {
+    {0x01, 0x08, 0},     {0x09, 0x0a, 1},     {0x0b, 0x0b, 0},     {0x0c, 0x0d, 1},
+    {0x0e, 0x1f, 0},     {0x7f, 0x7f, 0},     {0x8f, 0x8f, 0},     {0x9f, 0x9f, 0},
+    {0x1680, 0x1680, 1}, {0x200b, 0x200f, 1}, {0x2028, 0x2029, 1}, {0x2581, 0x2581, 1},
+    {0xfeff, 0xfeff, 1}, {0xfffd, 0xfffd, 1},
+  };
+  int i;
+  (void)s;
+  to[0] = ' ';
+  for (i = 0; i < TFMI_COUNT(rows); i++)
+    if (code >= rows[i].first && code <= rows[i].last) return rows[i].count;
+  return -1;
+}
+
+static uint32_t tfmi_letter_of_byte(uint32_t byte) { /* GPT-2's alphabet for bytes */
+  return byte <= 0x20                   ? byte + 0x100
+         : byte >= 0x7f && byte <= 0xa0 ? byte - 0x7f + 0x121
+         : byte == 0xad                 ? 0x143
+                                        : byte;
+}
+
+static void tfmi_rewrite_bytes(tfmi_work *w, const tfmi_step *s, tfmi_text in, tfmi_buffer *out) {
+  size_t i;
+  (void)s;
+  for (i = 0; i < in.n && w->status == TFM_OK; i++)
+    tfmi_write_code(w, out, tfmi_letter_of_byte((uint8_t)in.at[i]));
+}
+
+/* ---- Rewriting: Unicode's normal forms ---- */
+
+enum { /* syllables of Hangul are computed */
+  TFMI_HANGUL = 0xac00, TFMI_HANGUL_L = 0x1100, TFMI_HANGUL_V = 0x1161, TFMI_HANGUL_T = 0x11a7,
+  TFMI_HANGUL_COUNT = 11172, TFMI_HANGUL_PER_L = 588, TFMI_HANGUL_PER_V = 28,
+  TFMI_HANGUL_LS = 19, TFMI_HANGUL_VS = 21
+};
+
+static void tfmi_codes_add(tfmi_work *w, tfmi_codes *codes, uint32_t code) {
+  uint32_t *at = codes->n < codes->cap ? codes->at
+                                       : TFMI_NEW(uint32_t, tfmi_work_grow(w, codes->at, codes->n,
+                                             &codes->cap, 1, sizeof *codes->at));
+  if (!at) return;
+  codes->at = at;
+  codes->at[codes->n++] = code;
+}
+
+static void tfmi_decompose(tfmi_work *w, const tfmi_step *s, uint32_t code) {
+  uint32_t v = s->compat ? tfmi_charset_at(s->compat, code) : 0, i, k = code - TFMI_HANGUL;
+  const tfmi_charset *set = v ? s->compat : s->set;
+  if (!v) v = tfmi_charset_at(s->set, code);
+  if (code >= TFMI_HANGUL && k < TFMI_HANGUL_COUNT) {
+    tfmi_codes_add(w, &w->codes, TFMI_HANGUL_L + k / TFMI_HANGUL_PER_L);
+    tfmi_codes_add(w, &w->codes, TFMI_HANGUL_V + k % TFMI_HANGUL_PER_L / TFMI_HANGUL_PER_V);
+    if (k % TFMI_HANGUL_PER_V)
+      tfmi_codes_add(w, &w->codes, TFMI_HANGUL_T + k % TFMI_HANGUL_PER_V);
+  } else if (v) {
+    for (i = set->begin[v - 1]; i < set->begin[v]; i++)
+      tfmi_codes_add(w, &w->codes, set->target[i]);
+  } else {
+    tfmi_codes_add(w, &w->codes, code);
+  }
+}
+
+/* Sorts a run of marks by combining class, those of one class staying in order. */
+static void tfmi_sort_marks(tfmi_work *w, const tfmi_step *s, uint32_t *mark, size_t n) {
+  size_t first[65] = {0}, i, k;
+  uint32_t *sorted = TFMI_NEW(uint32_t, tfmi_work_grow(w, w->sorted.at, 0, &w->sorted.cap, n,
+                                                       sizeof *sorted));
+  if (!sorted) return;
+  w->sorted.at = sorted;
+  for (i = 0; i < n; i++) first[(tfmi_charset_at(s->combining, mark[i]) & 63) + 1]++;
+  for (k = 1; k < 65; k++) first[k] += first[k - 1];
+  for (i = 0; i < n; i++) sorted[first[tfmi_charset_at(s->combining, mark[i]) & 63]++] = mark[i];
+  memcpy(mark, sorted, n * sizeof *mark);
+}
+
+static void tfmi_order_marks(tfmi_work *w, const tfmi_step *s) {
+  uint32_t *code = w->codes.at;
+  size_t n = w->codes.n, i, k;
+  for (i = 0; i < n; i = k + 1) {
+    for (k = i; k < n && tfmi_charset_at(s->combining, code[k]); k++) {}
+    if (k - i > 1) tfmi_sort_marks(w, s, code + i, k - i);
+  }
+}
+
+static size_t tfmi_composed_slot(const tfmi_composed *pairs, uint32_t first, uint32_t second) {
+  size_t i = (first * 31 + second * 2654435761u) >> 7 & (TFMI_PAIR_SLOTS - 1);
+  while (pairs[i].whole && (pairs[i].first != first || pairs[i].second != second))
+    i = (i + 1) & (TFMI_PAIR_SLOTS - 1);
+  return i;
+}
+
+static uint32_t tfmi_compose(const tfmi_step *s, uint32_t first, uint32_t second) { /* 0: not */
+  uint32_t l = first - TFMI_HANGUL_L, v = second - TFMI_HANGUL_V, k = first - TFMI_HANGUL;
+  if (second < 0x300) return 0;
+  if (l < TFMI_HANGUL_LS && v < TFMI_HANGUL_VS)
+    return TFMI_HANGUL + l * TFMI_HANGUL_PER_L + v * TFMI_HANGUL_PER_V;
+  if (k < TFMI_HANGUL_COUNT && k % TFMI_HANGUL_PER_V == 0 && second > TFMI_HANGUL_T &&
+      second < TFMI_HANGUL_T + TFMI_HANGUL_PER_V)
+    return first + second - TFMI_HANGUL_T;
+  return s->pairs[tfmi_composed_slot(s->pairs, first, second)].whole;
+}
+
+/* A character composes with the last starter when nothing between them has its class or none. */
+static void tfmi_compose_all(tfmi_work *w, const tfmi_step *s) {
+  uint32_t *code = w->codes.at, last = 0;
+  size_t to = 0, starter = SIZE_MAX, i;
+  for (i = 0; i < w->codes.n; i++) {
+    uint32_t rank = tfmi_charset_at(s->combining, code[i]), whole = 0;
+    if (starter != SIZE_MAX && (to == starter + 1 || (last && last < rank)))
+      whole = tfmi_compose(s, code[starter], code[i]);
+    if (whole) {
+      code[starter] = whole;
+      continue;
+    }
+    if (!rank) starter = to;
+    last = rank;
+    code[to++] = code[i];
+  }
+  w->codes.n = to;
+}
+
+static void tfmi_rewrite_form(tfmi_work *w, const tfmi_step *s, tfmi_text in, tfmi_buffer *out) {
+  size_t at = 0, i;
+  uint8_t any = 0;
+  for (i = 0; i < in.n; i++) any |= (uint8_t)in.at[i];
+  if (any < 0x80) {
+    tfmi_write_text(w, out, in);
+    return;
+  }
+  for (w->codes.n = 0; at < in.n && w->status == TFM_OK;) {
+    tfmi_rune r = tfmi_rune_at(in.at + at, in.n - at);
+    if (r.state == TFMI_RUNE_WHOLE) tfmi_decompose(w, s, r.code);
+    for (i = 0; i < r.bytes && r.state != TFMI_RUNE_WHOLE; i++)
+      tfmi_codes_add(w, &w->codes, TFMI_CODES + (uint8_t)in.at[at + i]);
+    at += r.bytes;
+  }
+  if (w->status == TFM_OK) tfmi_order_marks(w, s);
+  if (w->status == TFM_OK && s->composes) tfmi_compose_all(w, s);
+  for (i = 0; i < w->codes.n && w->status == TFM_OK; i++) tfmi_write_code(w, out, w->codes.at[i]);
+}
+
+/* ---- Rewriting: SentencePiece's compiled rules ---- */
+
+static tfmi_cluster tfmi_cluster_of(const tfmi_charset *set, uint32_t code) {
+  uint32_t k = code - TFMI_HANGUL;
+  if (code >= TFMI_HANGUL && k < TFMI_HANGUL_COUNT)
+    return k % TFMI_HANGUL_PER_V ? TFMI_CLUSTER_LVT : TFMI_CLUSTER_LV;
+  return (tfmi_cluster)tfmi_charset_at(set, code);
+}
+
+static bool tfmi_hangul_joins(tfmi_cluster a, tfmi_cluster b) {
+  if (a == TFMI_CLUSTER_L)
+    return b == TFMI_CLUSTER_L || b == TFMI_CLUSTER_V || b == TFMI_CLUSTER_LV ||
+           b == TFMI_CLUSTER_LVT;
+  if (a == TFMI_CLUSTER_LV || a == TFMI_CLUSTER_V)
+    return b == TFMI_CLUSTER_V || b == TFMI_CLUSTER_T;
+  return (a == TFMI_CLUSTER_LVT || a == TFMI_CLUSTER_T) && b == TFMI_CLUSTER_T;
+}
+
+/* Bytes of the grapheme cluster at p (Unicode's annex 29). Pairs of regional indicators are taken
+   apart: they have eight bytes, and what is longer than five is not looked at as a whole anyway. */
+static size_t tfmi_cluster_at(const tfmi_charset *set, const char *p, size_t n) {
+  tfmi_rune r = tfmi_rune_at(p, n);
+  tfmi_cluster last = tfmi_cluster_of(set, r.code), now;
+  int picture = last == TFMI_CLUSTER_PICTURE, conjunct = last == TFMI_CLUSTER_CONSONANT;
+  size_t at = r.bytes;
+  if (r.code == '\r' && at < n && p[at] == '\n') return 2;
+  for (; at < n && last != TFMI_CLUSTER_CONTROL; at += r.bytes, last = now) {
+    bool joins, extends;
+    r = tfmi_rune_at(p + at, n - at);
+    now = tfmi_cluster_of(set, r.code);
+    joins = now >= TFMI_CLUSTER_SPACING && now <= TFMI_CLUSTER_JOINER;
+    extends = joins && now != TFMI_CLUSTER_SPACING;
+    if (!joins && now == TFMI_CLUSTER_CONTROL) break;
+    if (!joins && last != TFMI_CLUSTER_PREPEND && !tfmi_hangul_joins(last, now) &&
+        !(picture == 2 && now == TFMI_CLUSTER_PICTURE) &&
+        !(conjunct == 2 && now == TFMI_CLUSTER_CONSONANT)) break;
+    if (now == TFMI_CLUSTER_PICTURE) picture = 1;
+    else picture = picture && extends ? 1 + (now == TFMI_CLUSTER_JOINER) : 0;
+    if (now == TFMI_CLUSTER_CONSONANT) conjunct = 1;
+    else if (!extends || now == TFMI_CLUSTER_NON_JOINER) conjunct = 0;
+    else if (conjunct && now == TFMI_CLUSTER_LINKER) conjunct = 2;
+  }
+  return at;
+}
+
+/* The text of the rule whose number this is. at NULL: the file is damaged. */
+static tfmi_text tfmi_charsmap_text(const tfmi_charsmap *m, size_t index) {
+  tfmi_text text = {NULL, 0};
+  if (index > m->bytes) return text;
+  text.at = m->texts + index;
+  while (index + text.n < m->bytes && text.at[text.n]) text.n++;
+  return text;
+}
+
+/* What the rules make of p: the text of the shortest rule that it begins with, as the reference has
+   it, or, where `matched` is asked for, of the longest with its bytes. at NULL: no rule. */
+static tfmi_text tfmi_charsmap_find(const tfmi_charsmap *m, const char *p, size_t n,
+                                    size_t *matched) {
+  tfmi_text found = {NULL, 0};
+  size_t node = 0, i;
+  uint32_t unit = tfmi_u32(m->units);
+  for (i = 0; i < n && p[i]; i++) {
+    size_t leaf;
+    node ^= (size_t)(unit >> 10) << ((unit & 512) >> 6) ^ (uint8_t)p[i];
+    if (node >= m->unit_count) return found;
+    unit = tfmi_u32(m->units + 4 * node);
+    if ((unit & 0x800000ff) != (uint8_t)p[i]) return found;
+    leaf = node ^ (size_t)(unit >> 10) << ((unit & 512) >> 6);
+    if (!(unit >> 8 & 1)) continue;
+    if (leaf >= m->unit_count) return found;
+    found = tfmi_charsmap_text(m, tfmi_u32(m->units + 4 * leaf) & 0x7fffffff);
+    if (!matched) return found;
+    *matched = i + 1;
+  }
+  return found;
+}
+
+/* As SentencePiece itself does it: the longest rule at each place. */
+static void tfmi_rewrite_longest(tfmi_work *w, const tfmi_step *s, tfmi_text in,
+                                 tfmi_buffer *out) {
+  size_t at = 0;
+  while (at < in.n && w->status == TFM_OK) {
+    size_t n = tfmi_rune_at(in.at + at, in.n - at).bytes;
+    tfmi_text to = tfmi_charsmap_find(s->map, in.at + at, in.n - at, &n);
+    if (to.at) tfmi_write_text(w, out, to);
+    else tfmi_write(w, out, in.at + at, n);
+    at += n;
+  }
+}
+
+/* A cluster of up to five bytes by one rule, if there is one; else character by character. */
+static void tfmi_rewrite_mapped(tfmi_work *w, const tfmi_step *s, tfmi_text in, tfmi_buffer *out) {
+  size_t at = 0, stop;
+  for (; at < in.n && w->status == TFM_OK; at = stop) {
+    size_t n = tfmi_cluster_at(s->set, in.at + at, in.n - at);
+    tfmi_text to = {NULL, 0};
+    stop = at + n;
+    if (n < 6) to = tfmi_charsmap_find(s->map, in.at + at, n, NULL);
+    if (to.at) {
+      tfmi_write_text(w, out, to);
+      continue;
+    }
+    while (at < stop && w->status == TFM_OK) {
+      tfmi_rune r = tfmi_rune_at(in.at + at, stop - at);
+      to = tfmi_charsmap_find(s->map, in.at + at, r.bytes, NULL);
+      if (to.at) tfmi_write_text(w, out, to);
+      else tfmi_write(w, out, in.at + at, r.bytes);
+      at += r.bytes;
+    }
+  }
+}
+
+/* The text after all steps, which may be the one given. */
+static tfmi_text tfmi_rewrite_all(tfmi_work *w, const tfmi_step *steps, int32_t count,
+                                  tfmi_text text) {
+  int32_t i;
+  for (i = 0; i < count && w->status == TFM_OK; i++) {
+    tfmi_buffer *out = &w->buffer[i & 1];
+    out->n = 0;
+    steps[i].rewrite(w, &steps[i], text, out);
+    text.at = out->at ? out->at : "";
+    text.n = out->n;
+  }
+  return text;
+}
+
+/* ---- Cutting ---- */
+
+static tfmi_stretch tfmi_stretch_of(size_t n, bool match) {
+  tfmi_stretch span;
+  span.n = n;
+  span.match = match;
+  return span;
+}
+
+static tfmi_stretch tfmi_find_split(const tfmi_step *s, const char *p, size_t n) {
+  return tfmi_stretch_of(s->split(p, n), true);
+}
+
+static tfmi_stretch tfmi_find_text(const tfmi_step *s, const char *p, size_t n) {
+  size_t at = 0;
+  while (n - at >= s->text.n) {
+    const char *c = (const char *)memchr(p + at, s->text.at[0], n - at - s->text.n + 1);
+    if (!c) break;
+    at = (size_t)(c - p);
+    if (memcmp(c, s->text.at, s->text.n) == 0)
+      return at ? tfmi_stretch_of(at, false) : tfmi_stretch_of(s->text.n, true);
+    at++;
+  }
+  return tfmi_stretch_of(n, false);
+}
+
+/* One character of the set, or all up to the next. No set: white space. */
+static tfmi_stretch tfmi_find_character(const tfmi_step *s, const char *p, size_t n) {
+  size_t at = 0;
+  while (at < n) {
+    tfmi_rune r = tfmi_rune_at(p + at, n - at);
+    bool match = s->set ? tfmi_charset_at(s->set, r.code) : tfmi_class_of(r.code) == TFMI_SPACE;
+    if (match) return at ? tfmi_stretch_of(at, false) : tfmi_stretch_of(r.bytes, true);
+    at += r.bytes;
+  }
+  return tfmi_stretch_of(n, false);
+}
+
+/* Whitespace: a run of \w, or of what is neither that nor white space. */
+static tfmi_stretch tfmi_find_words(const tfmi_step *s, const char *p, size_t n) {
+  size_t at = 0;
+  int kind = -1;
+  while (at < n) {
+    tfmi_rune r = tfmi_rune_at(p + at, n - at);
+    int now = tfmi_charset_at(s->set, r.code) ? 1 : tfmi_class_of(r.code) == TFMI_SPACE ? 2 : 0;
+    if (kind >= 0 && now != kind) break;
+    kind = now;
+    at += r.bytes;
+  }
+  return tfmi_stretch_of(at, kind != 2);
+}
+
+static tfmi_stretch tfmi_step_find(const tfmi_step *s, const char *p, size_t n) {
+  tfmi_stretch span = s->find(s, p, n);
+  span.match = span.match != s->invert;
+  return span;
+}
+
+/* Whether a piece that ends with a span goes on with the next. */
+static bool tfmi_stretches_join(tfmi_behavior behavior, bool match, bool next) {
+  switch (behavior) {
+    case TFMI_CONTIGUOUS: return match == next;
+    case TFMI_WITH_PREVIOUS: return !match && next;
+    case TFMI_WITH_NEXT: return match && !next;
+    default: return false;
+  }
+}
+
+/* The next piece: its bytes, and whether it is a match. */
+static tfmi_stretch tfmi_step_piece(const tfmi_step *s, const char *p, size_t n) {
+  tfmi_stretch piece = tfmi_step_find(s, p, n);
+  bool match = piece.match;
+  while (s->behavior >= TFMI_CONTIGUOUS && piece.n < n) {
+    tfmi_stretch next = tfmi_step_find(s, p + piece.n, n - piece.n);
+    if (!tfmi_stretches_join(s->behavior, match, next.match)) break;
+    piece.n += next.n;
+    match = next.match;
+  }
+  return piece;
+}
+
+/* ---- Cutting: other patterns ----
+   Compiled while loading to an automaton over classes of characters. A state is the list of places
+   in the pattern where a match may go on, best first, as a backtracking matcher would try them: the
+   list is cut where a match is found. Assertions about the next character need no more, since the
+   automaton says with each character whether a match ended before it. */
+
+enum { TFMI_REGEX_MATCH = 0x8000, TFMI_REGEX_START = 1 }; /* state 0: no match can go on */
+
+typedef struct tfmi_regex {
+  tfmi_charset *classes;
+  uint16_t *next;  /* [states][width] */
+  uint32_t width;  /* classes, and the end of the text as the last */
+} tfmi_regex;
+
+/* Bytes of the match at p; 0: there is none. */
+static size_t tfmi_regex_at(const tfmi_regex *x, const char *p, size_t n) {
+  uint32_t state = TFMI_REGEX_START;
+  size_t at = 0, match = 0;
+  while (state) {
+    tfmi_rune r = {0, 0, TFMI_RUNE_WHOLE};
+    uint32_t next, c = x->width - 1;
+    if (at < n) {
+      r = tfmi_rune_at(p + at, n - at);
+      c = tfmi_charset_at(x->classes, r.code);
+    }
+    next = x->next[state * x->width + c];
+    if (next & TFMI_REGEX_MATCH) match = at;
+    state = at < n ? next & (TFMI_REGEX_MATCH - 1) : 0;
+    at += r.bytes;
+  }
+  return match;
+}
+
+static tfmi_stretch tfmi_find_regex(const tfmi_step *s, const char *p, size_t n) {
+  size_t at = tfmi_regex_at(s->regex, p, n);
+  if (at) return tfmi_stretch_of(at, true);
+  while (at < n) {
+    at += tfmi_rune_at(p + at, n - at).bytes;
+    if (at < n && tfmi_regex_at(s->regex, p + at, n - at)) break;
+  }
+  return tfmi_stretch_of(at, false);
+}
+
+/* ---- Cutting: patterns ----
+   Written by hand after the regular expressions, which are compared as strings while loading. Every
+   character is a letter, a number, white space or other, so that each pattern's alternatives cover
+   all text and can be told apart by one or two characters. Time is linear. */
+
+static tfmi_class tfmi_class_at(const char *p, size_t n) { /* n may be 0 */
+  return n ? tfmi_class_of(tfmi_rune_at(p, n).code) : TFMI_SPACE;
+}
+
+/* 's 't 're 've 'm 'll 'd, in any case when `fold` (then U+017F is an s too); 0: none is here. */
+static size_t tfmi_split_contraction(const char *p, size_t n, bool fold) {
+  static const char ends[][3] = {"s", "t", "re", "ve", "m", "ll", "d"};
+  int lower = fold ? 32 : 0, i;
+  if (n < 2 || p[0] != '\'') return 0;
+  if (fold && n > 2 && memcmp(p + 1, "\xc5\xbf", 2) == 0) return 3;
+  for (i = 0; i < TFMI_COUNT(ends); i++) {
+    size_t k = strlen(ends[i]);
+    if (k < n && (p[1] | lower) == ends[i][0] && (k == 1 || (p[2] | lower) == ends[i][1]))
+      return k + 1;
+  }
+  return 0;
+}
+
+/* White space at p: \s*[\r\n]+ when `lines`, then \s+(?!\S)|\s+ : all of it at the end of the text,
+   else all but the last character, which goes with what follows. */
+static size_t tfmi_split_space(const char *p, size_t n, bool lines) {
+  size_t at = 0, last = 0, line = 0;
+  while (at < n) {
+    tfmi_rune r = tfmi_rune_at(p + at, n - at);
+    if (tfmi_class_of(r.code) != TFMI_SPACE) break;
+    last = at;
+    at += r.bytes;
+    if (lines && (r.code == '\n' || r.code == '\r')) line = at;
+  }
+  if (line) return line;
+  return at == n || last == 0 ? at : last;
+}
+
+static size_t tfmi_split_gpt2(const char *p, size_t n) {
+  size_t blank = p[0] == ' ', k = tfmi_split_contraction(p, n, false);
+  tfmi_class here = tfmi_class_at(p + blank, n - blank);
+  if (k) return k;
+  if (here == TFMI_SPACE) return tfmi_split_space(p, n, false);
+  return blank + tfmi_run_of(p + blank, n - blank, here);
+}
+
+static size_t tfmi_split_numbers(const char *p, size_t n, int most) {
+  size_t at = 0;
+  for (; most > 0 && tfmi_class_at(p + at, n - at) == TFMI_NUMBER; most--)
+    at += tfmi_rune_at(p + at, n - at).bytes;
+  return at;
+}
+
+static size_t tfmi_split_cl100k(const char *p, size_t n, int digits) {
+  size_t blank = p[0] == ' ', k = tfmi_split_contraction(p, n, true), at;
+  tfmi_rune r = tfmi_rune_at(p, n);
+  tfmi_class here = tfmi_class_of(r.code);
+  if (k) return k;
+  if (here == TFMI_NUMBER) return tfmi_split_numbers(p, n, digits);
+  at = here == TFMI_LETTER || r.code == '\r' || r.code == '\n' ? 0 : r.bytes;
+  k = tfmi_run_of(p + at, n - at, TFMI_LETTER);
+  if (k) return at + k;
+  if (tfmi_class_at(p + blank, n - blank) == TFMI_SPACE) return tfmi_split_space(p, n, true);
+  if (tfmi_class_at(p + blank, n - blank) != TFMI_OTHER) return blank; /* a blank and a number */
+  at = blank + tfmi_run_of(p + blank, n - blank, TFMI_OTHER);
+  while (at < n && (p[at] == '\r' || p[at] == '\n')) at++;
+  return at;
+}
+
+static size_t tfmi_split_llama3(const char *p, size_t n) { return tfmi_split_cl100k(p, n, 3); }
+static size_t tfmi_split_qwen2(const char *p, size_t n) { return tfmi_split_cl100k(p, n, 1); }
+
+#define TFMI_GPT2_PATTERN \
+  "'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+"
+#define TFMI_CL100K_PATTERN(digits) \
+  "(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}" digits \
+  "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+#define TFMI_UPPER "[\\p{Lu}\\p{Lt}\\p{Lm}\\p{Lo}\\p{M}]"
+#define TFMI_LOWER "[\\p{Ll}\\p{Lm}\\p{Lo}\\p{M}]"
+#define TFMI_CASED_PATTERN(suffix, digits) \
+  "[^\\r\\n\\p{L}\\p{N}]?" TFMI_UPPER "*" TFMI_LOWER "+" suffix \
+  "|[^\\r\\n\\p{L}\\p{N}]?" TFMI_UPPER "+" TFMI_LOWER "*" suffix \
+  "|\\p{N}" digits "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n/]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"
+#define TFMI_O200K_PATTERN TFMI_CASED_PATTERN("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "{1,3}")
+#define TFMI_TEKKEN_PATTERN TFMI_CASED_PATTERN("", "")
+
+static const struct tfmi_pattern_row {
+  const char *pattern;
+  tfmi_splitter split;
+} tfmi_patterns[] = {
+  {TFMI_GPT2_PATTERN, tfmi_split_gpt2},
+  {TFMI_CL100K_PATTERN("{1,3}"), tfmi_split_llama3},
+  {TFMI_CL100K_PATTERN(""), tfmi_split_qwen2},
+};
+
+/* =================================================================================================
    >>tokenizer   text to ids and back, exactly as the vocabulary's makers do it
    =================================================================================================
 
    Text passes through stages, each a row or a field of the tokenizer:
 
      added      special and added tokens are cut out of the text (first set), leftmost, then longest
-     normalise  a prefix, blanks replaced, runs of blanks squeezed
-     added      those that are looked for in normalised text (second set)
-     split      a pattern cuts pre-tokens; merges never cross them
-     model      symbols (bytes or characters) are merged pair by pair, lowest rank first
+     rewrite    steps change what lies between (>>steps)
+     added      those that are looked for in rewritten text (second set)
+     cut        steps make pieces of it, which the model sees one by one
+     model      merges: symbols (bytes or characters) are merged pair by pair, lowest rank first;
+                Unigram: of all ways to spell the piece, the one of the highest score;
+                words: the piece itself, or unk
 
-   Every vocabulary, whatever file it comes from, is brought to one form while loading: texts with
-   ids, and a table (left id, right id) -> (rank, id). Vocabularies of scored pieces (SentencePiece)
-   become such a table too: a piece can arise from any two symbols that spell it, its rank is the
-   order of its score, and equal scores have equal ranks. Characters that occur in pieces without
-   being one get `phantom` ids beyond the vocabulary; they exist between merges only.
+   Every vocabulary of merges, whatever file it comes from, is brought to one form while loading:
+   texts with ids, and a table (left id, right id) -> (rank, id). Vocabularies of scored pieces
+   (SentencePiece) become such a table too: a piece can arise from any two symbols that spell it,
+   its rank is the order of its score, and equal scores have equal ranks. Characters that occur in
+   pieces without being one get `phantom` ids beyond the vocabulary; they exist between merges only.
 
    Merging keeps the symbols in a linked list and takes the candidates by (rank, position): near
    linear in the text. Candidates go stale when a neighbour merges first; they are skipped when they
@@ -3324,6 +4774,7 @@ typedef struct tfmi_added {
   uint32_t at, n; /* what is looked for, in the arena */
   int32_t id;
   bool special, left_blanks, right_blanks; /* swallow white space before, behind */
+  bool word;                               /* only where no word goes on at either side */
 } tfmi_added;
 
 typedef struct tfmi_added_set {
@@ -3332,7 +4783,27 @@ typedef struct tfmi_added_set {
   bool first[256];   /* bytes that some token begins with */
 } tfmi_added_set;
 
-typedef size_t (*tfmi_splitter)(const char *p, size_t n); /* bytes of the first pre-token, n > 0 */
+typedef enum tfmi_model { TFMI_MERGES, TFMI_UNIGRAM, TFMI_WHOLE } tfmi_model;
+
+typedef struct tfmi_trie_slot { /* a node, known by its slot, below another with a byte between */
+  uint32_t above;               /* UINT32_MAX: free; slots: the root */
+  int32_t id;                   /* of the piece that ends here; -1: none */
+  uint8_t byte;
+} tfmi_trie_slot;
+
+typedef struct tfmi_trie {
+  tfmi_trie_slot *slot;
+  uint64_t mask;
+} tfmi_trie;
+
+/* The slot of the node below `above`, or the free one where it belongs. */
+static tfmi_trie_slot *tfmi_trie_below(const tfmi_trie *trie, uint32_t above, uint8_t byte) {
+  uint64_t i = tfmi_mix((uint64_t)above << 8 | byte) >> 8 & trie->mask;
+  while (trie->slot[i].above != UINT32_MAX &&
+         (trie->slot[i].above != above || trie->slot[i].byte != byte))
+    i = (i + 1) & trie->mask;
+  return &trie->slot[i];
+}
 
 struct tfm_tokenizer {
   tfmi_heap heap;
@@ -3347,13 +4818,19 @@ struct tfm_tokenizer {
   tfmi_merge_table merges;
   tfmi_join_table joins;    /* characters only */
   tfmi_added_set added[2];  /* in raw text, in normalised text */
-  tfmi_text prefix;         /* put before each stretch of text; n 0: nothing */
-  tfmi_text blank;          /* what U+0020 becomes; n 0: it stays */
-  bool squeeze;             /* leading, trailing and repeated blanks go */
-  bool prefix_blank;        /* a pre-token stage that puts a blank before text without one */
-  tfmi_splitter split;      /* NULL: text stays in one piece */
+  tfmi_step rewrite[TFMI_STEPS_MAX], cut[TFMI_STEPS_MAX];
+  int32_t rewrites, cuts;
+  const tfmi_charset *word; /* what added tokens must not be amidst; NULL: none asks */
+  tfmi_model model;
+  tfmi_trie trie;           /* Unigram's pieces, with */
+  double *score;            /* their scores, by id */
+  double unk_score;
+  bool single;              /* scores are added up in single precision */
   bool from_bytes;          /* symbols are bytes, not characters */
-  bool words;               /* a pre-token is a token, or unknown: nothing is merged */
+  bool says_letters;        /* decoding takes letters for bytes, the same ones */
+  bool says_gaps;           /* decoding puts a blank between tokens */
+  bool drops_first;         /* decoding drops the first token's blanks */
+  tfmi_text blank;          /* what decoding turns into U+0020; n 0: nothing */
   bool byte_fallback;       /* a character that is no symbol becomes its bytes' tokens */
   bool fuse_unk;            /* a run of unknown characters is one unk */
   bool strict;              /* an unknown character is an error */
@@ -3369,100 +4846,6 @@ static int32_t tfmi_own_id(const tfm_tokenizer *t, const char *p, size_t n) {
   int32_t id = tfmi_text_find(&t->spelled, p, n);
   return id >= 0 && !t->token[id].added ? id : -1;
 }
-
-/* ---- Splitting patterns ----
-   Written by hand after the regular expressions, which are compared as strings while loading. Every
-   character is a letter, a number, white space or other, so that each pattern's alternatives cover
-   all text and can be told apart by one or two characters. Time is linear. */
-
-static size_t tfmi_run_of(const char *p, size_t n, tfmi_class wanted) {
-  size_t at = 0;
-  while (at < n) {
-    tfmi_rune r = tfmi_rune_at(p + at, n - at);
-    if (tfmi_class_of(r.code) != wanted) break;
-    at += r.bytes;
-  }
-  return at;
-}
-
-static tfmi_class tfmi_class_at(const char *p, size_t n) { /* n may be 0 */
-  return n ? tfmi_class_of(tfmi_rune_at(p, n).code) : TFMI_SPACE;
-}
-
-/* 's 't 're 've 'm 'll 'd, in any case when `fold` (then U+017F is an s too); 0: none is here. */
-static size_t tfmi_split_contraction(const char *p, size_t n, bool fold) {
-  static const char ends[][3] = {"s", "t", "re", "ve", "m", "ll", "d"};
-  int lower = fold ? 32 : 0, i;
-  if (n < 2 || p[0] != '\'') return 0;
-  if (fold && n > 2 && memcmp(p + 1, "\xc5\xbf", 2) == 0) return 3;
-  for (i = 0; i < TFMI_COUNT(ends); i++) {
-    size_t k = strlen(ends[i]);
-    if (k < n && (p[1] | lower) == ends[i][0] && (k == 1 || (p[2] | lower) == ends[i][1]))
-      return k + 1;
-  }
-  return 0;
-}
-
-/* White space at p: \s*[\r\n]+ when `lines`, then \s+(?!\S)|\s+ : all of it at the end of the text,
-   else all but the last character, which goes with what follows. */
-static size_t tfmi_split_space(const char *p, size_t n, bool lines) {
-  size_t at = 0, last = 0, line = 0;
-  while (at < n) {
-    tfmi_rune r = tfmi_rune_at(p + at, n - at);
-    if (tfmi_class_of(r.code) != TFMI_SPACE) break;
-    last = at;
-    at += r.bytes;
-    if (lines && (r.code == '\n' || r.code == '\r')) line = at;
-  }
-  if (line) return line;
-  return at == n || last == 0 ? at : last;
-}
-
-static size_t tfmi_split_gpt2(const char *p, size_t n) {
-  size_t blank = p[0] == ' ', k = tfmi_split_contraction(p, n, false);
-  tfmi_class here = tfmi_class_at(p + blank, n - blank);
-  if (k) return k;
-  if (here == TFMI_SPACE) return tfmi_split_space(p, n, false);
-  return blank + tfmi_run_of(p + blank, n - blank, here);
-}
-
-static size_t tfmi_split_numbers(const char *p, size_t n, int most) {
-  size_t at = 0;
-  for (; most > 0 && tfmi_class_at(p + at, n - at) == TFMI_NUMBER; most--)
-    at += tfmi_rune_at(p + at, n - at).bytes;
-  return at;
-}
-
-static size_t tfmi_split_cl100k(const char *p, size_t n, int digits) {
-  size_t blank = p[0] == ' ', k = tfmi_split_contraction(p, n, true), at;
-  tfmi_rune r = tfmi_rune_at(p, n);
-  tfmi_class here = tfmi_class_of(r.code);
-  if (k) return k;
-  if (here == TFMI_NUMBER) return tfmi_split_numbers(p, n, digits);
-  at = here == TFMI_LETTER || r.code == '\r' || r.code == '\n' ? 0 : r.bytes;
-  k = tfmi_run_of(p + at, n - at, TFMI_LETTER);
-  if (k) return at + k;
-  if (tfmi_class_at(p + blank, n - blank) == TFMI_SPACE) return tfmi_split_space(p, n, true);
-  if (tfmi_class_at(p + blank, n - blank) != TFMI_OTHER) return blank; /* a blank and a number */
-  at = blank + tfmi_run_of(p + blank, n - blank, TFMI_OTHER);
-  while (at < n && (p[at] == '\r' || p[at] == '\n')) at++;
-  return at;
-}
-
-static size_t tfmi_split_llama3(const char *p, size_t n) { return tfmi_split_cl100k(p, n, 3); }
-static size_t tfmi_split_qwen2(const char *p, size_t n) { return tfmi_split_cl100k(p, n, 1); }
-
-static const struct tfmi_pattern_row {
-  const char *pattern;
-  tfmi_splitter split;
-} tfmi_patterns[] = {
-  {"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
-   tfmi_split_gpt2},
-  {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}"
-   "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", tfmi_split_llama3},
-  {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}"
-   "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", tfmi_split_qwen2},
-};
 
 /* ---- Encoding: work memory ---- */
 
@@ -3482,6 +4865,12 @@ typedef struct tfmi_bucket { /* such a list */
 #define TFMI_NOBODY UINT32_MAX
 enum { TFMI_LONG_PIECE = 4096 };
 
+typedef struct tfmi_way { /* the best way to spell a piece up to here */
+  double score;
+  int32_t id;
+  uint32_t start; /* of its last part; UINT32_MAX: there is no way yet */
+} tfmi_way;
+
 typedef struct tfmi_passage { /* a stretch of a text, from where the one before ends */
   size_t end;
   bool trusted; /* it may name special tokens */
@@ -3492,8 +4881,7 @@ typedef struct tfmi_encoder {
   const char *whole;  /* the text, in [spans] stretches; span NULL: one, trusted as flags say */
   const tfmi_passage *span;
   size_t spans;
-  tfmi_heap heap;     /* work memory, under the tokenizer's limit */
-  tfm_status status;
+  tfmi_work work;
   unsigned flags;
   int32_t *ids;       /* [cap] */
   size_t cap;
@@ -3503,8 +4891,8 @@ typedef struct tfmi_encoder {
   uint64_t *queue;       /* [queued] heap of rank << 32 | position */
   tfmi_waiting *waiting; /* [waitings] nodes of the lists, those in `spare` free */
   tfmi_bucket *bucket;   /* [ranks] lists; NULL until a piece is long */
-  char *text;            /* normalised */
-  size_t symbols, symbol_cap, queued, queue_cap, waitings, waiting_cap, bucket_cap, text_cap;
+  tfmi_way *best;       /* [bytes of a piece + 1] */
+  size_t symbols, symbol_cap, queued, queue_cap, waitings, waiting_cap, bucket_cap, best_cap;
   int64_t now;           /* candidates up to this rank wait in the heap, others in lists */
   uint32_t batch, spare; /* what is left of the list of rank `now`; free nodes */
   tfmi_symbol few_symbols[96];
@@ -3518,9 +4906,9 @@ static void *tfmi_encoder_grow(tfmi_encoder *e, void *p, const void *few, size_t
   bool stack = p == few;
   void *grown;
   if (need <= *cap) return p;
-  grown = tfmi_heap_realloc(&e->heap, stack ? NULL : p, stack ? 0 : *cap * size, need * size);
+  grown = tfmi_heap_realloc(&e->work.heap, stack ? NULL : p, stack ? 0 : *cap * size, need * size);
   if (!grown) {
-    e->status = TFM_E_MEMORY;
+    e->work.status = TFM_E_MEMORY;
     return NULL;
   }
   if (stack && p) memcpy(grown, p, *cap * size);
@@ -3528,19 +4916,27 @@ static void *tfmi_encoder_grow(tfmi_encoder *e, void *p, const void *few, size_t
   return grown;
 }
 
-static void tfmi_encoder_free(tfmi_encoder *e) {
-  if (e->symbol != e->few_symbols)
-    tfmi_heap_put(&e->heap, e->symbol, e->symbol_cap * sizeof *e->symbol);
-  if (e->queue != e->few_queued) tfmi_heap_put(&e->heap, e->queue, e->queue_cap * sizeof *e->queue);
-  tfmi_heap_put(&e->heap, e->waiting, e->waiting_cap * sizeof *e->waiting);
-  tfmi_heap_put(&e->heap, e->bucket, e->bucket_cap * sizeof *e->bucket);
-  tfmi_heap_put(&e->heap, e->text, e->text_cap);
+static void tfmi_encoder_init(tfmi_encoder *e, const tfm_tokenizer *t, unsigned flags) {
+  memset(e, 0, offsetof(tfmi_encoder, few_symbols));
+  e->t = t;
+  e->work.heap = t->heap;
+  e->flags = flags;
+  e->symbol = e->few_symbols;
+  e->symbol_cap = (size_t)TFMI_COUNT(e->few_symbols);
+  e->queue = e->few_queued;
+  e->queue_cap = (size_t)TFMI_COUNT(e->few_queued);
+  e->batch = e->spare = TFMI_NOBODY;
 }
 
-static bool tfmi_encoder_text(tfmi_encoder *e, size_t need) { /* room in e->text */
-  char *text = (char *)tfmi_encoder_grow(e, e->text, NULL, &e->text_cap, need, 1);
-  if (text) e->text = text;
-  return text != NULL;
+static void tfmi_encoder_free(tfmi_encoder *e) {
+  if (e->symbol != e->few_symbols)
+    tfmi_heap_put(&e->work.heap, e->symbol, e->symbol_cap * sizeof *e->symbol);
+  if (e->queue != e->few_queued)
+    tfmi_heap_put(&e->work.heap, e->queue, e->queue_cap * sizeof *e->queue);
+  tfmi_heap_put(&e->work.heap, e->waiting, e->waiting_cap * sizeof *e->waiting);
+  tfmi_heap_put(&e->work.heap, e->bucket, e->bucket_cap * sizeof *e->bucket);
+  tfmi_heap_put(&e->work.heap, e->best, e->best_cap * sizeof *e->best);
+  tfmi_work_free(&e->work);
 }
 
 static void tfmi_emit(tfmi_encoder *e, int32_t id) {
@@ -3696,8 +5092,8 @@ static int tfmi_fallback(tfmi_encoder *e, const char *p, size_t n, int32_t ids[4
     for (i = 0; i < n; i++) ids[i] = t->byte_id[(uint8_t)p[i]];
     return (int)n;
   }
-  if (t->strict && e->status == TFM_OK)
-    e->status = tfmi_report(TFM_E_ARG,
+  if (t->strict && e->work.status == TFM_OK)
+    e->work.status = tfmi_report(TFM_E_ARG,
                             "tfm_encode: the character U+%04X is not in this vocabulary; remove it "
                             "from the text", (unsigned)tfmi_rune_at(p, n).code);
   ids[0] = t->unk;
@@ -3736,7 +5132,7 @@ static void tfmi_merge_all(tfmi_encoder *e) {
 static void tfmi_symbols_done(tfmi_encoder *e) {
   int32_t i = e->symbols ? 0 : -1;
   if (e->symbols) tfmi_merge_all(e);
-  if (e->status != TFM_OK) return;
+  if (e->work.status != TFM_OK) return;
   for (; i >= 0; i = e->symbol[i].next) tfmi_emit_symbol(e, e->symbol[i].id);
   e->symbols = 0;
 }
@@ -3768,7 +5164,7 @@ static void tfmi_add_unknown(tfmi_encoder *e, const char *p, size_t n, size_t mo
 
 static void tfmi_encode_bytes(tfmi_encoder *e, const char *p, size_t n) {
   size_t i;
-  for (i = 0; i < n && e->status == TFM_OK; i++) {
+  for (i = 0; i < n && e->work.status == TFM_OK; i++) {
     int32_t id = e->t->byte_id[(uint8_t)p[i]];
     if (id >= 0) tfmi_symbol_add(e, id, n);
     else tfmi_add_unknown(e, p + i, 1, n);
@@ -3779,7 +5175,7 @@ static void tfmi_encode_characters(tfmi_encoder *e, const char *p, size_t n) {
   static const char replacement[] = "\xef\xbf\xbd";
   const tfm_tokenizer *t = e->t;
   size_t at = 0;
-  while (at < n && e->status == TFM_OK) {
+  while (at < n && e->work.status == TFM_OK) {
     tfmi_rune r = tfmi_rune_at(p + at, n - at);
     bool broken = r.state != TFMI_RUNE_WHOLE;
     const char *c = broken && !t->byte_fallback ? replacement : p + at;
@@ -3793,12 +5189,108 @@ static void tfmi_encode_characters(tfmi_encoder *e, const char *p, size_t n) {
   }
 }
 
+/* ---- Encoding: Unigram ---- */
+
+static int32_t tfmi_trie_find(const tfmi_trie *trie, const char *p, size_t n) {
+  uint32_t node = (uint32_t)trie->mask + 1;
+  const tfmi_trie_slot *s = NULL;
+  size_t i;
+  for (i = 0; i < n; i++) {
+    s = tfmi_trie_below(trie, node, (uint8_t)p[i]);
+    if (s->above == UINT32_MAX) return -1;
+    node = (uint32_t)(s - trie->slot);
+  }
+  return s ? s->id : -1;
+}
+
+static void tfmi_best_try(const tfm_tokenizer *t, tfmi_way *best, size_t from, size_t to,
+                          int32_t id, double score) {
+  score += best[from].score;
+  if (t->single) score = (double)(float)score;
+  if (best[to].start != UINT32_MAX && score <= best[to].score) return;
+  best[to].score = score;
+  best[to].start = (uint32_t)from;
+  best[to].id = id;
+}
+
+/* Scores every piece that begins here; a character that is none is unknown. */
+static void tfmi_best_from(const tfm_tokenizer *t, tfmi_way *best, const char *p, size_t at,
+                           size_t n, size_t character) {
+  uint32_t node = (uint32_t)t->trie.mask + 1;
+  bool known = false;
+  size_t to;
+  for (to = at; to < n;) {
+    const tfmi_trie_slot *s = tfmi_trie_below(&t->trie, node, (uint8_t)p[to++]);
+    if (s->above == UINT32_MAX) break;
+    node = (uint32_t)(s - t->trie.slot);
+    if (s->id < 0) continue;
+    known = known || to - at == character;
+    tfmi_best_try(t, best, at, to, s->id, t->score[s->id]);
+  }
+  if (!known) tfmi_best_try(t, best, at, at + character, t->unk, t->unk_score);
+}
+
+/* Emits what runs of unknown characters are: a piece after all, bytes, or unk. */
+static void tfmi_emit_unknown(tfmi_encoder *e, const char *p, size_t n) {
+  int32_t id = tfmi_trie_find(&e->t->trie, p, n);
+  size_t i;
+  if (id < 0 && e->t->byte_fallback) {
+    for (i = 0; i < n; i++) tfmi_emit(e, e->t->byte_id[(uint8_t)p[i]]);
+  } else if (id < 0 && e->t->unk < 0) {
+    e->work.status = tfmi_report(TFM_E_ARG, "tfm_encode: the character U+%04X is not in this "
+                                 "vocabulary, which has no unknown token; remove it from the text",
+                                 (unsigned)tfmi_rune_at(p, n).code);
+  } else {
+    tfmi_emit(e, id < 0 ? e->t->unk : id);
+  }
+}
+
+/* Turns the links from each part to the one before it round; the first part's end. */
+static uint32_t tfmi_best_turn(tfmi_way *best, size_t n) {
+  uint32_t at = (uint32_t)n, after = 0;
+  while (at) {
+    uint32_t before = best[at].start;
+    best[at].start = after;
+    after = at;
+    at = before;
+  }
+  return after;
+}
+
+static void tfmi_encode_unigram(tfmi_encoder *e, const char *p, size_t n) {
+  const tfm_tokenizer *t = e->t;
+  size_t at, start = 0, unknown = 0;
+  uint32_t stop;
+  tfmi_way *best = TFMI_NEW(tfmi_way, tfmi_encoder_grow(e, e->best, NULL, &e->best_cap, n + 1,
+                                                          sizeof *best));
+  if (!best) return;
+  e->best = best;
+  for (at = 0; at <= n; at++) best[at].start = UINT32_MAX;
+  best[0].score = 0;
+  for (at = 0; at < n;) {
+    size_t character = tfmi_rune_at(p + at, n - at).bytes;
+    tfmi_best_from(t, best, p, at, n, character);
+    at += character;
+  }
+  for (stop = tfmi_best_turn(best, n); stop && e->work.status == TFM_OK; stop = best[stop].start) {
+    if (best[stop].id == t->unk) {
+      unknown += stop - start;
+    } else {
+      if (unknown) tfmi_emit_unknown(e, p + start - unknown, unknown);
+      unknown = 0;
+      tfmi_emit(e, best[stop].id);
+    }
+    start = stop;
+  }
+  if (unknown) tfmi_emit_unknown(e, p + n - unknown, unknown);
+}
+
 static void tfmi_encode_word(tfmi_encoder *e, const char *p, size_t n) {
   tfmi_text word = {p, n};
   int32_t id = tfmi_own_id(e->t, p, n);
   if (id < 0 && e->t->strict)
-    e->status = tfmi_report(TFM_E_ARG, "tfm_encode: the word \"%s\" is not in this vocabulary; "
-                            "remove it from the text", tfmi_plain(word).text);
+    e->work.status = tfmi_report(TFM_E_ARG, "tfm_encode: the word \"%s\" is not in this "
+                                 "vocabulary; remove it from the text", tfmi_plain(word).text);
   else tfmi_emit(e, id < 0 ? e->t->unk : id);
 }
 
@@ -3806,7 +5298,8 @@ static void tfmi_encode_piece(tfmi_encoder *e, const char *p, size_t n) { /* one
   const tfm_tokenizer *t = e->t;
   int32_t id;
   e->last = -1;
-  if (t->words) {
+  if (n == 0) return;
+  if (t->model == TFMI_WHOLE) {
     tfmi_encode_word(e, p, n);
     return;
   }
@@ -3818,27 +5311,50 @@ static void tfmi_encode_piece(tfmi_encoder *e, const char *p, size_t n) { /* one
     }
   }
   if (n > INT32_MAX) {
-    e->status = tfmi_report(TFM_E_ARG, "tfm_encode: %llu bytes in one piece, expected at most "
+    e->work.status = tfmi_report(TFM_E_ARG, "tfm_encode: %llu bytes in one piece, expected at most "
                             "2^31 - 1; cut the text", (unsigned long long)n);
     return;
   }
-  if (t->from_bytes) tfmi_encode_bytes(e, p, n);
+  if (t->model == TFMI_UNIGRAM) tfmi_encode_unigram(e, p, n);
+  else if (t->from_bytes) tfmi_encode_bytes(e, p, n);
   else tfmi_encode_characters(e, p, n);
-  if (e->status == TFM_OK) tfmi_symbols_done(e);
+  if (e->work.status == TFM_OK) tfmi_symbols_done(e);
+}
+
+static void tfmi_encode_step(tfmi_encoder *e, int32_t k, const char *p, size_t n);
+
+/* Each piece that step k makes of the text goes on to the next step. */
+static void tfmi_encode_cut(tfmi_encoder *e, int32_t k, const char *p, size_t n) {
+  const tfmi_step *s = &e->t->cut[k];
+  tfmi_stretch piece;
+  for (; n && e->work.status == TFM_OK; p += piece.n, n -= piece.n) {
+    piece = tfmi_step_piece(s, p, n);
+    if (!piece.match || s->behavior != TFMI_REMOVED) tfmi_encode_step(e, k + 1, p, piece.n);
+  }
+}
+
+/* What step k, of at most TFMI_STEPS_MAX, makes of the text. */
+static void tfmi_encode_step(tfmi_encoder *e, int32_t k, const char *p, size_t n) {
+  const tfmi_step *s = &e->t->cut[k];
+  if (k == e->t->cuts) {
+    tfmi_encode_piece(e, p, n);
+  } else if (s->rewrite) {
+    tfmi_buffer *out = &e->work.buffer[2 + k];
+    tfmi_step own = *s;
+    tfmi_text in;
+    in.at = p;
+    in.n = n;
+    out->n = 0;
+    if (s->left && p != e->whole) own.text.n = 0;
+    s->rewrite(&e->work, &own, in, out);
+    if (e->work.status == TFM_OK) tfmi_encode_step(e, k + 1, out->at, out->n);
+  } else {
+    tfmi_encode_cut(e, k, p, n);
+  }
 }
 
 static void tfmi_encode_pieces(tfmi_encoder *e, const char *p, size_t n) {
-  size_t k;
-  if (e->t->prefix_blank && p[0] != ' ') {
-    if (!tfmi_encoder_text(e, n + 1)) return;
-    e->text[0] = ' ';
-    memcpy(e->text + 1, p, n++);
-    p = e->text;
-  }
-  for (; n && e->status == TFM_OK; p += k, n -= k) {
-    k = e->t->split ? e->t->split(p, n) : n;
-    tfmi_encode_piece(e, p, k);
-  }
+  tfmi_encode_step(e, 0, p, n);
 }
 
 /* The first of the sorted tokens low .. high-1 whose byte at `depth` is not below `byte`. */
@@ -3868,15 +5384,16 @@ static const tfmi_added *tfmi_added_match(const tfm_tokenizer *t, const tfmi_add
   return best;
 }
 
-/* Where the white space begins that p[0 .. n) ends with. */
-static size_t tfmi_before_blanks(const char *p, size_t n) {
-  while (n) {
-    size_t at = n - 1;
-    while (at && n - at < 4 && ((uint8_t)p[at] & 0xc0) == 0x80) at--;
-    if (tfmi_class_at(p + at, n - at) != TFMI_SPACE) break;
-    n = at;
-  }
-  return n;
+static bool tfmi_is_word(const tfm_tokenizer *t, const char *p, size_t n) { /* n may be 0 */
+  return n && tfmi_charset_at(t->word, tfmi_rune_at(p, n).code);
+}
+
+/* True when words end at start and begin at stop. */
+static bool tfmi_stands_alone(const tfm_tokenizer *t, const char *p, size_t n, size_t start,
+                              size_t stop) {
+  size_t before = start;
+  while (before && (before == start || ((uint8_t)p[before] & 0xc0) == 0x80)) before--;
+  return !tfmi_is_word(t, p + before, start - before) && !tfmi_is_word(t, p + stop, n - stop);
 }
 
 /* Bytes at p[0 .. n) that one token may take, and whether it may be a special one. In a copy that
@@ -3902,7 +5419,7 @@ typedef void (*tfmi_between)(tfmi_encoder *e, const char *p, size_t n);
 static void tfmi_encode_added(tfmi_encoder *e, const tfmi_added_set *set, const char *p, size_t n,
                               tfmi_between between) {
   size_t at = 0, done = 0;
-  while (set->count && at < n && e->status == TFM_OK) {
+  while (set->count && at < n && e->work.status == TFM_OK) {
     const tfmi_added *a = NULL;
     size_t start = at, stop;
     bool special = false;
@@ -3914,6 +5431,7 @@ static void tfmi_encode_added(tfmi_encoder *e, const tfmi_added_set *set, const 
     }
     stop = at += a->n;
     if (a->special && !special) continue;
+    if (a->word && !tfmi_stands_alone(e->t, p, n, start, stop)) continue;
     if (a->left_blanks && stop <= done) continue; /* swallowed whole by the one before */
     if (a->left_blanks)
       start = done + tfmi_before_blanks(p + done, start > done ? start - done : 0);
@@ -3922,49 +5440,17 @@ static void tfmi_encode_added(tfmi_encoder *e, const tfmi_added_set *set, const 
     tfmi_emit(e, a->id);
     done = stop;
   }
-  if (done < n && e->status == TFM_OK) between(e, p + done, n - done);
-}
-
-static size_t tfmi_append(char *out, size_t size, tfmi_text text) {
-  if (text.n) memcpy(out + size, text.at, text.n);
-  return size + text.n;
-}
-
-/* Writes the normalised text, of at most tfmi_normal_bound bytes; returns its length. */
-static size_t tfmi_normalise(const tfm_tokenizer *t, const char *p, size_t n, char *out) {
-  tfmi_text blank = t->blank;
-  size_t size, i = 0;
-  if (!blank.n) {
-    blank.at = " ";
-    blank.n = 1;
-  }
-  while (t->squeeze && i < n && p[i] == ' ') i++;
-  if (i == n) return 0;
-  size = tfmi_append(out, 0, t->prefix);
-  for (; i < n; i++) {
-    if (p[i] != ' ') out[size++] = p[i];
-    else if (!t->squeeze || p[i - 1] != ' ') size = tfmi_append(out, size, blank);
-  }
-  while (t->squeeze && size >= blank.n && memcmp(out + size - blank.n, blank.at, blank.n) == 0)
-    size -= blank.n;
-  return size;
-}
-
-static size_t tfmi_normal_bound(const tfm_tokenizer *t, const char *p, size_t n) {
-  size_t bound = t->prefix.n + n, i;
-  for (i = 0; i < n && t->blank.n > 1; i++)
-    if (p[i] == ' ') bound += t->blank.n - 1;
-  return bound;
+  if (done < n && e->work.status == TFM_OK) between(e, p + done, n - done);
 }
 
 static void tfmi_encode_normal(tfmi_encoder *e, const char *p, size_t n) {
   const tfm_tokenizer *t = e->t;
-  if (t->prefix.n || t->blank.n || t->squeeze) {
-    if (!tfmi_encoder_text(e, tfmi_normal_bound(t, p, n))) return;
-    n = tfmi_normalise(t, p, n, e->text);
-    p = e->text;
-  }
-  tfmi_encode_added(e, &t->added[1], p, n, tfmi_encode_pieces);
+  tfmi_text text;
+  text.at = p;
+  text.n = n;
+  text = tfmi_rewrite_all(&e->work, t->rewrite, t->rewrites, text);
+  if (e->work.status == TFM_OK)
+    tfmi_encode_added(e, &t->added[1], text.at, text.n, tfmi_encode_pieces);
 }
 
 /* As tfm_encode, of a text in stretches when span is not NULL. */
@@ -3974,25 +5460,17 @@ static int64_t tfmi_encode_text(const tfm_tokenizer *tokenizer, const char *text
   tfmi_encoder e;
   bool special = (flags & TFM_ENCODE_SPECIAL) != 0;
   int32_t i;
-  memset(&e, 0, offsetof(tfmi_encoder, few_symbols));
-  e.t = tokenizer;
+  tfmi_encoder_init(&e, tokenizer, flags);
   e.whole = text;
   e.span = span;
   e.spans = spans;
-  e.heap = tokenizer->heap;
-  e.flags = flags;
   e.ids = ids;
   e.cap = cap;
-  e.symbol = e.few_symbols;
-  e.symbol_cap = (size_t)TFMI_COUNT(e.few_symbols);
-  e.queue = e.few_queued;
-  e.queue_cap = (size_t)TFMI_COUNT(e.few_queued);
-  e.batch = e.spare = TFMI_NOBODY;
   for (i = 0; special && i < tokenizer->before_count; i++) tfmi_emit(&e, tokenizer->before[i]);
   tfmi_encode_added(&e, &tokenizer->added[0], text, bytes, tfmi_encode_normal);
   for (i = 0; special && i < tokenizer->after_count; i++) tfmi_emit(&e, tokenizer->after[i]);
   tfmi_encoder_free(&e);
-  return e.status == TFM_OK ? e.count : (int64_t)e.status;
+  return e.work.status == TFM_OK ? e.count : (int64_t)e.work.status;
 }
 
 TFM_API int64_t tfm_encode(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
@@ -4040,7 +5518,7 @@ static void tfmi_say(tfmi_sink *s, const char *p, size_t n) {
 /* Replaces the first k pending bytes, which form no character: together, or one by one. */
 static void tfmi_say_broken(tfmi_sink *s, size_t k) {
   tfm_decoder *d = s->state;
-  size_t times = s->t->from_bytes ? k > 0 : k;
+  size_t times = s->t->says_letters ? k > 0 : k;
   for (; times; times--) tfmi_say(s, "\xef\xbf\xbd", 3);
   d->pending_bytes = (uint8_t)(d->pending_bytes - k);
   memmove(d->pending, d->pending + k, d->pending_bytes);
@@ -4061,15 +5539,36 @@ static void tfmi_say_byte(tfmi_sink *s, char byte) {
   }
 }
 
+/* Text in which `blank` stands for a blank, or, in the first token, for nothing. */
+static void tfmi_say_blanks(tfmi_sink *s, const char *p, size_t n, bool first) {
+  tfmi_text blank = s->t->blank;
+  size_t at = 0, done = 0;
+  while (at + blank.n <= n) {
+    if (memcmp(p + at, blank.at, blank.n) != 0) {
+      at++;
+      continue;
+    }
+    tfmi_say(s, p + done, at - done);
+    if (!first || !s->t->drops_first) tfmi_say(s, " ", 1);
+    done = at += blank.n;
+  }
+  tfmi_say(s, p + done, n - done);
+}
+
 static void tfmi_say_token(tfmi_sink *s, int32_t id) {
   const tfmi_token *token = &s->t->token[id];
   const char *p = s->t->arena + token->said_at;
   size_t n = token->said_n, i;
+  bool first = !s->state->started;
+  if (s->t->says_gaps && !first && token->speech != TFMI_SPEECH_NONE) tfmi_say(s, " ", 1);
+  if (s->t->says_gaps || s->t->drops_first)
+    s->state->started = first ? token->speech != TFMI_SPEECH_NONE : true;
   if (token->speech == TFMI_SPEECH_BYTES) {
     for (i = 0; i < n; i++) tfmi_say_byte(s, p[i]);
   } else if (token->speech == TFMI_SPEECH_TEXT) {
     tfmi_say_broken(s, s->state->pending_bytes);
-    tfmi_say(s, p, n);
+    if (s->t->blank.n) tfmi_say_blanks(s, p, n, first);
+    else tfmi_say(s, p, n);
   }
 }
 
@@ -4173,7 +5672,7 @@ enum {
 typedef struct tfmi_piece {
   tfmi_text text;
   int32_t id, type;
-  float score;
+  double score;
 } tfmi_piece;
 
 typedef struct tfmi_merge_text {
@@ -4182,8 +5681,9 @@ typedef struct tfmi_merge_text {
 
 typedef struct tfmi_added_text {
   tfmi_text text;
+  tfmi_text pattern; /* what is looked for: the text, or what the rewriting steps make of it */
   int32_t id;
-  bool special, left_blanks, right_blanks;
+  bool special, left_blanks, right_blanks, word;
   bool normalised; /* belongs to the second set ... */
   bool verbatim;   /* ... and is looked for as it is, not in normalised form */
 } tfmi_added_text;
@@ -4217,12 +5717,17 @@ typedef struct tfmi_make { /* a load of a tokenizer */
   bool scored;                  /* merges follow from the scores */
   bool whole_first;             /* a pre-token that is a token needs no merging */
   bool says_bytes, says_blanks; /* decoding knows "<0x0A>"; turns U+2581 into a blank */
+  bool no_blanks;               /* steps leave no blank in the text */
+  tfmi_step blanks;             /* the step that SentencePiece files share; rewrite NULL: none */
+  tfmi_charset *set[TFMI_CHARSETS];
+  tfmi_composed *pairs;
+  tfmi_encoder *work;           /* for rewriting while loading */
 } tfmi_make;
 
 static const char tfmi_low_line[] = "\xe2\x96\x81"; /* U+2581, SentencePiece's blank */
 
 static tfmi_piece *tfmi_make_piece(tfmi_make *m, tfmi_text text, int64_t id, int32_t type,
-                                   float score) {
+                                   double score) {
   tfmi_piece p;
   if (id < 0 || id >= TFMI_VOCABULARY_MAX)
     tfmi_fail(&m->load, id < 0 ? TFM_E_FORMAT : TFM_E_UNSUPPORTED,
@@ -4250,7 +5755,7 @@ static void tfmi_arena_make(tfmi_make *m) {
   ptrdiff_t i;
   for (i = 0; i < stbds_arrlen(m->piece); i++) bytes += 2 * (uint64_t)m->piece[i].text.n;
   for (i = 0; i < stbds_arrlen(m->added); i++)
-    bytes += 2 * (uint64_t)tfmi_normal_bound(m->t, m->added[i].text.at, m->added[i].text.n);
+    bytes += 2 * (uint64_t)m->added[i].pattern.n;
   if (bytes > UINT32_MAX)
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the vocabulary's texts take %llu bytes, expected less "
               "than 2^32", (unsigned long long)bytes);
@@ -4337,13 +5842,577 @@ static void tfmi_place(tfmi_make *m) {
   for (i = 0; i < count; i++) tfmi_place_piece(m, &m->piece[i]);
 }
 
+/* Fields that a file hands over as scratch outlive it. */
+static tfmi_text tfmi_keep_bytes(tfmi_make *m, tfmi_text text) {
+  char *kept = (char *)tfmi_keep(&m->load, text.n + 1, 1);
+  tfmi_append(kept, 0, text);
+  text.at = kept;
+  return text;
+}
+
+/* ---- Making: steps ---- */
+
+static tfmi_step *tfmi_add_step(tfmi_make *m, tfmi_step *list, int32_t *count) {
+  if (*count == TFMI_STEPS_MAX)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "more than %d steps", TFMI_STEPS_MAX);
+  return &list[(*count)++];
+}
+
+static tfmi_step *tfmi_add_rewrite(tfmi_make *m, tfmi_rewriter rewrite) {
+  tfmi_step *s = tfmi_add_step(m, m->t->rewrite, &m->t->rewrites);
+  s->rewrite = rewrite;
+  return s;
+}
+
+static tfmi_step *tfmi_add_cut(tfmi_make *m, tfmi_finder find, tfmi_behavior behavior) {
+  tfmi_step *s = tfmi_add_step(m, m->t->cut, &m->t->cuts);
+  s->find = find;
+  s->behavior = behavior;
+  return s;
+}
+
+static void tfmi_cut_by(tfmi_make *m, tfmi_splitter split) {
+  tfmi_add_cut(m, tfmi_find_split, TFMI_ISOLATED)->split = split;
+}
+
+/* Before or between cuts: what Metaspace and ByteLevel's add_prefix_space do. */
+static tfmi_step *tfmi_add_lead(tfmi_make *m, tfmi_text prefix) {
+  tfmi_step *s = tfmi_add_step(m, m->t->cut, &m->t->cuts);
+  s->rewrite = tfmi_rewrite_lead;
+  s->text = prefix;
+  return s;
+}
+
+static tfmi_charset *tfmi_make_charset(tfmi_make *m, tfmi_charset_name name) {
+  if (!m->set[name]) m->set[name] = tfmi_charset_make(&m->load, name);
+  return m->set[name];
+}
+
+/* A character of n parts composes of the one of its first n - 1 parts and the last part. */
+static void tfmi_make_pair(tfmi_make *m, const uint32_t *part, uint32_t n, uint32_t code) {
+  uint32_t first = part[0], i;
+  size_t slot = 0;
+  for (i = 1; i < n; i++) {
+    slot = tfmi_composed_slot(m->pairs, first, part[i]);
+    if (i + 1 < n) first = m->pairs[slot].whole;
+  }
+  m->pairs[slot].first = first;
+  m->pairs[slot].second = part[n - 1];
+  m->pairs[slot].whole = code;
+}
+
+/* From canonical decompositions, which are complete: those of fewer parts first. */
+static const tfmi_composed *tfmi_make_pairs(tfmi_make *m) {
+  const tfmi_charset *nfd = tfmi_make_charset(m, TFMI_CHARS_NFD);
+  uint32_t code, n, v;
+  if (m->pairs) return m->pairs;
+  m->pairs = TFMI_NEW(tfmi_composed, tfmi_keep(&m->load, TFMI_PAIR_SLOTS, sizeof *m->pairs));
+  for (n = 2; n <= 4; n++)
+    for (code = 0; code < TFMI_CODES; code++)
+      if ((v = tfmi_charset_at(nfd, code)) != 0 && !nfd->flag[v - 1] &&
+          nfd->begin[v] - nfd->begin[v - 1] == n)
+        tfmi_make_pair(m, nfd->target + nfd->begin[v - 1], n, code);
+  return m->pairs;
+}
+
+static void tfmi_add_form(tfmi_make *m, bool composes, bool compat) {
+  tfmi_step *s = tfmi_add_rewrite(m, tfmi_rewrite_form);
+  s->set = tfmi_make_charset(m, TFMI_CHARS_NFD);
+  s->combining = tfmi_make_charset(m, TFMI_CHARS_COMBINING);
+  if (compat) s->compat = tfmi_make_charset(m, TFMI_CHARS_NFKD);
+  if (composes) s->pairs = tfmi_make_pairs(m);
+  s->composes = composes;
+}
+
+/* ---- Making: patterns ----
+   The part of regular expressions that can be done exactly and in linear time: literals, classes,
+   groups, |, greedy repetition, (?i:), and assertions about one character. */
+
+enum {
+  TFMI_REGEX_SETS = 32, TFMI_REGEX_OPS = 1000, TFMI_REGEX_STATES = 2000, TFMI_REGEX_DEPTH = 16
+};
+
+typedef enum tfmi_regex_op {
+  TFMI_OP_SET, TFMI_OP_FORK, TFMI_OP_JUMP, TFMI_OP_NOT_AHEAD, TFMI_OP_AHEAD, TFMI_OP_MATCH
+} tfmi_regex_op;
+
+typedef struct tfmi_regex_code {
+  tfmi_regex_op op;
+  int32_t a, b; /* FORK: tried in this order; JUMP: a; others: set a */
+} tfmi_regex_code;
+
+typedef struct tfmi_regex_item { /* characters of these categories, or from first to last */
+  uint32_t categories, first, last;
+  bool word, negated;            /* \w */
+} tfmi_regex_item;
+
+typedef struct tfmi_regex_set {
+  tfmi_regex_item *item; /* stb array */
+  bool negated;
+} tfmi_regex_set;
+
+typedef struct tfmi_regex_make {
+  tfmi_make *make;
+  const char *pattern, *at, *end;
+  tfmi_regex_set set[TFMI_REGEX_SETS];
+  int32_t sets, depth;
+  bool fold;
+  char folded;             /* the last literal where case does not matter; 0: none */
+  tfmi_regex_code *code;   /* stb array */
+  int32_t *place;          /* stb array: the places of all states, one state after the other */
+  int32_t *begin;          /* stb array: where those of a state begin, and the end */
+  uint32_t *members;       /* stb array: the sets of each class, as bits */
+  uint16_t *next;          /* stb array: [states][width] */
+  int32_t stack[2 * TFMI_REGEX_OPS];
+  bool seen[TFMI_REGEX_OPS + 1];
+} tfmi_regex_make;
+
+static TFMI_NORETURN void tfmi_regex_fail(tfmi_regex_make *x, const char *what) {
+  tfmi_text pattern;
+  pattern.at = x->pattern;
+  pattern.n = (size_t)(x->end - x->pattern);
+  tfmi_fail(&x->make->load, TFM_E_UNSUPPORTED, "the pattern \"%s\" has %s at its byte %llu, which "
+            "cannot be reproduced exactly", tfmi_plain(pattern).text, what,
+            (unsigned long long)(x->at - x->pattern));
+}
+
+static bool tfmi_regex_take(tfmi_regex_make *x, const char *word) {
+  size_t n = strlen(word);
+  if ((size_t)(x->end - x->at) < n || memcmp(x->at, word, n) != 0) return false;
+  x->at += n;
+  return true;
+}
+
+static int32_t tfmi_regex_emit(tfmi_regex_make *x, tfmi_regex_op op, int32_t a, int32_t b) {
+  tfmi_regex_code code;
+  code.op = op;
+  code.a = a;
+  code.b = b;
+  if (stbds_arrlen(x->code) >= TFMI_REGEX_OPS) tfmi_regex_fail(x, "too many parts");
+  stbds_arrput(x->code, code);
+  return (int32_t)stbds_arrlen(x->code) - 1;
+}
+
+static uint32_t tfmi_regex_rune(tfmi_regex_make *x) {
+  tfmi_rune r;
+  if (x->at == x->end) tfmi_regex_fail(x, "its end");
+  r = tfmi_rune_at(x->at, (size_t)(x->end - x->at));
+  if (r.state != TFMI_RUNE_WHOLE) tfmi_regex_fail(x, "no UTF-8");
+  x->at += r.bytes;
+  return r.code;
+}
+
+static const struct tfmi_regex_property {
+  const char *name;
+  uint32_t categories;
+} tfmi_regex_properties[] = {
+  {"L}", 1 << TFMI_CAT_LU | 1 << TFMI_CAT_LL | 1 << TFMI_CAT_LT | 1 << TFMI_CAT_LM |
+         1 << TFMI_CAT_LO},
+  {"Lu}", 1 << TFMI_CAT_LU}, {"Ll}", 1 << TFMI_CAT_LL}, {"Lt}", 1 << TFMI_CAT_LT},
+  {"Lm}", 1 << TFMI_CAT_LM}, {"Lo}", 1 << TFMI_CAT_LO}, {"M}", 1 << TFMI_CAT_M},
+  {"N}", 1 << TFMI_CAT_ND | 1 << TFMI_CAT_NX}, {"Nd}", 1 << TFMI_CAT_ND},
+  {"P}", 1 << TFMI_CAT_PC | 1 << TFMI_CAT_PX}, {"Pc}", 1 << TFMI_CAT_PC},
+  {"S}", 1 << TFMI_CAT_S},
+};
+
+/* After the backslash: a property, a class, or a character by its code. */
+static tfmi_regex_item tfmi_regex_escape(tfmi_regex_make *x) {
+  static const char names[] = "nrtfv", codes[] = "\n\r\t\f\v";
+  tfmi_regex_item item = {0, 1, 0, false, false};
+  uint32_t c = tfmi_regex_rune(x), lower = c | 32;
+  const char *found;
+  int i;
+  item.negated = c == 'P' || c == 'S' || c == 'D' || c == 'W';
+  if (lower == 'p' && tfmi_regex_take(x, "{")) {
+    for (i = 0; i < TFMI_COUNT(tfmi_regex_properties); i++) {
+      item.categories = tfmi_regex_properties[i].categories;
+      if (tfmi_regex_take(x, tfmi_regex_properties[i].name)) return item;
+    }
+    tfmi_regex_fail(x, "a property");
+  }
+  if (lower == 's') item.categories = 1 << TFMI_CAT_SPACE;
+  else if (lower == 'd') item.categories = 1 << TFMI_CAT_ND;
+  else if (lower == 'w') item.word = true;
+  else if (c < 128 && (found = strchr(names, (int)c)) != NULL && c)
+    item.first = item.last = (uint32_t)codes[found - names];
+  else if (c < 128 && !(lower >= 'a' && lower <= 'z') && !(c >= '0' && c <= '9'))
+    item.first = item.last = c;
+  else tfmi_regex_fail(x, "an escape");
+  return item;
+}
+
+static int32_t tfmi_regex_set_new(tfmi_regex_make *x) {
+  if (x->sets == TFMI_REGEX_SETS) tfmi_regex_fail(x, "too many classes");
+  return x->sets++;
+}
+
+/* Adds an item, and what Onigmo takes for the same in another case. */
+static void tfmi_regex_item_add(tfmi_regex_make *x, tfmi_regex_set *set, tfmi_regex_item item) {
+  uint32_t c = item.first, lower = c | 32;
+  stbds_arrput(set->item, item);
+  if (!x->fold || item.categories || item.word) return;
+  if (item.first != item.last || c > 127) tfmi_regex_fail(x, "a class in any case");
+  if (lower < 'a' || lower > 'z') return;
+  item.first = item.last = c ^ 32;
+  stbds_arrput(set->item, item);
+  item.first = item.last = lower == 's' ? 0x17f : 0x212a; /* long s, the sign for kelvin */
+  if (lower == 's' || lower == 'k') stbds_arrput(set->item, item);
+}
+
+static tfmi_regex_item tfmi_regex_member(tfmi_regex_make *x) { /* within [ ] */
+  tfmi_regex_item item = {0, 1, 0, false, false}, last;
+  const char *at = x->at;
+  if (*at == '[' || (*at == '&' && x->end - at > 1 && at[1] == '&'))
+    tfmi_regex_fail(x, "a class within a class");
+  if (tfmi_regex_take(x, "\\")) item = tfmi_regex_escape(x);
+  else item.first = item.last = tfmi_regex_rune(x);
+  if (x->end - x->at < 2 || x->at[0] != '-' || x->at[1] == ']') return item;
+  if (item.categories || item.word) tfmi_regex_fail(x, "a range from a class");
+  x->at++;
+  last = item;
+  if (tfmi_regex_take(x, "\\")) last = tfmi_regex_escape(x);
+  else last.first = last.last = tfmi_regex_rune(x);
+  if (last.categories || last.word || last.first < item.first) tfmi_regex_fail(x, "a range");
+  item.last = last.first;
+  return item;
+}
+
+/* A class, an escape, or a character: the number of its set. */
+static int32_t tfmi_regex_one(tfmi_regex_make *x) {
+  static const char special[] = "^$*+?{}()|]";
+  int32_t number = tfmi_regex_set_new(x);
+  tfmi_regex_set *set = &x->set[number];
+  tfmi_regex_item item = {0, 1, 0, false, false};
+  if (tfmi_regex_take(x, "[")) {
+    set->negated = tfmi_regex_take(x, "^");
+    if (x->at < x->end && *x->at == ']') tfmi_regex_fail(x, "an empty class");
+    while (!tfmi_regex_take(x, "]")) tfmi_regex_item_add(x, set, tfmi_regex_member(x));
+    return number;
+  }
+  if (tfmi_regex_take(x, "\\")) {
+    item = tfmi_regex_escape(x);
+  } else if (tfmi_regex_take(x, ".")) {
+    item.first = item.last = '\n';
+    set->negated = true;
+  } else if (x->at < x->end && *x->at && strchr(special, *x->at)) {
+    tfmi_regex_fail(x, "an operator");
+  } else {
+    item.first = item.last = tfmi_regex_rune(x);
+  }
+  tfmi_regex_item_add(x, set, item);
+  return number;
+}
+
+/* In any case "ss" is also one letter, and so are these. */
+static void tfmi_regex_check_pair(tfmi_regex_make *x, char c) {
+  static const char pairs[][3] = {"ss", "st", "ff", "fi", "fl"};
+  int i;
+  for (i = 0; i < TFMI_COUNT(pairs); i++)
+    if (x->fold && x->folded == pairs[i][0] && (c | 32) == pairs[i][1])
+      tfmi_regex_fail(x, "letters that are one in another case");
+  x->folded = (char)(c | 32);
+}
+
+static void tfmi_regex_choice(tfmi_regex_make *x);
+
+static void tfmi_regex_group(tfmi_regex_make *x) { /* after ( */
+  bool fold = x->fold;
+  if (++x->depth > TFMI_REGEX_DEPTH) tfmi_regex_fail(x, "groups too deep");
+  if (tfmi_regex_take(x, "?")) {
+    if (tfmi_regex_take(x, "i:")) x->fold = true;
+    else if (!tfmi_regex_take(x, ":")) tfmi_regex_fail(x, "a kind of group");
+  }
+  tfmi_regex_choice(x);
+  if (!tfmi_regex_take(x, ")")) tfmi_regex_fail(x, "no )");
+  x->fold = fold;
+  x->depth--;
+}
+
+static void tfmi_regex_atom(tfmi_regex_make *x) {
+  bool not_ahead = tfmi_regex_take(x, "(?!"), ahead = !not_ahead && tfmi_regex_take(x, "(?=");
+  if (not_ahead || ahead) {
+    tfmi_regex_emit(x, not_ahead ? TFMI_OP_NOT_AHEAD : TFMI_OP_AHEAD, tfmi_regex_one(x), 0);
+    if (!tfmi_regex_take(x, ")")) tfmi_regex_fail(x, "an assertion of more than one character");
+  } else if (tfmi_regex_take(x, "(")) {
+    tfmi_regex_group(x);
+  } else {
+    if (x->at < x->end) tfmi_regex_check_pair(x, *x->at);
+    tfmi_regex_emit(x, TFMI_OP_SET, tfmi_regex_one(x), 0);
+  }
+}
+
+/* {2}, {2,} or {2,5}; most -1: without end. False: no repetition follows. */
+static bool tfmi_regex_times(tfmi_regex_make *x, int32_t *least, int32_t *most) {
+  int32_t *to = least;
+  *least = tfmi_regex_take(x, "+");
+  *most = -1;
+  if (*least || tfmi_regex_take(x, "*")) return true;
+  *most = 1;
+  if (tfmi_regex_take(x, "?")) return true;
+  if (!tfmi_regex_take(x, "{")) return false;
+  for (*most = -1; x->at < x->end && *x->at != '}'; x->at++) {
+    if (*x->at == ',' && to == least) to = most;
+    else if (*x->at < '0' || *x->at > '9' || *to > 99) tfmi_regex_fail(x, "a repetition");
+    else *to = (*to < 0 ? 0 : *to * 10) + (*x->at - '0');
+  }
+  if (to == least) *most = *least;
+  if (!tfmi_regex_take(x, "}") || *most == 0 || (*most > 0 && *most < *least))
+    tfmi_regex_fail(x, "a repetition");
+  return true;
+}
+
+/* An atom that has been written from `from` on becomes as many as wanted: x{2,} is xxx*. */
+static void tfmi_regex_repeat(tfmi_regex_make *x, int32_t from, int32_t least, int32_t most) {
+  tfmi_regex_code *copy = NULL;
+  int32_t count = (int32_t)stbds_arrlen(x->code) - from, i, at, k;
+  for (i = 0; i < count; i++) stbds_arrput(copy, x->code[from + i]);
+  stbds_arrsetlen(x->code, (size_t)from);
+  for (k = 0; k < (most < 0 ? least + 1 : most); k++) {
+    int32_t fork = -1, by;
+    if (k >= least) fork = tfmi_regex_emit(x, TFMI_OP_FORK, 0, 0);
+    at = (int32_t)stbds_arrlen(x->code);
+    by = at - from;
+    for (i = 0; i < count; i++) {
+      bool moves = copy[i].op == TFMI_OP_FORK || copy[i].op == TFMI_OP_JUMP;
+      tfmi_regex_emit(x, copy[i].op, copy[i].a + (moves ? by : 0), copy[i].b + (moves ? by : 0));
+    }
+    if (k < least) continue;
+    if (most < 0) tfmi_regex_emit(x, TFMI_OP_JUMP, fork, 0);
+    x->code[fork].a = at;
+    x->code[fork].b = -1; /* to the end, which is known below */
+  }
+  for (i = from; i < (int32_t)stbds_arrlen(x->code); i++)
+    if (x->code[i].op == TFMI_OP_FORK && x->code[i].b == -1)
+      x->code[i].b = (int32_t)stbds_arrlen(x->code);
+  stbds_arrfree(copy);
+}
+
+/* Whether the ops from `from` to the last can be passed without a character. */
+static bool tfmi_regex_empty(tfmi_regex_make *x, int32_t from) {
+  int32_t end = (int32_t)stbds_arrlen(x->code), n = 0;
+  memset(x->seen, 0, sizeof x->seen);
+  for (x->stack[n++] = from; n;) {
+    int32_t i = x->stack[--n];
+    if (i >= end) return true;
+    if (x->seen[i]) continue;
+    x->seen[i] = true;
+    if (x->code[i].op == TFMI_OP_SET) continue;
+    if (x->code[i].op == TFMI_OP_FORK) x->stack[n++] = x->code[i].b;
+    x->stack[n++] = x->code[i].op == TFMI_OP_FORK || x->code[i].op == TFMI_OP_JUMP
+                        ? x->code[i].a : i + 1;
+  }
+  return false;
+}
+
+static void tfmi_regex_sequence(tfmi_regex_make *x) {
+  x->folded = 0;
+  while (x->at < x->end && *x->at != '|' && *x->at != ')') {
+    int32_t from = (int32_t)stbds_arrlen(x->code), least, most;
+    tfmi_regex_atom(x);
+    if (!tfmi_regex_times(x, &least, &most)) continue;
+    if (x->at < x->end && strchr("+*?", *x->at) && *x->at)
+      tfmi_regex_fail(x, "a possessive or lazy repetition");
+    if (tfmi_regex_empty(x, from)) tfmi_regex_fail(x, "a repetition of what can be empty");
+    tfmi_regex_repeat(x, from, least, most);
+    x->folded = 0;
+  }
+}
+
+static void tfmi_regex_choice(tfmi_regex_make *x) {
+  int32_t from = (int32_t)stbds_arrlen(x->code), *jump = NULL;
+  ptrdiff_t i;
+  tfmi_regex_sequence(x);
+  while (tfmi_regex_take(x, "|")) { /* what is there goes behind a fork */
+    int32_t count = (int32_t)stbds_arrlen(x->code) - from;
+    tfmi_regex_emit(x, TFMI_OP_JUMP, 0, 0);
+    memmove(x->code + from + 1, x->code + from, (size_t)count * sizeof *x->code);
+    for (i = from + 1; i <= from + count; i++)
+      if (x->code[i].op == TFMI_OP_FORK || x->code[i].op == TFMI_OP_JUMP) {
+        x->code[i].a++;
+        x->code[i].b++;
+      }
+    x->code[from].op = TFMI_OP_FORK;
+    x->code[from].a = from + 1;
+    stbds_arrput(jump, tfmi_regex_emit(x, TFMI_OP_JUMP, 0, 0));
+    x->code[from].b = (int32_t)stbds_arrlen(x->code);
+    from = x->code[from].b;
+    tfmi_regex_sequence(x);
+  }
+  for (i = 0; i < stbds_arrlen(jump); i++)
+    x->code[jump[i]].a = (int32_t)stbds_arrlen(x->code);
+  stbds_arrfree(jump);
+}
+
+/* Onigmo's \w has the numbers of Latin-1, and not what joins. */
+static bool tfmi_regex_is_word(const tfmi_charset *words, uint32_t c) {
+  if (c == 0xb2 || c == 0xb3 || c == 0xb9 || (c >= 0xbc && c <= 0xbe)) return true;
+  return c != 0x200c && c != 0x200d && tfmi_charset_at(words, c);
+}
+
+static uint32_t tfmi_regex_members(tfmi_regex_make *x, uint32_t code) { /* its sets, as bits */
+  uint32_t category = tfmi_charset_at(x->make->set[TFMI_CHARS_CATEGORY], code), bits = 0;
+  int32_t i;
+  ptrdiff_t k;
+  for (i = 0; i < x->sets; i++) {
+    bool in = false;
+    for (k = 0; k < stbds_arrlen(x->set[i].item) && !in; k++) {
+      const tfmi_regex_item *item = &x->set[i].item[k];
+      in = item->word ? tfmi_regex_is_word(x->make->set[TFMI_CHARS_WORD], code)
+                      : (item->categories >> category & 1) ||
+                            (code >= item->first && code <= item->last);
+      in = in != item->negated;
+    }
+    bits |= (uint32_t)(in != x->set[i].negated) << i;
+  }
+  return bits;
+}
+
+/* Characters of the same sets are one class. */
+static tfmi_charset *tfmi_regex_classes(tfmi_regex_make *x) {
+  tfmi_load *l = &x->make->load;
+  tfmi_charset *classes = TFMI_NEW(tfmi_charset, tfmi_keep(l, 1, sizeof *classes));
+  uint16_t *value = TFMI_NEW(uint16_t, tfmi_scratch(l, TFMI_CODES, sizeof *value));
+  uint32_t code;
+  ptrdiff_t k = 0;
+  tfmi_make_charset(x->make, TFMI_CHARS_CATEGORY);
+  tfmi_make_charset(x->make, TFMI_CHARS_WORD);
+  for (code = 0; code < TFMI_CODES; code++) {
+    uint32_t bits = tfmi_regex_members(x, code);
+    if (k >= stbds_arrlen(x->members) || x->members[k] != bits)
+      for (k = 0; k < stbds_arrlen(x->members); k++)
+        if (x->members[k] == bits) break;
+    if (k == stbds_arrlen(x->members)) stbds_arrput(x->members, bits);
+    if (k > 250) tfmi_regex_fail(x, "too many classes of characters");
+    value[code] = (uint16_t)k;
+  }
+  tfmi_charset_pages(l, classes, value);
+  tfmi_release(l, value);
+  return classes;
+}
+
+/* From a state with the next character's class, or the end: the places after it go to the end of
+   x->place; true when a match ends before it. */
+static bool tfmi_regex_step(tfmi_regex_make *x, int32_t state, uint32_t class_, bool end) {
+  uint32_t members = end ? 0 : x->members[class_];
+  int32_t k, n, i;
+  memset(x->seen, 0, sizeof x->seen);
+  for (k = x->begin[state]; k < x->begin[state + 1]; k++)
+    for (n = 0, x->stack[n++] = x->place[k]; n;) {
+      const tfmi_regex_code *c = &x->code[i = x->stack[--n]];
+      bool in = c->op != TFMI_OP_FORK && members >> (c->a & 31) & 1;
+      if (x->seen[i]) continue;
+      x->seen[i] = true;
+      switch (c->op) {
+        case TFMI_OP_MATCH: return true;
+        case TFMI_OP_FORK: x->stack[n++] = c->b, x->stack[n++] = c->a; break; /* a comes first */
+        case TFMI_OP_JUMP: x->stack[n++] = c->a; break;
+        case TFMI_OP_NOT_AHEAD: if (!in) x->stack[n++] = i + 1; break;
+        case TFMI_OP_AHEAD: if (in) x->stack[n++] = i + 1; break;
+        case TFMI_OP_SET: if (in) stbds_arrput(x->place, i + 1); break;
+      }
+    }
+  return false;
+}
+
+/* The state of the places behind all states; a new one, unless it is there. */
+static int32_t tfmi_regex_state(tfmi_regex_make *x) {
+  int32_t states = (int32_t)stbds_arrlen(x->begin) - 1, i;
+  int32_t from = x->begin[states], n = (int32_t)stbds_arrlen(x->place) - from;
+  for (i = 0; i < states; i++)
+    if (x->begin[i + 1] - x->begin[i] == n &&
+        (n == 0 || !memcmp(x->place + x->begin[i], x->place + from, (size_t)n * sizeof n))) {
+      stbds_arrsetlen(x->place, (size_t)from);
+      return i;
+    }
+  if (states == TFMI_REGEX_STATES) tfmi_regex_fail(x, "too many states");
+  stbds_arrput(x->begin, from + n);
+  return states;
+}
+
+/* States in a circle without a match would be gone through again from each place of the text. */
+static void tfmi_regex_check_circles(tfmi_regex_make *x, uint32_t width) {
+  int32_t states = (int32_t)stbds_arrlen(x->begin) - 1, *into = NULL, *free_ = NULL, i, done = 0;
+  uint32_t c;
+  for (i = 0; i < states; i++) stbds_arrput(into, 0);
+  for (i = 1; i < states; i++)
+    for (c = 0; c + 1 < width; c++)
+      if (!(x->next[(uint32_t)i * width + c] & TFMI_REGEX_MATCH))
+        into[x->next[(uint32_t)i * width + c]]++;
+  for (i = 1; i < states; i++)
+    if (!into[i]) stbds_arrput(free_, i);
+  for (done = 0; done < stbds_arrlen(free_); done++)
+    for (c = 0; c + 1 < width; c++) {
+      uint32_t to = x->next[(uint32_t)free_[done] * width + c];
+      if (!(to & TFMI_REGEX_MATCH) && to && --into[to] == 0) stbds_arrput(free_, (int32_t)to);
+    }
+  if (done + 1 < states) tfmi_regex_fail(x, "what may take more than linear time");
+  stbds_arrfree(into);
+  stbds_arrfree(free_);
+}
+
+static void tfmi_regex_automaton(tfmi_regex_make *x, uint32_t width) {
+  int32_t state;
+  uint32_t c;
+  stbds_arrput(x->begin, 0);
+  stbds_arrput(x->begin, 0); /* state 0 has no places */
+  stbds_arrput(x->place, 0);
+  stbds_arrput(x->begin, 1); /* state 1 begins at the first op */
+  for (state = 0; state + 1 < stbds_arrlen(x->begin); state++)
+    for (c = 0; c < width; c++) {
+      bool match = tfmi_regex_step(x, state, c, c + 1 == width);
+      uint16_t next = (uint16_t)tfmi_regex_state(x);
+      stbds_arrput(x->next, (uint16_t)(next | (match ? TFMI_REGEX_MATCH : 0)));
+    }
+}
+
+static tfmi_regex *tfmi_regex_compile(tfmi_make *m, tfmi_text pattern) {
+  tfmi_regex_make *x = TFMI_NEW(tfmi_regex_make, tfmi_scratch(&m->load, 1, sizeof *x));
+  tfmi_regex *regex = TFMI_NEW(tfmi_regex, tfmi_keep(&m->load, 1, sizeof *regex));
+  size_t bytes;
+  int32_t i;
+  x->make = m;
+  x->pattern = x->at = pattern.at;
+  x->end = pattern.at + pattern.n;
+  tfmi_regex_choice(x);
+  if (x->at < x->end) tfmi_regex_fail(x, "an operator");
+  if (tfmi_regex_empty(x, 0)) tfmi_regex_fail(x, "a way to match nothing");
+  tfmi_regex_emit(x, TFMI_OP_MATCH, 0, 0);
+  regex->classes = tfmi_regex_classes(x);
+  regex->width = (uint32_t)stbds_arrlen(x->members) + 1;
+  tfmi_regex_automaton(x, regex->width);
+  tfmi_regex_check_circles(x, regex->width);
+  bytes = (size_t)stbds_arrlen(x->next) * sizeof *x->next;
+  regex->next = TFMI_NEW(uint16_t, tfmi_keep(&m->load, bytes, 1));
+  memcpy(regex->next, x->next, bytes);
+  for (i = 0; i < x->sets; i++) stbds_arrfree(x->set[i].item);
+  stbds_arrfree(x->code);
+  stbds_arrfree(x->place);
+  stbds_arrfree(x->begin);
+  stbds_arrfree(x->members);
+  stbds_arrfree(x->next);
+  tfmi_release(&m->load, x);
+  return regex;
+}
+
+/* What a step looks for: one of the patterns written by hand, or any other. */
+static void tfmi_find_by(tfmi_make *m, tfmi_step *s, tfmi_text pattern) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_patterns); i++)
+    if (tfmi_text_is(pattern, tfmi_patterns[i].pattern)) {
+      s->find = tfmi_find_split;
+      s->split = tfmi_patterns[i].split;
+      return;
+    }
+  s->find = tfmi_find_regex;
+  s->text = tfmi_keep_bytes(m, pattern); /* by which it is known again when it is written */
+  s->regex = tfmi_regex_compile(m, pattern);
+}
+
 /* ---- Making: phantoms ---- */
 
 static bool tfmi_is_long(tfmi_text text) { /* more than one character */
   return text.n > 0 && tfmi_rune_at(text.at, text.n).bytes < text.n;
 }
-
-enum { TFMI_CODES = 0x110000 };
 
 static void tfmi_make_character(tfmi_make *m, uint32_t code, int64_t id, int32_t type) {
   char *spelled = (char *)tfmi_scratch(&m->load, 4, 1);
@@ -4412,8 +6481,7 @@ static int32_t tfmi_merge_part(tfmi_make *m, ptrdiff_t i, tfmi_text part, const 
 /* A line with more than one blank is an error, but some files have blanks where U+00A0 was. Where
    the normaliser leaves no blank in the text such a merge can never apply. */
 static void tfmi_merge_uncut(tfmi_make *m, ptrdiff_t i) {
-  const tfm_tokenizer *t = m->t;
-  if (!t->blank.n || memchr(t->blank.at, ' ', t->blank.n))
+  if (!m->no_blanks)
     tfmi_fail(&m->load, TFM_E_FORMAT, "merge %lld, \"%s\", expected two parts with one blank "
               "between", (long long)i, tfmi_plain(m->merge[i].right).text);
   tfmi_log(&m->heap.host, TFM_LOG_WARNING, "%s: merge %lld, \"%s\", is malformed and was left out",
@@ -4443,7 +6511,7 @@ static void tfmi_merges_from_texts(tfmi_make *m) {
 }
 
 typedef struct tfmi_scored {
-  float score;
+  double score;
   int32_t piece;
 } tfmi_scored;
 
@@ -4577,11 +6645,7 @@ static int tfmi_byte_of(uint32_t c) { /* -1: no such letter */
 }
 
 static size_t tfmi_spell_byte(const tfm_tokenizer *t, uint32_t byte, char spelled[8]) {
-  uint32_t c = byte <= 0x20                     ? byte + 0x100
-               : byte >= 0x7f && byte <= 0xa0 ? byte - 0x7f + 0x121
-               : byte == 0xad                 ? 0x143
-                                              : byte;
-  if (t->from_bytes) return (size_t)(tfmi_put_utf8(spelled, c) - spelled);
+  if (t->from_bytes) return (size_t)(tfmi_put_utf8(spelled, tfmi_letter_of_byte(byte)) - spelled);
   return (size_t)snprintf(spelled, 8, "<0x%02X>", (unsigned)byte);
 }
 
@@ -4649,13 +6713,13 @@ static void tfmi_make_said(tfmi_make *m, tfmi_token *token, const char *p, size_
   size_t whole = n;
   int byte = m->says_bytes ? tfmi_byte_token(p, n) : -1;
   token->said_at = m->arena_bytes;
-  if (t->from_bytes || byte >= 0) token->speech = TFMI_SPEECH_BYTES;
+  if (t->says_letters || byte >= 0) token->speech = TFMI_SPEECH_BYTES;
   if (byte >= 0) {
     out[0] = (char)byte;
     n = 1;
   } else if (m->says_blanks) {
     n = tfmi_unescape(p, n, out);
-  } else if (!t->from_bytes || !tfmi_unspell(p, n, out, &n)) {
+  } else if (!t->says_letters || !tfmi_unspell(p, n, out, &n)) {
     n = whole; /* a letter that is no byte's: the reference takes the text as it is */
     if (n) memcpy(out, p, n);
   }
@@ -4664,7 +6728,7 @@ static void tfmi_make_said(tfmi_make *m, tfmi_token *token, const char *p, size_
   if (token->said_n > t->longest_said) t->longest_said = token->said_n;
 }
 
-/* The bytes of the model's own tokens, for those who look a pre-token up before merging. */
+/* The model's own tokens as they stand in pieces, for those who look these up before merging. */
 static void tfmi_make_whole(tfmi_make *m) {
   tfm_tokenizer *t = m->t;
   size_t i, n;
@@ -4672,29 +6736,123 @@ static void tfmi_make_whole(tfmi_make *m) {
   tfmi_text_table_make(m, &t->whole, m->vocabulary_pieces);
   for (i = 0; i < m->vocabulary_pieces; i++) {
     const tfmi_token *token = &t->token[m->piece[i].id];
-    if (token->n && tfmi_unspell(t->arena + token->at, token->n, out, &n))
+    if (!t->from_bytes) tfmi_text_table_put(m, &t->whole, token->at, token->n, m->piece[i].id);
+    else if (token->n && tfmi_unspell(t->arena + token->at, token->n, out, &n))
       tfmi_text_table_put(m, &t->whole, token->said_at, token->said_n, m->piece[i].id);
   }
   tfmi_release(&m->load, out);
+}
+
+/* ---- Making: Unigram's trie ---- */
+
+static bool tfmi_is_scored_piece(const tfmi_piece *p) {
+  return p->type == TFMI_PIECE_NORMAL && p->text.n > 0;
+}
+
+static int tfmi_piece_order(const void *a, const void *b) {
+  return tfmi_text_order((*(const tfmi_piece *const *)a)->text,
+                         (*(const tfmi_piece *const *)b)->text);
+}
+
+/* Nodes of a trie of all pieces: in order, each adds what it does not share with the last. */
+static uint64_t tfmi_trie_nodes(tfmi_make *m) {
+  const tfmi_piece **order = NULL;
+  uint64_t nodes = 0;
+  size_t i, shared, count;
+  for (i = 0; i < m->vocabulary_pieces; i++)
+    if (tfmi_is_scored_piece(&m->piece[i])) stbds_arrput(order, &m->piece[i]);
+  count = (size_t)stbds_arrlen(order);
+  tfmi_sort(order, count, sizeof *order, tfmi_piece_order);
+  for (i = 0; i < count; i++) {
+    tfmi_text text = order[i]->text, last = i ? order[i - 1]->text : tfmi_text_of("");
+    for (shared = 0; shared < text.n && shared < last.n; shared++)
+      if (text.at[shared] != last.at[shared]) break;
+    nodes += text.n - shared;
+  }
+  stbds_arrfree(order);
+  return nodes;
+}
+
+static void tfmi_trie_put(tfmi_make *m, const tfmi_piece *p) {
+  tfmi_trie *trie = &m->t->trie;
+  uint32_t node = (uint32_t)trie->mask + 1;
+  tfmi_trie_slot *s = NULL;
+  size_t i;
+  for (i = 0; i < p->text.n; i++) {
+    uint8_t byte = (uint8_t)p->text.at[i];
+    s = tfmi_trie_below(trie, node, byte);
+    tfmi_check_probes(m, s - trie->slot, tfmi_mix((uint64_t)node << 8 | byte) >> 8, trie->mask);
+    s->above = node;
+    s->byte = byte;
+    node = (uint32_t)(s - trie->slot);
+  }
+  if (s) s->id = p->id;
+}
+
+static void tfmi_make_unigram(tfmi_make *m) {
+  tfm_tokenizer *t = m->t;
+  uint64_t slots = tfmi_slots(tfmi_trie_nodes(m)), i;
+  double least = HUGE_VAL;
+  if (slots > INT32_MAX) tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the pieces take 2^29 nodes");
+  t->trie.slot = TFMI_NEW(tfmi_trie_slot, tfmi_keep(&m->load, slots, sizeof *t->trie.slot));
+  t->trie.mask = slots - 1;
+  t->score = TFMI_NEW(double, tfmi_keep(&m->load, (uint64_t)t->vocabulary, sizeof *t->score));
+  for (i = 0; i < slots; i++) {
+    t->trie.slot[i].above = UINT32_MAX;
+    t->trie.slot[i].id = -1;
+  }
+  for (i = 0; i < m->vocabulary_pieces; i++) {
+    const tfmi_piece *p = &m->piece[i];
+    if (!tfmi_is_scored_piece(p)) continue;
+    tfmi_check_scored(m, p);
+    t->score[p->id] = p->score;
+    if (p->score < least) least = p->score;
+    tfmi_trie_put(m, p);
+  }
+  t->unk_score = least - 10; /* what an unknown character scores, says SentencePiece */
+  if (t->single) t->unk_score = (double)(float)t->unk_score;
 }
 
 /* ---- Making: added tokens ---- */
 
 static int tfmi_added_order(const void *a, const void *b) {
   const tfmi_added_text *s = (const tfmi_added_text *)a, *t = (const tfmi_added_text *)b;
-  int order = tfmi_text_order(s->text, t->text);
+  int order = tfmi_text_order(s->pattern, t->pattern);
   return order ? order : s->special != t->special ? (s->special ? -1 : 1) : s->id - t->id;
 }
 
-/* What is looked for instead of the token's own text. */
-static tfmi_text tfmi_added_pattern(tfmi_make *m, const tfmi_added_text *a) {
-  tfmi_text pattern = a->text;
-  char *out;
-  if (!a->normalised || a->verbatim) return pattern;
-  out = (char *)tfmi_scratch(&m->load, tfmi_normal_bound(m->t, a->text.at, a->text.n) + 1, 1);
-  pattern.n = tfmi_normalise(m->t, a->text.at, a->text.n, out);
-  pattern.at = out;
-  return pattern;
+/* What the rewriting steps make of a text, in memory of the load. */
+static tfmi_text tfmi_make_rewritten(tfmi_make *m, tfmi_text text) {
+  tfmi_work *w;
+  char *copy;
+  if (!m->work) {
+    m->work = TFMI_NEW(tfmi_encoder, tfmi_scratch(&m->load, 1, sizeof *m->work));
+    tfmi_encoder_init(m->work, m->t, 0);
+    m->work->work.heap = m->heap;
+  }
+  w = &m->work->work;
+  text = tfmi_rewrite_all(w, m->t->rewrite, m->t->rewrites, text);
+  if (w->status != TFM_OK) tfmi_fail(&m->load, w->status, "out of memory");
+  copy = (char *)tfmi_scratch(&m->load, text.n + 1, 1);
+  tfmi_append(copy, 0, text);
+  text.at = copy;
+  return text;
+}
+
+static void tfmi_make_patterns(tfmi_make *m) {
+  ptrdiff_t i;
+  for (i = 0; i < stbds_arrlen(m->added); i++) {
+    tfmi_added_text *a = &m->added[i];
+    if (a->text.n > TFMI_PIECE_BYTES_MAX)
+      tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "added token \"%s\" has %llu bytes, expected at most "
+                "%d", tfmi_plain(a->text).text, (unsigned long long)a->text.n,
+                TFMI_PIECE_BYTES_MAX);
+    a->pattern = a->text;
+    if (a->normalised && !a->verbatim) a->pattern = tfmi_make_rewritten(m, a->text);
+    if (!a->pattern.n)
+      tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "nothing is left of the added token \"%s\" when it is "
+                "normalised", tfmi_plain(a->text).text);
+  }
 }
 
 static void tfmi_make_added_set(tfmi_make *m, tfmi_added_set *set, bool normalised) {
@@ -4702,11 +6860,7 @@ static void tfmi_make_added_set(tfmi_make *m, tfmi_added_set *set, bool normalis
   ptrdiff_t i;
   for (i = 0; i < stbds_arrlen(m->added); i++) {
     tfmi_added_text a = m->added[i];
-    if (a.text.n > TFMI_PIECE_BYTES_MAX)
-      tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "added token \"%s\" has %llu bytes, expected at most "
-                "%d", tfmi_plain(a.text).text, (unsigned long long)a.text.n, TFMI_PIECE_BYTES_MAX);
-    a.text = tfmi_added_pattern(m, &a);
-    if (a.normalised == normalised && a.text.n) stbds_arrput(list, a);
+    if (a.normalised == normalised && a.pattern.n) stbds_arrput(list, a);
   }
   tfmi_sort(list, (size_t)stbds_arrlen(list), sizeof *list, tfmi_added_order);
   set->token = TFMI_NEW(tfmi_added, tfmi_keep(&m->load, (uint64_t)stbds_arrlen(list),
@@ -4715,15 +6869,17 @@ static void tfmi_make_added_set(tfmi_make *m, tfmi_added_set *set, bool normalis
     const tfmi_added_text *a = &list[i];
     tfmi_added *to = &set->token[set->count];
     if (a->normalised && !a->verbatim) /* the reference decodes it in normalised form too */
-      tfmi_make_said(m, &m->t->token[a->id], a->text.at, a->text.n);
-    if (i && tfmi_text_order(list[i - 1].text, a->text) == 0) continue; /* the same by now */
-    to->at = tfmi_arena_put(m, a->text.at, a->text.n);
-    to->n = (uint32_t)a->text.n;
+      tfmi_make_said(m, &m->t->token[a->id], a->pattern.at, a->pattern.n);
+    if (i && tfmi_text_order(list[i - 1].pattern, a->pattern) == 0) continue; /* the same by now */
+    to->at = tfmi_arena_put(m, a->pattern.at, a->pattern.n);
+    to->n = (uint32_t)a->pattern.n;
     to->id = a->id;
     to->special = a->special;
     to->left_blanks = a->left_blanks;
     to->right_blanks = a->right_blanks;
-    set->first[(uint8_t)a->text.at[0]] = true;
+    to->word = a->word;
+    if (a->word) m->t->word = tfmi_make_charset(m, TFMI_CHARS_WORD);
+    set->first[(uint8_t)a->pattern.at[0]] = true;
     set->count++;
   }
   stbds_arrfree(list);
@@ -4779,7 +6935,8 @@ static void tfmi_guess_ids(tfmi_make *m) {
   if (t->bos < 0) t->bos = tfmi_guess_id(m, bos, TFMI_COUNT(bos));
   if (t->eos < 0) t->eos = tfmi_guess_id(m, eos, TFMI_COUNT(eos));
   if (t->pad < 0) t->pad = tfmi_guess_id(m, pad, TFMI_COUNT(pad));
-  if (t->unk < 0 && t->byte_fallback) t->unk = tfmi_guess_id(m, unk, TFMI_COUNT(unk));
+  if (t->unk < 0 && t->byte_fallback && t->model == TFMI_MERGES)
+    t->unk = tfmi_guess_id(m, unk, TFMI_COUNT(unk));
 }
 
 static void tfmi_make_unk(tfmi_make *m) {
@@ -4794,13 +6951,16 @@ static void tfmi_make_unk(tfmi_make *m) {
 static void tfmi_make_tables(tfmi_make *m) {
   tfm_tokenizer *t = m->t;
   int32_t i;
+  if (m->blanks.rewrite) *tfmi_add_step(m, t->rewrite, &t->rewrites) = m->blanks;
+  tfmi_make_patterns(m);
   tfmi_place(m);
   if (m->scored) tfmi_make_phantoms(m);
   tfmi_make_unk(m);
   tfmi_make_symbols(m);
-  if (m->scored) tfmi_merges_from_scores(m);
+  if (t->model == TFMI_UNIGRAM) tfmi_make_unigram(m);
+  else if (m->scored) tfmi_merges_from_scores(m);
   else tfmi_merges_from_texts(m);
-  if (!t->from_bytes) tfmi_make_joins(m);
+  if (t->model == TFMI_MERGES && !t->from_bytes) tfmi_make_joins(m);
   for (i = 0; i < t->vocabulary; i++)
     if (t->token[i].speech != TFMI_SPEECH_NONE)
       tfmi_make_said(m, &t->token[i], t->arena + t->token[i].at, t->token[i].n);
@@ -4810,23 +6970,70 @@ static void tfmi_make_tables(tfmi_make *m) {
   tfmi_guess_ids(m);
 }
 
-/* Fields that a file hands over as scratch outlive it. */
-static tfmi_text tfmi_keep_bytes(tfmi_make *m, tfmi_text text) {
-  char *kept = (char *)tfmi_keep(&m->load, text.n + 1, 1);
-  tfmi_append(kept, 0, text);
-  text.at = kept;
+static int tfmi_base64_digit(char c) {
+  if (c >= 'A' && c <= 'Z') return c - 'A';
+  if (c >= 'a' && c <= 'z') return c - 'a' + 26;
+  if (c >= '0' && c <= '9') return c - '0' + 52;
+  return c == '+' ? 62 : c == '/' ? 63 : -1;
+}
+
+/* Writes at most n / 4 * 3 bytes; SIZE_MAX: that is not base64. */
+static size_t tfmi_unbase64(const char *p, size_t n, char *out) {
+  size_t size = 0, i;
+  uint32_t bits = 0;
+  if (n % 4) return SIZE_MAX;
+  while (n && p[n - 1] == '=' && n % 4 != 2) n--;
+  for (i = 0; i < n; i++) {
+    int digit = tfmi_base64_digit(p[i]);
+    if (digit < 0) return SIZE_MAX;
+    bits = bits << 6 | (uint32_t)digit;
+    if (i % 4) out[size++] = (char)(bits >> (6 - i % 4 * 2));
+  }
+  return size;
+}
+
+static tfmi_text tfmi_base64(tfmi_make *m, tfmi_text coded) { /* at NULL: that is not base64 */
+  char *out = (char *)tfmi_keep(&m->load, coded.n + 1, 1);
+  tfmi_text text;
+  text.n = tfmi_unbase64(coded.at, coded.n, out);
+  text.at = text.n == SIZE_MAX ? NULL : out;
   return text;
+}
+
+/* SentencePiece's rules: bytes of the trie, the trie, the texts that it refers to. */
+static void tfmi_add_charsmap(tfmi_make *m, tfmi_text raw, tfmi_rewriter rewrite) {
+  tfmi_charsmap *map = TFMI_NEW(tfmi_charsmap, tfmi_keep(&m->load, 1, sizeof *map));
+  uint32_t bytes = raw.n >= 8 ? tfmi_u32((const uint8_t *)raw.at) : 0;
+  tfmi_step *s = tfmi_add_rewrite(m, rewrite);
+  size_t at;
+  if (bytes < 4 || bytes % 4 || bytes > raw.n - 4)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "the precompiled_charsmap of %llu bytes says that its trie "
+              "has %llu", (unsigned long long)raw.n, (unsigned long long)bytes);
+  map->units = (const uint8_t *)raw.at + 4;
+  map->unit_count = bytes / 4;
+  map->texts = raw.at + 4 + bytes;
+  map->bytes = raw.n - 4 - bytes;
+  for (at = 0; at < map->bytes;) {
+    tfmi_rune r = tfmi_rune_at(map->texts + at, map->bytes - at);
+    if (r.state != TFMI_RUNE_WHOLE)
+      tfmi_fail(&m->load, TFM_E_FORMAT, "the precompiled_charsmap has texts that are not UTF-8");
+    at += r.bytes;
+  }
+  s->map = map;
+  s->set = tfmi_make_charset(m, TFMI_CHARS_CLUSTER);
 }
 
 /* ---- tokenizer.json ----
    Normaliser, pre-tokenizer, post-processor and decoder are each one part or a Sequence of parts. A
-   part is read into one flat struct, whatever its type; then each stage takes the types it knows
-   and refuses the rest, with the place in the file. */
+   part is read into one flat struct, whatever its type; then each stage looks the type up in its
+   table, and refuses what is not there, or has other options, with the place in the file. */
 
 typedef struct tfmi_part {
   const char *at; /* in the file */
-  tfmi_text type, prepend, content, behavior, pattern;
-  bool regex, add_prefix_space, use_regex, invert;
+  tfmi_text type, prepend, content, behavior, pattern, replacement, scheme, charsmap, delimiter;
+  tfmi_template_id cls, sep;
+  bool regex, add_prefix_space, use_regex, invert, individual, split, left, right;
+  bool last; /* in its stage */
   int64_t start, stop;
 } tfmi_part;
 
@@ -4844,20 +7051,29 @@ static const struct tfmi_part_field {
   {"prepend", TFMI_JSON_STRING, offsetof(tfmi_part, prepend)},
   {"content", TFMI_JSON_STRING, offsetof(tfmi_part, content)},
   {"behavior", TFMI_JSON_STRING, offsetof(tfmi_part, behavior)},
+  {"replacement", TFMI_JSON_STRING, offsetof(tfmi_part, replacement)},
+  {"prepend_scheme", TFMI_JSON_STRING, offsetof(tfmi_part, scheme)},
+  {"precompiled_charsmap", TFMI_JSON_STRING, offsetof(tfmi_part, charsmap)},
+  {"delimiter", TFMI_JSON_STRING, offsetof(tfmi_part, delimiter)},
   {"add_prefix_space", TFMI_JSON_TRUE, offsetof(tfmi_part, add_prefix_space)},
   {"use_regex", TFMI_JSON_TRUE, offsetof(tfmi_part, use_regex)},
   {"invert", TFMI_JSON_TRUE, offsetof(tfmi_part, invert)},
+  {"individual_digits", TFMI_JSON_TRUE, offsetof(tfmi_part, individual)},
+  {"split", TFMI_JSON_TRUE, offsetof(tfmi_part, split)},
+  {"strip_left", TFMI_JSON_TRUE, offsetof(tfmi_part, left)},
+  {"strip_right", TFMI_JSON_TRUE, offsetof(tfmi_part, right)},
   {"start", TFMI_JSON_NUMBER, offsetof(tfmi_part, start)},
   {"stop", TFMI_JSON_NUMBER, offsetof(tfmi_part, stop)},
 };
 
-/* Reads the member if the part has such a field. */
+/* Reads the member if the part has such a field; null leaves it as it is. */
 static bool tfmi_part_member(tfmi_json *j, tfmi_part *part, tfmi_text key) {
   int i;
   for (i = 0; i < TFMI_COUNT(tfmi_part_fields); i++) {
     const struct tfmi_part_field *field = &tfmi_part_fields[i];
     char *to = (char *)part + field->offset;
     if (!tfmi_text_is(key, field->name)) continue;
+    if (tfmi_json_null(j)) return true;
     if (field->kind == TFMI_JSON_STRING) *TFMI_NEW(tfmi_text, to) = tfmi_json_string(j);
     else if (field->kind == TFMI_JSON_TRUE) *TFMI_NEW(bool, to) = tfmi_json_bool(j);
     else *TFMI_NEW(int64_t, to) = tfmi_json_integer(j, 0, INT32_MAX);
@@ -4873,6 +7089,15 @@ static void tfmi_part_pattern(tfmi_json *j, tfmi_part *part) { /* {"String": " "
     part->regex = tfmi_text_is(key, "Regex");
     part->pattern = tfmi_json_string(j);
   }
+}
+
+static void tfmi_part_token(tfmi_json *j, tfmi_template_id *token) { /* ["</s>", 2] */
+  tfmi_json_array(j);
+  if (!tfmi_json_element(j)) tfmi_json_fail(j, TFM_E_FORMAT, "expected a token's text and its id");
+  token->name = tfmi_json_string(j);
+  if (!tfmi_json_element(j)) tfmi_json_fail(j, TFM_E_FORMAT, "expected a token's text and its id");
+  token->id = (int32_t)tfmi_json_integer(j, 0, TFMI_VOCABULARY_MAX);
+  if (tfmi_json_element(j)) tfmi_json_fail(j, TFM_E_FORMAT, "expected a token's text and its id");
 }
 
 /* [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}] */
@@ -4931,7 +7156,7 @@ static void tfmi_part_read(tfmi_make *m, tfmi_json *j, tfmi_part **list, bool ne
   tfmi_text key;
   bool sequence = false;
   memset(&part, 0, sizeof part);
-  part.use_regex = true;
+  part.use_regex = part.add_prefix_space = part.split = true;
   part.at = j->at;
   tfmi_json_object(j);
   while (tfmi_json_member(j, &key))
@@ -4943,6 +7168,10 @@ static void tfmi_part_read(tfmi_make *m, tfmi_json *j, tfmi_part **list, bool ne
       while (tfmi_json_element(j)) tfmi_part_read(m, j, list, true);
     } else if (tfmi_text_is(key, "pattern") && tfmi_json_peek(j) == TFMI_JSON_OBJECT) {
       tfmi_part_pattern(j, &part);
+    } else if (tfmi_text_is(key, "cls")) {
+      tfmi_part_token(j, &part.cls);
+    } else if (tfmi_text_is(key, "sep")) {
+      tfmi_part_token(j, &part.sep);
     } else if (tfmi_text_is(key, "single")) {
       tfmi_json_template(m, j);
     } else if (tfmi_text_is(key, "special_tokens")) {
@@ -4963,55 +7192,228 @@ static TFMI_NORETURN void tfmi_part_refuse(tfmi_json *j, const tfmi_part *part, 
                  "reproduced exactly", stage, tfmi_plain(part->type).text);
 }
 
-static tfmi_splitter tfmi_pattern_find(tfmi_json *j, const tfmi_part *part) {
+/* What a part looks for: a text, or a pattern. */
+static void tfmi_part_find(tfmi_make *m, tfmi_json *j, const tfmi_part *p, tfmi_step *s) {
+  if (p->regex) {
+    tfmi_find_by(m, s, p->pattern);
+    return;
+  }
+  if (p->pattern.n > TFMI_PIECE_BYTES_MAX) tfmi_part_refuse(j, p, "pattern of");
+  s->find = tfmi_find_text;
+  s->text = tfmi_keep_bytes(m, p->pattern);
+}
+
+/* ---- tokenizer.json: the stages ---- */
+
+typedef void (*tfmi_part_maker)(tfmi_make *m, tfmi_json *j, const tfmi_part *p);
+
+typedef struct tfmi_part_row {
+  const char *type;
+  tfmi_part_maker make;
+} tfmi_part_row;
+
+/* A text of a part that becomes a step's: kept, and short. */
+static tfmi_text tfmi_part_text(tfmi_make *m, tfmi_json *j, const tfmi_part *p, tfmi_text text,
+                                const char *stage) {
+  if (text.n > TFMI_AFFIX_MAX) tfmi_part_refuse(j, p, stage);
+  return tfmi_keep_bytes(m, text);
+}
+
+static void tfmi_normalise_nfc(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  (void)j;
+  tfmi_add_form(m, p->type.at[2] != 'D' && p->type.at[3] != 'D', p->type.at[2] == 'K');
+}
+
+static void tfmi_normalise_lowercase(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  tfmi_step *s = tfmi_add_rewrite(m, tfmi_rewrite_each);
+  (void)j, (void)p;
+  s->each = tfmi_each_mapped;
+  s->set = tfmi_make_charset(m, TFMI_CHARS_LOWER);
+}
+
+static void tfmi_normalise_accents(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  tfmi_step *s = tfmi_add_rewrite(m, tfmi_rewrite_each);
+  (void)j, (void)p;
+  s->each = tfmi_each_left_out;
+  s->set = tfmi_make_charset(m, TFMI_CHARS_MARK);
+}
+
+static void tfmi_normalise_nmt(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  (void)j, (void)p;
+  tfmi_add_rewrite(m, tfmi_rewrite_each)->each = tfmi_each_nmt;
+}
+
+static void tfmi_normalise_bytes(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  (void)j, (void)p;
+  tfmi_add_rewrite(m, tfmi_rewrite_bytes);
+}
+
+static void tfmi_normalise_strip(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  tfmi_step *s = tfmi_add_rewrite(m, tfmi_rewrite_strip);
+  (void)j;
+  s->left = p->left;
+  s->right = p->right;
+}
+
+static void tfmi_normalise_prepend(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  tfmi_step *s = tfmi_add_rewrite(m, tfmi_rewrite_prepend);
+  s->text = tfmi_part_text(m, j, p, p->prepend, "normalizer");
+}
+
+static void tfmi_normalise_replace(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  tfmi_step *s = tfmi_add_rewrite(m, tfmi_rewrite_replace);
+  if (!p->pattern.n) tfmi_part_refuse(j, p, "normalizer");
+  tfmi_part_find(m, j, p, s);
+  s->content = tfmi_part_text(m, j, p, p->content, "normalizer");
+  if (tfmi_text_is(p->pattern, " ") && !p->regex)
+    m->no_blanks = p->content.n == 0 || !memchr(p->content.at, ' ', p->content.n);
+}
+
+static void tfmi_normalise_charsmap(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  tfmi_text raw = tfmi_base64(m, p->charsmap);
+  if (!raw.at) tfmi_json_fail(j, TFM_E_FORMAT, "precompiled_charsmap is not base64");
+  tfmi_add_charsmap(m, raw, tfmi_rewrite_mapped);
+}
+
+static const tfmi_part_row tfmi_normalisers[] = {
+  {"NFC", tfmi_normalise_nfc},
+  {"NFD", tfmi_normalise_nfc},
+  {"NFKC", tfmi_normalise_nfc},
+  {"NFKD", tfmi_normalise_nfc},
+  {"Lowercase", tfmi_normalise_lowercase},
+  {"StripAccents", tfmi_normalise_accents},
+  {"Nmt", tfmi_normalise_nmt},
+  {"ByteLevel", tfmi_normalise_bytes},
+  {"Strip", tfmi_normalise_strip},
+  {"Prepend", tfmi_normalise_prepend},
+  {"Replace", tfmi_normalise_replace},
+  {"Precompiled", tfmi_normalise_charsmap},
+};
+
+static const struct tfmi_behavior_row {
+  const char *name;
+  tfmi_behavior behavior;
+} tfmi_behaviors[] = {
+  {"Isolated", TFMI_ISOLATED},
+  {"Removed", TFMI_REMOVED},
+  {"Contiguous", TFMI_CONTIGUOUS},
+  {"MergedWithPrevious", TFMI_WITH_PREVIOUS},
+  {"MergedWithNext", TFMI_WITH_NEXT},
+};
+
+static tfmi_behavior tfmi_part_behavior(tfmi_json *j, const tfmi_part *p) {
   int i;
-  for (i = 0; i < TFMI_COUNT(tfmi_patterns); i++)
-    if (tfmi_text_is(part->pattern, tfmi_patterns[i].pattern)) return tfmi_patterns[i].split;
-  j->at = part->at;
-  tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the splitting pattern \"%s\" is none of the %d known ones",
-                 tfmi_plain(part->pattern).text, TFMI_COUNT(tfmi_patterns));
+  for (i = 0; i < TFMI_COUNT(tfmi_behaviors); i++)
+    if (tfmi_text_is(p->behavior, tfmi_behaviors[i].name)) return tfmi_behaviors[i].behavior;
+  tfmi_part_refuse(j, p, "pre_tokenizer");
 }
 
-static void tfmi_json_normalise(tfmi_make *m, tfmi_json_parts *parts) {
+static void tfmi_cut_split(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  tfmi_step *s = tfmi_add_cut(m, NULL, tfmi_part_behavior(j, p));
+  if (!p->pattern.n) tfmi_part_refuse(j, p, "pre_tokenizer");
+  tfmi_part_find(m, j, p, s);
+  s->invert = p->invert;
+}
+
+static void tfmi_cut_delimiter(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  tfmi_step *s = tfmi_add_cut(m, tfmi_find_text, TFMI_REMOVED);
+  if (!p->delimiter.n) tfmi_part_refuse(j, p, "pre_tokenizer");
+  s->text = tfmi_part_text(m, j, p, p->delimiter, "pre_tokenizer");
+}
+
+static void tfmi_cut_digits(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  (void)j;
+  tfmi_add_cut(m, tfmi_find_character, p->individual ? TFMI_ISOLATED : TFMI_CONTIGUOUS)->set =
+      tfmi_make_charset(m, TFMI_CHARS_NUMERIC);
+}
+
+static void tfmi_cut_punctuation(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  tfmi_add_cut(m, tfmi_find_character, p->behavior.n ? tfmi_part_behavior(j, p) : TFMI_ISOLATED)
+      ->set = tfmi_make_charset(m, TFMI_CHARS_PUNCTUATION);
+}
+
+static void tfmi_cut_blanks(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  (void)j, (void)p;
+  tfmi_add_cut(m, tfmi_find_character, TFMI_REMOVED);
+}
+
+static void tfmi_cut_bert(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  tfmi_cut_blanks(m, j, p);
+  tfmi_cut_punctuation(m, j, p);
+}
+
+static void tfmi_cut_words(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  tfmi_step *s = tfmi_add_cut(m, tfmi_find_words, TFMI_REMOVED);
+  (void)j, (void)p;
+  s->set = tfmi_make_charset(m, TFMI_CHARS_WORD);
+  s->invert = true;
+}
+
+/* The byte-level model takes the bytes themselves; where other steps or another model follow, they
+   see the letters that stand for bytes. */
+static void tfmi_cut_bytes(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  (void)j;
+  if (p->add_prefix_space) tfmi_add_lead(m, tfmi_text_of(" "));
+  if (p->use_regex) tfmi_cut_by(m, tfmi_split_gpt2);
+  if (p->last && m->t->model == TFMI_MERGES) m->t->from_bytes = true;
+  else tfmi_add_step(m, m->t->cut, &m->t->cuts)->rewrite = tfmi_rewrite_bytes;
+}
+
+/* The reference asks where in the original text a piece begins: told apart only while nothing has
+   rewritten it. */
+static void tfmi_cut_metaspace(tfmi_make *m, tfmi_json *j, const tfmi_part *p) {
+  bool never = tfmi_text_is(p->scheme, "never") || !p->add_prefix_space;
+  bool first = tfmi_text_is(p->scheme, "first");
+  tfmi_text blank = p->replacement;
+  tfmi_step *s;
+  int32_t i;
+  for (i = 0; first && i < m->t->cuts; i++)
+    if (m->t->cut[i].rewrite) tfmi_part_refuse(j, p, "pre_tokenizer after other steps,");
+  if (first && m->t->rewrites) tfmi_part_refuse(j, p, "pre_tokenizer after a normalizer,");
+  if (!blank.n || tfmi_is_long(blank) || tfmi_text_is(blank, " "))
+    tfmi_part_refuse(j, p, "pre_tokenizer");
+  blank = tfmi_keep_bytes(m, blank);
+  s = tfmi_add_lead(m, blank);
+  s->content = blank;
+  s->left = first;
+  if (never) s->text.n = 0;
+  m->no_blanks = true;
+  if (!p->split) return;
+  s = tfmi_add_cut(m, tfmi_find_text, TFMI_WITH_NEXT);
+  s->text = blank;
+}
+
+static const tfmi_part_row tfmi_cutters[] = {
+  {"Split", tfmi_cut_split},
+  {"ByteLevel", tfmi_cut_bytes},
+  {"Metaspace", tfmi_cut_metaspace},
+  {"Digits", tfmi_cut_digits},
+  {"Punctuation", tfmi_cut_punctuation},
+  {"Whitespace", tfmi_cut_words},
+  {"WhitespaceSplit", tfmi_cut_blanks},
+  {"BertPreTokenizer", tfmi_cut_bert},
+  {"CharDelimiterSplit", tfmi_cut_delimiter},
+};
+
+static void tfmi_json_stage(tfmi_make *m, tfmi_json *j, tfmi_part *list, const tfmi_part_row *rows,
+                            int count, const char *stage) {
   ptrdiff_t i;
-  for (i = 0; i < stbds_arrlen(parts->normalise); i++) {
-    const tfmi_part *p = &parts->normalise[i];
-    bool prepends = tfmi_text_is(p->type, "Prepend") && !m->t->prefix.n && p->prepend.n &&
-                    p->prepend.n <= TFMI_AFFIX_MAX && !memchr(p->prepend.at, ' ', p->prepend.n);
-    bool replaces = tfmi_text_is(p->type, "Replace") && !m->t->blank.n && p->content.n &&
-                    p->content.n <= TFMI_AFFIX_MAX && !p->regex && tfmi_text_is(p->pattern, " ");
-    if (prepends) m->t->prefix = tfmi_keep_bytes(m, p->prepend);
-    else if (replaces) m->t->blank = tfmi_keep_bytes(m, p->content);
-    else tfmi_part_refuse(parts->json, p, "normalizer");
+  int k;
+  for (i = 0; i < stbds_arrlen(list); i++) {
+    list[i].last = i + 1 == stbds_arrlen(list);
+    for (k = 0; k < count; k++)
+      if (tfmi_text_is(list[i].type, rows[k].type)) break;
+    if (k == count) tfmi_part_refuse(j, &list[i], stage);
+    rows[k].make(m, j, &list[i]);
   }
-}
-
-static void tfmi_json_split(tfmi_make *m, tfmi_json_parts *parts) {
-  tfm_tokenizer *t = m->t;
-  ptrdiff_t i, count = stbds_arrlen(parts->split);
-  for (i = 0; i < count; i++) {
-    const tfmi_part *p = &parts->split[i];
-    bool last = i + 1 == count;
-    if (tfmi_text_is(p->type, "Split") && i == 0 && last == t->words && p->regex && !p->invert &&
-        tfmi_text_is(p->behavior, "Isolated")) {
-      t->split = tfmi_pattern_find(parts->json, p);
-    } else if (tfmi_text_is(p->type, "ByteLevel") && last && !t->words &&
-               !(t->split && (p->use_regex || p->add_prefix_space))) {
-      t->from_bytes = true;
-      t->prefix_blank = p->add_prefix_space;
-      if (p->use_regex) t->split = tfmi_split_gpt2;
-    } else {
-      tfmi_part_refuse(parts->json, p, "pre_tokenizer");
-    }
-  }
-  if (t->from_bytes && stbds_arrlen(parts->normalise))
-    tfmi_part_refuse(parts->json, &parts->normalise[0], "normalizer before bytes,");
 }
 
 /* Decoders of characters come in this order, each at most once. */
 static int tfmi_decode_rank(const tfmi_part *p) {
   if (tfmi_text_is(p->type, "Replace") && !p->regex && tfmi_text_is(p->content, " ") &&
       tfmi_text_is(p->pattern, tfmi_low_line)) return 1;
+  if (tfmi_text_is(p->type, "Metaspace") && p->replacement.n && !tfmi_is_long(p->replacement))
+    return 1;
   if (tfmi_text_is(p->type, "ByteFallback")) return 2;
   if (tfmi_text_is(p->type, "Fuse")) return 3;
   if (tfmi_text_is(p->type, "Strip") && tfmi_text_is(p->content, " ") && p->start <= 1 &&
@@ -5019,32 +7421,56 @@ static int tfmi_decode_rank(const tfmi_part *p) {
   return 0;
 }
 
+static void tfmi_decode_metaspace(tfmi_make *m, const tfmi_part *p) {
+  m->says_blanks = false;
+  m->t->blank = tfmi_keep_bytes(m, p->replacement);
+  m->t->drops_first = p->add_prefix_space && !tfmi_text_is(p->scheme, "never");
+}
+
 static void tfmi_json_decode(tfmi_make *m, tfmi_json_parts *parts) {
+  tfm_tokenizer *t = m->t;
   ptrdiff_t i, count = stbds_arrlen(parts->decode);
   int before = 0;
-  if (count == 0)
-    tfmi_json_fail(parts->json, TFM_E_UNSUPPORTED, "there is no decoder; the reference would put a "
-                   "blank between all tokens");
-  if (m->t->from_bytes && count == 1 && tfmi_text_is(parts->decode[0].type, "ByteLevel")) return;
-  for (i = 0; i < count; i++) {
+  t->says_gaps = count == 0;
+  t->says_letters = count == 1 && tfmi_text_is(parts->decode[0].type, "ByteLevel");
+  if (t->from_bytes && !t->says_letters)
+    tfmi_json_fail(parts->json, TFM_E_UNSUPPORTED, "the decoder of byte-level BPE is %s, expected "
+                   "ByteLevel", count ? tfmi_plain(parts->decode[0].type).text : "missing");
+  for (i = 0; i < count && !t->says_letters; i++) {
     const tfmi_part *p = &parts->decode[i];
-    int rank = m->t->from_bytes ? 0 : tfmi_decode_rank(p);
-    if (rank <= before || (rank == 4 && before != 3)) tfmi_part_refuse(parts->json, p, "decoder");
+    int rank = tfmi_decode_rank(p);
+    if (rank <= before || (rank == 4 && (before != 3 || t->drops_first)))
+      tfmi_part_refuse(parts->json, p, "decoder");
     if (rank == 1) m->says_blanks = true;
+    if (tfmi_text_is(p->type, "Metaspace")) tfmi_decode_metaspace(m, p);
     if (rank == 2) m->says_bytes = true;
-    if (rank == 4) m->t->strip = p->start == 1;
+    if (rank == 4) t->strip = p->start == 1;
     before = rank;
   }
 }
 
-static void tfmi_json_after(const tfmi_json_parts *parts) {
+/* BERT's and RoBERTa's own: cls before the text, sep behind it. */
+static void tfmi_after_pair(tfmi_make *m, const tfmi_part *p) {
+  tfmi_text text = {NULL, 0};
+  stbds_arrput(m->template_names, p->cls.name);
+  stbds_arrput(m->template_names, text);
+  stbds_arrput(m->template_names, p->sep.name);
+  stbds_arrput(m->template_ids, p->cls);
+  if (tfmi_text_order(p->cls.name, p->sep.name)) stbds_arrput(m->template_ids, p->sep);
+}
+
+static void tfmi_json_after(tfmi_make *m, const tfmi_json_parts *parts) {
   int templates = 0;
   ptrdiff_t i;
   for (i = 0; i < stbds_arrlen(parts->after); i++) {
     const tfmi_part *p = &parts->after[i];
+    bool pair = tfmi_text_is(p->type, "RobertaProcessing") ||
+                tfmi_text_is(p->type, "BertProcessing");
     if (tfmi_text_is(p->type, "ByteLevel")) continue; /* moves offsets only */
-    if (!tfmi_text_is(p->type, "TemplateProcessing") || templates++)
+    if ((!pair && !tfmi_text_is(p->type, "TemplateProcessing")) || templates++ ||
+        (pair && (!p->cls.name.n || !p->sep.name.n)))
       tfmi_part_refuse(parts->json, p, "post_processor");
+    if (pair) tfmi_after_pair(m, p);
   }
 }
 
@@ -5095,7 +7521,6 @@ static void tfmi_json_check_template(tfmi_make *m) { /* once the vocabulary is k
 static void tfmi_json_added_token(tfmi_make *m, tfmi_json *j) {
   tfmi_added_text a;
   tfmi_text key;
-  bool word = false;
   memset(&a, 0, sizeof a);
   a.id = -1;
   tfmi_json_object(j);
@@ -5106,18 +7531,19 @@ static void tfmi_json_added_token(tfmi_make *m, tfmi_json *j) {
     else if (tfmi_text_is(key, "lstrip")) a.left_blanks = tfmi_json_bool(j);
     else if (tfmi_text_is(key, "rstrip")) a.right_blanks = tfmi_json_bool(j);
     else if (tfmi_text_is(key, "normalized")) a.normalised = tfmi_json_bool(j);
-    else if (tfmi_text_is(key, "single_word")) word = tfmi_json_bool(j);
+    else if (tfmi_text_is(key, "single_word")) a.word = tfmi_json_bool(j);
     else tfmi_json_skip(j);
-  if (word)
-    tfmi_json_fail(j, TFM_E_UNSUPPORTED, "added token \"%s\" is looked for as a single_word",
-                   tfmi_plain(a.text).text);
-  if (a.id < 0) tfmi_json_fail(j, TFM_E_FORMAT, "an added token has no id");
   if (a.text.n) stbds_arrput(m->added, a); /* the reference ignores those without text */
 }
 
 static void tfmi_json_added(tfmi_make *m, tfmi_json *j) {
   tfmi_json_array(j);
-  while (tfmi_json_element(j)) tfmi_json_added_token(m, j);
+  while (tfmi_json_element(j)) {
+    ptrdiff_t count = stbds_arrlen(m->added);
+    tfmi_json_added_token(m, j);
+    if (stbds_arrlen(m->added) > count && m->added[count].id < 0)
+      tfmi_json_fail(j, TFM_E_FORMAT, "an added token has no id");
+  }
 }
 
 static void tfmi_json_vocabulary(tfmi_make *m, tfmi_json *j) {
@@ -5168,33 +7594,108 @@ static void tfmi_json_empty_text(tfmi_json *j, tfmi_text key) { /* null or "" */
     tfmi_json_fail(j, TFM_E_UNSUPPORTED, "%s is not empty", tfmi_plain(key).text);
 }
 
-static void tfmi_json_model(tfmi_make *m, tfmi_json *j) {
+/* A score as the reference reads it: all digits as one integer, rounded, divided by a power of ten,
+   rounded again. Which of two equal ways wins can hang on the last bit. */
+static double tfmi_json_score(tfmi_json *j) {
+  tfmi_json_kind kind = tfmi_json_peek(j);
+  const char *p = j->at;
+  double exact = tfmi_json_number(j), power = 1;
+  uint64_t digits = 0;
+  int places = 0, i;
+  bool point = false;
+  for (; kind == TFMI_JSON_NUMBER && p < j->at; p++) {
+    if (*p == '.') point = true;
+    if (*p == '.' || *p == '-') continue;
+    if (*p < '0' || *p > '9') break;
+    if (digits > (UINT64_MAX - (uint64_t)(*p - '0')) / 10) break;
+    digits = 10 * digits + (uint64_t)(*p - '0');
+    places += point;
+  }
+  if (p < j->at && (!point || *p == 'e' || *p == 'E')) return exact;
+  if (places > 22) return exact; /* powers of ten are exact up to that one */
+  for (i = 0; i < places; i++) power *= 10;
+  return (exact < 0 ? -1 : 1) * ((double)digits / power);
+}
+
+/* Unigram's: [["<unk>", 0.0], ["a", -2.5]] */
+static void tfmi_json_scores(tfmi_make *m, tfmi_json *j) {
+  tfmi_json_array(j);
+  while (tfmi_json_element(j)) {
+    tfmi_text text;
+    tfmi_json_array(j);
+    if (!tfmi_json_element(j)) tfmi_json_fail(j, TFM_E_FORMAT, "a piece is empty, expected a pair");
+    text = tfmi_json_string(j);
+    if (!tfmi_json_element(j)) tfmi_json_fail(j, TFM_E_FORMAT, "a piece without a score");
+    tfmi_make_piece(m, text, stbds_arrlen(m->piece), TFMI_PIECE_NORMAL, tfmi_json_score(j));
+    if (tfmi_json_element(j)) tfmi_json_fail(j, TFM_E_FORMAT, "a piece of three parts");
+  }
+  m->vocabulary_pieces = (size_t)stbds_arrlen(m->piece);
+}
+
+static const struct tfmi_model_row {
+  const char *type, *kind;
+  tfmi_model model;
+} tfmi_models[] = {
+  {"BPE", "SentencePiece BPE", TFMI_MERGES},
+  {"Unigram", "Unigram", TFMI_UNIGRAM},
+  {"WordLevel", "words", TFMI_WHOLE},
+};
+
+/* Old files do not tell the type: then it is BPE, or Unigram where the vocabulary has scores. */
+static void tfmi_json_model_type(tfmi_make *m, tfmi_json *j, tfmi_text type) {
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_models); i++)
+    if (tfmi_text_is(type, tfmi_models[i].type)) {
+      m->t->model = tfmi_models[i].model;
+      m->t->kind = tfmi_models[i].kind;
+      return;
+    }
+  tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the model is %s, expected BPE, Unigram or WordLevel",
+                 tfmi_plain(type).text);
+}
+
+/* A member that is read the same whatever the model; false: it is none of these. */
+static bool tfmi_json_model_member(tfmi_make *m, tfmi_json *j, tfmi_text key) {
   tfm_tokenizer *t = m->t;
-  tfmi_text key, type = tfmi_text_of("BPE"), *keys = NULL; /* old files do not tell the type */
+  if (tfmi_text_is(key, "merges")) tfmi_json_merges(m, j);
+  else if (tfmi_text_is(key, "fuse_unk")) t->fuse_unk = tfmi_json_flag(j);
+  else if (tfmi_text_is(key, "byte_fallback")) t->byte_fallback = tfmi_json_flag(j);
+  else if (tfmi_text_is(key, "ignore_merges")) m->whole_first = tfmi_json_flag(j);
+  else if (tfmi_text_is(key, "continuing_subword_prefix")) tfmi_json_empty_text(j, key);
+  else if (tfmi_text_is(key, "end_of_word_suffix")) tfmi_json_empty_text(j, key);
+  else if (tfmi_json_null(j)) return true;
+  else if (tfmi_text_is(key, "unk_token")) m->unk = tfmi_json_string(j);
+  else if (tfmi_text_is(key, "unk_id"))
+    t->unk = (int32_t)tfmi_json_integer(j, 0, TFMI_VOCABULARY_MAX);
+  else if (tfmi_text_is(key, "dropout") && tfmi_json_number(j) != 0)
+    tfmi_json_fail(j, TFM_E_UNSUPPORTED, "dropout makes tokens random");
+  else return tfmi_text_is(key, "dropout");
+  return true;
+}
+
+static void tfmi_json_model(tfmi_make *m, tfmi_json *j) {
+  tfmi_text key, type = tfmi_text_of(""), *keys = NULL;
   tfmi_json_object(j);
   while (tfmi_json_member(j, &key)) {
     stbds_arrput(keys, key);
-    if (tfmi_text_is(key, "type")) type = tfmi_json_string(j);
-    t->words = tfmi_text_is(type, "WordLevel");
-    if ((!tfmi_text_is(type, "BPE") && !t->words) ||
-        (tfmi_text_is(key, "vocab") && tfmi_json_peek(j) == TFMI_JSON_ARRAY))
-      tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the model is %s, expected BPE or WordLevel",
-                     tfmi_text_is(type, "BPE") ? "Unigram" : tfmi_plain(type).text);
-    if (tfmi_text_is(key, "type")) continue;
-    if (tfmi_text_is(key, "vocab")) tfmi_json_vocabulary(m, j);
-    else if (tfmi_text_is(key, "merges")) tfmi_json_merges(m, j);
-    else if (tfmi_text_is(key, "fuse_unk")) t->fuse_unk = tfmi_json_flag(j);
-    else if (tfmi_text_is(key, "byte_fallback")) t->byte_fallback = tfmi_json_flag(j);
-    else if (tfmi_text_is(key, "ignore_merges")) m->whole_first = tfmi_json_flag(j);
-    else if (tfmi_text_is(key, "continuing_subword_prefix")) tfmi_json_empty_text(j, key);
-    else if (tfmi_text_is(key, "end_of_word_suffix")) tfmi_json_empty_text(j, key);
-    else if (tfmi_text_is(key, "unk_token") && !tfmi_json_null(j)) m->unk = tfmi_json_string(j);
-    else if (tfmi_text_is(key, "dropout") && !tfmi_json_null(j) && tfmi_json_number(j) != 0)
-      tfmi_json_fail(j, TFM_E_UNSUPPORTED, "dropout makes tokens random");
-    else if (!tfmi_text_is(key, "unk_token") && !tfmi_text_is(key, "dropout")) tfmi_json_skip(j);
+    if (tfmi_text_is(key, "type")) {
+      tfmi_json_model_type(m, j, type = tfmi_json_string(j));
+    } else if (tfmi_text_is(key, "vocab")) {
+      bool scores = tfmi_json_peek(j) == TFMI_JSON_ARRAY;
+      if (!type.n) tfmi_json_model_type(m, j, tfmi_text_of(scores ? "Unigram" : "BPE"));
+      if (scores) tfmi_json_scores(m, j);
+      else tfmi_json_vocabulary(m, j);
+      if (scores != (m->t->model == TFMI_UNIGRAM))
+        tfmi_json_fail(j, TFM_E_FORMAT, "the vocabulary is not one of %s", m->t->kind);
+    } else if (!tfmi_json_model_member(m, j, key)) {
+      tfmi_json_skip(j);
+    }
   }
   tfmi_names_unique(&m->load, "the model in tokenizer.json", keys, (uint64_t)stbds_arrlen(keys));
   stbds_arrfree(keys);
+  if (m->t->model == TFMI_UNIGRAM && (size_t)m->t->unk + 1 > m->vocabulary_pieces)
+    tfmi_json_fail(j, TFM_E_FORMAT, "unk_id is %d, expected less than %llu", (int)m->t->unk,
+                   (unsigned long long)m->vocabulary_pieces);
 }
 
 /* The reference gives ids by its own rule, whatever the file says: those of the model's tokens of
@@ -5249,20 +7750,20 @@ static void tfmi_read_json(tfmi_make *m, tfmi_text file) {
   stbds_arrfree(keys);
   if (!m->vocabulary_pieces)
     tfmi_fail(&m->load, TFM_E_FORMAT, "model.vocab is missing or empty; this is no tokenizer.json");
-  tfmi_json_normalise(m, &parts);
-  tfmi_json_split(m, &parts);
+  tfmi_json_stage(m, &j, parts.normalise, tfmi_normalisers, TFMI_COUNT(tfmi_normalisers),
+                  "normalizer");
+  tfmi_json_stage(m, &j, parts.split, tfmi_cutters, TFMI_COUNT(tfmi_cutters), "pre_tokenizer");
   tfmi_json_decode(m, &parts);
-  tfmi_json_after(&parts);
+  tfmi_json_after(m, &parts);
   tfmi_json_template_use(m, &j);
-  if (m->t->from_bytes ? m->t->byte_fallback : m->whole_first)
-    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "%s together with %s-level BPE",
-              m->t->from_bytes ? "byte_fallback" : "ignore_merges",
-              m->t->from_bytes ? "byte" : "character");
-  m->t->kind = m->t->from_bytes ? "byte-level BPE" : m->t->words ? "words" : "SentencePiece BPE";
+  if (m->t->from_bytes && m->t->byte_fallback)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "byte_fallback together with byte-level BPE");
+  if (m->t->from_bytes) m->t->kind = "byte-level BPE";
   tfmi_json_added_ids(m);
   tfmi_make_tables(m);
-  if (!m->t->from_bytes && !m->t->words && !m->merge_count) m->t->kind = "characters";
-  m->t->strict = m->t->words && m->t->unk < 0;
+  if (!m->t->from_bytes && m->t->model == TFMI_MERGES && !m->merge_count)
+    m->t->kind = "characters";
+  m->t->strict = m->t->model == TFMI_WHOLE && m->t->unk < 0;
   tfmi_json_check_template(m);
 }
 
@@ -5281,36 +7782,77 @@ static void tfmi_read_merge_lines(tfmi_make *m, tfmi_text file) {
   }
 }
 
+typedef struct tfmi_beside_row { /* what tokenizer_config.json's classes add to the two files */
+  const char *name;
+  tfmi_splitter split;
+  bool composes; /* NFC comes first */
+} tfmi_beside_row;
+
+static const tfmi_beside_row tfmi_besides[] = {
+  {"GPT2Tokenizer", tfmi_split_gpt2, false},
+  {"GPT2TokenizerFast", tfmi_split_gpt2, false},
+  {"Qwen2Tokenizer", tfmi_split_qwen2, true},
+  {"Qwen2TokenizerFast", tfmi_split_qwen2, true},
+};
+
 static void tfmi_read_gpt2(tfmi_make *m, tfmi_text vocabulary, tfmi_text merges) {
-  tfm_tokenizer *t = m->t;
-  tfmi_text end = tfmi_text_of("<|endoftext|>");
   tfmi_json j;
-  ptrdiff_t i;
   tfmi_json_init(&j, &m->load, "vocab.json", vocabulary.at, vocabulary.n);
   tfmi_json_vocabulary(m, &j);
   tfmi_json_finish(&j);
   tfmi_read_merge_lines(m, merges);
-  for (i = 0; i < stbds_arrlen(m->piece); i++)
-    if (tfmi_text_order(m->piece[i].text, end) == 0) tfmi_make_added(m, end, m->piece[i].id, true);
-  t->kind = "byte-level BPE";
-  t->from_bytes = true;
-  t->split = tfmi_split_gpt2;
-  tfmi_make_tables(m);
 }
 
 /* ---- GGUF ---- */
 
-static const struct tfmi_gguf_pre_row { /* tokenizer.ggml.pre, where its pattern is known */
-  const char *name;
-  tfmi_splitter split;
+typedef struct tfmi_split_row { /* a name for how text is split, and for what goes with it */
+  const char *name, *pattern[3];
+  bool digits;      /* every one by itself, before the patterns */
+  bool composes;    /* NFC comes first */
   bool whole_first;
-  bool adds_bos; /* unless the file says otherwise */
-} tfmi_gguf_pres[] = {
-  {"gpt-2", tfmi_split_gpt2, false, false},
-  {"llama-bpe", tfmi_split_llama3, true, true},
-  {"llama3", tfmi_split_llama3, true, true},
-  {"llama-v3", tfmi_split_llama3, true, true},
+  bool adds_bos;    /* unless the file says otherwise */
+} tfmi_split_row;
+
+/* tokenizer.ggml.pre: what the models of that name have in their tokenizer.json. */
+static const tfmi_split_row tfmi_gguf_pres[] = {
+  {"gpt-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
+  {"default", {TFMI_GPT2_PATTERN}, false, false, false, false},
+  {"phi-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
+  {"mpt", {TFMI_GPT2_PATTERN}, false, true, false, false},
+  {"olmo", {TFMI_GPT2_PATTERN}, false, true, false, false},
+  {"starcoder", {TFMI_GPT2_PATTERN}, true, false, false, false},
+  {"refact", {TFMI_GPT2_PATTERN}, true, false, false, false},
+  {"smollm", {TFMI_GPT2_PATTERN}, true, false, false, false},
+  {"command-r", {TFMI_GPT2_PATTERN}, true, true, false, true},
+  {"llama-bpe", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"llama-v3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"qwen2", {TFMI_CL100K_PATTERN("")}, false, true, false, false},
+  {"deepseek-r1-qwen", {TFMI_CL100K_PATTERN("")}, false, true, false, true},
+  {"gpt-4o", {TFMI_O200K_PATTERN}, false, false, false, false},
+  {"llama4", {TFMI_O200K_PATTERN}, false, false, false, true},
+  {"tekken", {TFMI_TEKKEN_PATTERN}, false, false, true, true},
+  {"deepseek-v3",
+   {"\\p{N}{1,3}", "[\xe4\xb8\x80-\xe9\xbe\xa5\xe3\x81\x80-\xe3\x82\x9f\xe3\x82\xa0-\xe3\x83\xbf]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
+    "|[^\\r\\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\\r\\n]*|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
+   false, false, false, true},
 };
+
+/* The steps of a byte-level vocabulary whose splitting has a name. */
+static void tfmi_split_as(tfmi_make *m, const tfmi_split_row *row) {
+  int i;
+  m->t->kind = "byte-level BPE";
+  m->t->from_bytes = m->t->says_letters = true;
+  m->whole_first = row->whole_first;
+  if (row->composes) tfmi_add_form(m, true, false);
+  if (row->digits)
+    tfmi_add_cut(m, tfmi_find_character, TFMI_ISOLATED)->set =
+        tfmi_make_charset(m, TFMI_CHARS_NUMERIC);
+  for (i = 0; i < 3 && row->pattern[i]; i++)
+    tfmi_find_by(m, tfmi_add_cut(m, NULL, TFMI_ISOLATED), tfmi_text_of(row->pattern[i]));
+}
 
 static const tfmi_gguf_value *tfmi_gguf_list(tfmi_make *m, const tfmi_gguf *g, const char *key,
                                              uint64_t count) {
@@ -5373,8 +7915,7 @@ static bool tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
              "%s: no tokenizer.ggml.pre; text is split as for GPT-2", m->load.object);
   for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
     if (tfmi_text_is(pre, tfmi_gguf_pres[i].name)) {
-      m->t->split = tfmi_gguf_pres[i].split;
-      m->whole_first = tfmi_gguf_pres[i].whole_first;
+      tfmi_split_as(m, &tfmi_gguf_pres[i]);
       return tfmi_gguf_pres[i].adds_bos;
     }
   tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.pre is \"%s\", whose splitting is not "
@@ -5384,14 +7925,38 @@ static bool tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
 static void tfmi_make_spm(tfmi_make *m, bool prefix) { /* what all SentencePiece files share */
   tfm_tokenizer *t = m->t;
   t->kind = "SentencePiece BPE";
-  t->blank = tfmi_text_of(tfmi_low_line);
-  if (prefix) t->prefix = t->blank;
+  m->blanks.rewrite = tfmi_rewrite_blanks;
+  m->blanks.content = tfmi_text_of(tfmi_low_line);
+  if (prefix) m->blanks.text = m->blanks.content;
+  m->no_blanks = true;
   t->strip = prefix;
   t->byte_fallback = true;
   t->fuse_unk = true;
   m->scored = true;
   m->says_bytes = true;
   m->says_blanks = true;
+}
+
+/* Unigram in SentencePiece's own files, which its own code reads: in single precision, with rules
+   that take the longest match at each place. */
+static void tfmi_make_spm_unigram(tfmi_make *m, tfmi_text charsmap) {
+  m->t->kind = "Unigram";
+  m->t->model = TFMI_UNIGRAM;
+  m->t->single = true;
+  m->scored = false;
+  if (charsmap.n) tfmi_add_charsmap(m, charsmap, tfmi_rewrite_longest);
+}
+
+static tfmi_text tfmi_gguf_charsmap(tfmi_make *m, const tfmi_gguf *g) { /* n 0: none */
+  static const char key[] = "tokenizer.ggml.precompiled_charsmap";
+  const tfmi_gguf_value *v = tfmi_gguf_find(g, key);
+  tfmi_text map = {NULL, 0};
+  if (!v) return map;
+  if (v->type != TFMI_GGUF_ARRAY || v->bytes != v->count)
+    tfmi_fail(&m->load, TFM_E_FORMAT, "key %s is not an array of bytes", key);
+  map.at = (const char *)v->at;
+  map.n = (size_t)v->bytes;
+  return tfmi_keep_bytes(m, map);
 }
 
 static int32_t tfmi_gguf_id(const tfmi_gguf *g, const char *key) {
@@ -5416,24 +7981,24 @@ static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
 static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   tfmi_gguf g;
   tfmi_text model;
-  bool prefix = true, spm, bos = true;
+  bool prefix = true, spm, bos = true, unigram;
   tfmi_gguf_open(&g, &m->load, file.at, file.n);
   if (!tfmi_gguf_get_text(&g, "tokenizer.ggml.model", &model)) return false;
   if (tfmi_text_is(model, "no_vocab")) return false;
-  spm = tfmi_text_is(model, "llama");
+  unigram = tfmi_text_is(model, "t5");
+  spm = unigram || tfmi_text_is(model, "llama");
   if (!spm && !tfmi_text_is(model, "gpt2"))
-    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.model is \"%s\", expected gpt2 or llama",
-              tfmi_plain(model).text);
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.model is \"%s\", expected gpt2, llama "
+              "or t5; use the model's tokenizer.json", tfmi_plain(model).text);
   tfmi_gguf_pieces(m, &g);
   if (spm) {
     tfmi_gguf_get_bool(&g, "tokenizer.ggml.add_space_prefix", &prefix);
-    tfmi_gguf_get_bool(&g, "tokenizer.ggml.remove_extra_whitespaces", &m->t->squeeze);
+    tfmi_gguf_get_bool(&g, "tokenizer.ggml.remove_extra_whitespaces", &m->blanks.squeeze);
     tfmi_make_spm(m, prefix);
+    if (unigram) tfmi_make_spm_unigram(m, tfmi_gguf_charsmap(m, &g));
     if (!tfmi_gguf_find(&g, "tokenizer.ggml.scores"))
       tfmi_fail(&m->load, TFM_E_FORMAT, "key tokenizer.ggml.scores is missing");
   } else {
-    m->t->kind = "byte-level BPE";
-    m->t->from_bytes = true;
     bos = tfmi_gguf_pre(m, &g);
     tfmi_gguf_merges(m, &g);
   }
@@ -5442,6 +8007,122 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   m->t->unk = tfmi_known_id(m->t, m->t->unk);
   tfmi_gguf_adds(m, &g, bos);
   return true;
+}
+
+/* ---- tiktoken: lines of a token's bytes in base64, a blank, its rank, which is its id ---- */
+
+static const tfmi_split_row tfmi_tiktokens[] = {
+  {"gpt2", {TFMI_GPT2_PATTERN}, false, false, true, false},
+  {"cl100k_base", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, false},
+  {"o200k_base", {TFMI_O200K_PATTERN}, false, false, true, false},
+  {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"qwen", {TFMI_CL100K_PATTERN("")}, false, true, true, false},
+};
+
+static const struct tfmi_tiktoken_special { /* which the files leave out too */
+  const char *splitting, *text;
+  int32_t id;
+} tfmi_tiktoken_specials[] = {
+  {"gpt2", "<|endoftext|>", 50256},
+  {"cl100k_base", "<|endoftext|>", 100257},
+  {"cl100k_base", "<|fim_prefix|>", 100258},
+  {"cl100k_base", "<|fim_middle|>", 100259},
+  {"cl100k_base", "<|fim_suffix|>", 100260},
+  {"cl100k_base", "<|endofprompt|>", 100276},
+  {"o200k_base", "<|endoftext|>", 199999},
+  {"o200k_base", "<|endofprompt|>", 200018},
+  {"llama3", "<|begin_of_text|>", 128000},
+  {"llama3", "<|end_of_text|>", 128001},
+  {"llama3", "<|start_header_id|>", 128006},
+  {"llama3", "<|end_header_id|>", 128007},
+  {"llama3", "<|eot_id|>", 128009},
+  {"qwen", "<|endoftext|>", 151643},
+  {"qwen", "<|im_start|>", 151644},
+  {"qwen", "<|im_end|>", 151645},
+};
+
+/* The next line's token and rank; false when it is not one. *at goes behind it. */
+static bool tfmi_tiktoken_line(const char **at, const char *end, tfmi_text *token, int64_t *rank) {
+  const char *p = *at;
+  token->at = p;
+  while (p < end && (tfmi_base64_digit(*p) >= 0 || *p == '=')) p++;
+  token->n = (size_t)(p - token->at);
+  if (!token->n || p == end || *p++ != ' ' || p == end || *p < '0' || *p > '9') return false;
+  for (*rank = 0; p < end && *p >= '0' && *p <= '9' && *rank < TFMI_VOCABULARY_MAX; p++)
+    *rank = 10 * *rank + (*p - '0');
+  if (p < end && *p == '\r') p++;
+  if (p < end && *p++ != '\n') return false;
+  *at = p;
+  return true;
+}
+
+static bool tfmi_is_tiktoken(tfmi_text file) {
+  const char *at = file.at;
+  tfmi_text token;
+  int64_t rank;
+  return tfmi_tiktoken_line(&at, file.at + file.n, &token, &rank);
+}
+
+/* The row of a name, or the one that the file is named after: "cl100k_base.tiktoken". */
+static const tfmi_split_row *tfmi_tiktoken_row(tfmi_make *m, const char *path) {
+  const char *name = m->config ? m->config->splitting : NULL, *slash;
+  size_t n;
+  int i;
+  if (!name) name = path ? path : "";
+  while (!(m->config && m->config->splitting) && (slash = strpbrk(name, "/\\")) != NULL)
+    name = slash + 1;
+  n = strcspn(name, ".");
+  for (i = 0; i < TFMI_COUNT(tfmi_tiktokens); i++)
+    if (strlen(tfmi_tiktokens[i].name) == n && memcmp(tfmi_tiktokens[i].name, name, n) == 0)
+      return &tfmi_tiktokens[i];
+  tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a tiktoken file does not say how text is split, and "
+            "\"%s\" is not known; set the config's splitting to gpt2, cl100k_base, o200k_base, "
+            "llama3 or qwen", tfmi_plain(tfmi_text_of(name)).text);
+}
+
+/* Tokens are spelled in letters for bytes, and merge by rank. */
+static void tfmi_tiktoken_pieces(tfmi_make *m, tfmi_text file) {
+  const char *at = file.at, *end = file.at + file.n;
+  char *bytes = (char *)tfmi_scratch(&m->load, file.n, 1);
+  char *letters = (char *)tfmi_scratch(&m->load, 2 * (uint64_t)file.n, 1);
+  while (at < end) {
+    tfmi_text token, piece;
+    int64_t rank;
+    size_t n, i;
+    const char *line = at;
+    bool whole = tfmi_tiktoken_line(&at, end, &token, &rank);
+    n = whole ? tfmi_unbase64(token.at, token.n, bytes) : SIZE_MAX;
+    if (n == SIZE_MAX)
+      tfmi_fail(&m->load, TFM_E_FORMAT, "byte %llu: expected a token in base64, a blank and a rank",
+                (unsigned long long)(line - file.at));
+    piece.at = letters;
+    for (i = 0; i < n; i++)
+      letters = tfmi_put_utf8(letters, tfmi_letter_of_byte((uint8_t)bytes[i]));
+    piece.n = (size_t)(letters - piece.at);
+    tfmi_make_piece(m, piece, rank, TFMI_PIECE_NORMAL, -(double)rank);
+  }
+  m->vocabulary_pieces = (size_t)stbds_arrlen(m->piece);
+}
+
+static void tfmi_read_tiktoken(tfmi_make *m, tfmi_text file, const char *path) {
+  const tfmi_split_row *row = tfmi_tiktoken_row(m, path);
+  tfm_tokenizer *t = m->t;
+  int i;
+  tfmi_tiktoken_pieces(m, file);
+  for (i = 0; i < TFMI_COUNT(tfmi_tiktoken_specials); i++) {
+    const struct tfmi_tiktoken_special *special = &tfmi_tiktoken_specials[i];
+    tfmi_text text = tfmi_text_of(special->text);
+    if (strcmp(special->splitting, row->name) != 0) continue;
+    tfmi_make_piece(m, text, special->id, TFMI_PIECE_ADDED, 0);
+    tfmi_make_added(m, text, special->id, true);
+  }
+  tfmi_split_as(m, row);
+  m->scored = true;
+  tfmi_make_tables(m);
+  for (i = 0; i < 256; i++)
+    if (t->byte_id[i] < 0 || t->byte_id[i] >= t->vocabulary)
+      tfmi_fail(&m->load, TFM_E_FORMAT, "no token for the byte 0x%02X", i);
+  if (row->adds_bos) tfmi_make_before(m, &t->bos, t->bos >= 0);
 }
 
 /* ---- SentencePiece .model: protocol buffers, of which only these fields are read ---- */
@@ -5555,9 +8236,10 @@ static void tfmi_spm_trainer(tfmi_make *m, tfmi_text bytes, int64_t ids[4]) {
     else if (f.number == 24 && f.value)
       tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "treat_whitespace_as_suffix cannot be reproduced");
   }
-  if (model != 2)
-    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the SentencePiece model is %s, expected BPE",
+  if (model != 1 && model != 2)
+    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the SentencePiece model is %s, expected BPE or Unigram",
               model < 5 ? models[model] : "?");
+  if (model == 1) tfmi_make_spm_unigram(m, tfmi_text_of(""));
   m->t->byte_fallback = fallback;
 }
 
@@ -5567,14 +8249,13 @@ static void tfmi_spm_normaliser(tfmi_make *m, tfmi_text bytes) {
   tfm_tokenizer *t = m->t;
   while (tfmi_proto_next(&p, &f)) {
     if (f.number == 2 && f.bytes.n)
-      tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "the model normalises characters "
-                "(precompiled_charsmap), which cannot be reproduced");
+      tfmi_add_charsmap(m, tfmi_keep_bytes(m, f.bytes), tfmi_rewrite_longest);
     if (f.number == 3) t->strip = f.value != 0;
-    if (f.number == 4) t->squeeze = f.value != 0;
+    if (f.number == 4) m->blanks.squeeze = f.value != 0;
     if (f.number == 5 && !f.value)
       tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a model without escape_whitespaces");
   }
-  t->prefix.n = t->strip ? t->blank.n : 0;
+  m->blanks.text.n = t->strip ? m->blanks.content.n : 0;
 }
 
 static void tfmi_read_spm(tfmi_make *m, tfmi_text file) {
@@ -5584,7 +8265,7 @@ static void tfmi_read_spm(tfmi_make *m, tfmi_text file) {
   int64_t ids[4] = {0, 1, 2, -1}; /* unk, bos, eos, pad: the format's defaults */
   bool trainer = false;
   tfmi_make_spm(m, true);
-  t->squeeze = true;
+  m->blanks.squeeze = true;
   while (tfmi_proto_next(&p, &f)) {
     if (f.number <= 3) tfmi_proto_expect(m, &f, 2);
     if (f.number == 1) tfmi_spm_piece(m, f.bytes);
@@ -5639,8 +8320,7 @@ static void tfmi_read_llama2c(tfmi_make *m, tfmi_text file) {
               at < end ? "more than " : "", (int)id, (int)(expected ? expected : 259),
               expected ? "" : " or more");
   tfmi_make_spm(m, true);
-  t->prefix = tfmi_text_of(" ");
-  t->blank.n = 0;
+  m->blanks.text = m->blanks.content = tfmi_text_of(" ");
   m->says_blanks = false;
   t->unk = 0;
   tfmi_make_tables(m);
@@ -5671,55 +8351,70 @@ static bool tfmi_is_vocabulary(tfmi_make *m, tfmi_text file) {
   return tfmi_json_member(&j, &key) && tfmi_json_peek(&j) == TFMI_JSON_NUMBER;
 }
 
-/* {"50256": {"content": "<|endoftext|>"}}: any other token would be cut out of the text too. */
-static void tfmi_check_gpt2_added(tfmi_make *m, tfmi_json *j) {
-  tfmi_text id, key;
+/* {"50256": {"content": "<|endoftext|>", "special": true}} */
+static void tfmi_beside_added(tfmi_make *m, tfmi_json *j) {
+  tfmi_text id;
   tfmi_json_object(j);
   while (tfmi_json_member(j, &id)) {
-    tfmi_text content = {"", 0};
-    tfmi_json_object(j);
-    while (tfmi_json_member(j, &key))
-      if (tfmi_text_is(key, "content")) content = tfmi_json_string(j);
-      else tfmi_json_skip(j);
-    if (!stbds_arrlen(m->added) || tfmi_text_order(content, m->added[0].text) != 0)
-      tfmi_json_fail(j, TFM_E_UNSUPPORTED, "the added token \"%s\" is not in vocab.json and "
-                     "merges.txt; use the model's tokenizer.json", tfmi_plain(content).text);
+    ptrdiff_t count = stbds_arrlen(m->added);
+    const char *at = id.at, *end = id.at + id.n;
+    int64_t number = 0;
+    tfmi_json_added_token(m, j);
+    while (at < end && *at >= '0' && *at <= '9' && number < TFMI_VOCABULARY_MAX)
+      number = 10 * number + (*at++ - '0');
+    if (at < end || !id.n)
+      tfmi_json_fail(j, TFM_E_FORMAT, "\"%s\" is no id of an added token", tfmi_plain(id).text);
+    if (stbds_arrlen(m->added) > count) m->added[count].id = (int32_t)number;
   }
 }
 
-static bool tfmi_is_gpt2_option(tfmi_text key) {
+static bool tfmi_is_beside_option(tfmi_text key) {
   return tfmi_text_is(key, "add_prefix_space") || tfmi_text_is(key, "add_bos_token") ||
          tfmi_text_is(key, "add_eos_token");
 }
 
-static void tfmi_check_gpt2_config(tfmi_make *m, tfmi_text file) {
+/* Its class is the row that is returned; its added tokens are added. */
+static const tfmi_beside_row *tfmi_beside_config(tfmi_make *m, tfmi_text file) {
   tfmi_text key, name = tfmi_text_of("GPT2Tokenizer");
   tfmi_json j;
+  int i;
   tfmi_json_init(&j, &m->load, "tokenizer_config.json", file.at, file.n);
   tfmi_json_object(&j);
   while (tfmi_json_member(&j, &key)) {
     tfmi_json_kind kind = tfmi_json_peek(&j);
-    if (kind == TFMI_JSON_TRUE && tfmi_is_gpt2_option(key))
+    if (kind == TFMI_JSON_TRUE && tfmi_is_beside_option(key))
       tfmi_json_fail(&j, TFM_E_UNSUPPORTED, "%s is true; use the model's tokenizer.json",
                      tfmi_plain(key).text);
     if (kind == TFMI_JSON_OBJECT && tfmi_text_is(key, "added_tokens_decoder"))
-      tfmi_check_gpt2_added(m, &j);
+      tfmi_beside_added(m, &j);
     else if (kind == TFMI_JSON_STRING && tfmi_text_is(key, "tokenizer_class"))
       name = tfmi_json_string(&j);
     else tfmi_json_skip(&j);
   }
-  if (!tfmi_text_is(name, "GPT2Tokenizer") && !tfmi_text_is(name, "GPT2TokenizerFast"))
-    tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer_config.json names %s, not GPT2Tokenizer; "
-              "use the model's tokenizer.json", tfmi_plain(name).text);
+  for (i = 0; i < TFMI_COUNT(tfmi_besides); i++)
+    if (tfmi_text_is(name, tfmi_besides[i].name)) return &tfmi_besides[i];
+  tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer_config.json names %s, not GPT2Tokenizer or "
+            "Qwen2Tokenizer; use the model's tokenizer.json", tfmi_plain(name).text);
 }
 
-/* The two files do not tell all; those that may lie beside them must not contradict. */
-static void tfmi_check_gpt2(tfmi_make *m, const char *folder) {
+/* What the two files do not tell, from those that may lie beside them. */
+static void tfmi_finish_gpt2(tfmi_make *m, const char *folder) {
   char *config = tfmi_join(&m->load, folder, "tokenizer_config.json");
+  const tfmi_beside_row *row = &tfmi_besides[0];
+  tfmi_text end = tfmi_text_of("<|endoftext|>");
+  ptrdiff_t i;
   if (tfmi_file_exists(&m->load, tfmi_join(&m->load, folder, "added_tokens.json")))
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "added_tokens.json lies beside vocab.json, which cannot "
               "be reproduced; use the model's tokenizer.json");
-  if (tfmi_file_exists(&m->load, config)) tfmi_check_gpt2_config(m, tfmi_make_file(m, config));
+  if (tfmi_file_exists(&m->load, config)) row = tfmi_beside_config(m, tfmi_make_file(m, config));
+  for (i = 0; i < stbds_arrlen(m->piece) && !stbds_arrlen(m->added); i++)
+    if (tfmi_text_order(m->piece[i].text, end) == 0) tfmi_make_added(m, end, m->piece[i].id, true);
+  m->t->kind = "byte-level BPE";
+  m->t->from_bytes = m->t->says_letters = true;
+  if (row->composes) tfmi_add_form(m, true, false);
+  tfmi_cut_by(m, row->split);
+  tfmi_json_added_ids(m);
+  tfmi_make_tables(m);
 }
 
 static void tfmi_read_beside(tfmi_make *m, tfmi_text vocabulary, const char *path) {
@@ -5730,7 +8425,7 @@ static void tfmi_read_beside(tfmi_make *m, tfmi_text vocabulary, const char *pat
     char *merges = tfmi_join(&m->load, folder, names[i]);
     if (!tfmi_file_exists(&m->load, merges)) continue;
     tfmi_read_gpt2(m, vocabulary, tfmi_make_file(m, merges));
-    tfmi_check_gpt2(m, folder);
+    tfmi_finish_gpt2(m, folder);
     return;
   }
   tfmi_fail(&m->load, path ? TFM_E_IO : TFM_E_UNSUPPORTED, "a vocab.json needs its merges.txt "
@@ -5755,6 +8450,8 @@ static bool tfmi_read_file(tfmi_make *m, tfmi_text file, const char *path) {
     else tfmi_read_json(m, file);
   } else if (file.n > 2 && file.at[0] == '\n' && file.at[1]) { /* a piece: field 1 with bytes */
     tfmi_read_spm(m, file);
+  } else if (tfmi_is_tiktoken(file)) {
+    tfmi_read_tiktoken(m, file, path);
   } else if (longest > 0 && longest <= TFMI_PIECE_BYTES_MAX) {
     tfmi_read_llama2c(m, file);
   } else {
@@ -5826,6 +8523,7 @@ static tfm_tokenizer *tfmi_make_tokenizer(tfmi_make *m, const char *object,
   }
   tfmi_stb_load = m->outer;
   while (m->files) tfmi_file_close(&m->heap, &m->file[--m->files]);
+  if (m->work) tfmi_encoder_free(m->work);
   tfmi_ring_free(&m->heap, &m->load.scratch);
   if (m->done) return tfmi_make_finish(m);
   tfmi_ring_free(&m->heap, &m->load.kept);
@@ -6322,7 +9020,7 @@ static void tfmi_train_bpe(tfmi_make *m, tfmi_training *r) {
   tfmi_bpe b;
   memset(&b, 0, sizeof b);
   b.make = m;
-  tfmi_text_table_make(m, &b.spelled, (uint64_t)r->size);
+  tfmi_text_table_make(m, &b.spelled, (uint64_t)r->size + 256); /* the check below comes later */
   tfmi_pairs_grow(&b);
   for (i = 0; i < (int32_t)stbds_arrlen(m->piece); i++)
     tfmi_bpe_token(&b, m->piece[i].text.at, m->piece[i].text.n);
@@ -6343,23 +9041,30 @@ static void tfmi_train_bpe(tfmi_make *m, tfmi_training *r) {
     stbds_arrput(m->merge, merge);
   }
   m->t->kind = "byte-level BPE";
-  m->t->from_bytes = true;
-  m->t->split = r->split;
+  m->t->from_bytes = m->t->says_letters = true;
+  if (r->split) tfmi_cut_by(m, r->split);
 }
 
 /* ---- Words, characters ---- */
 
+/* The bytes before the first that is not UTF-8. */
+static size_t tfmi_utf8_bytes(const char *p, size_t n) {
+  size_t at = 0;
+  while (at < n) {
+    tfmi_rune c = tfmi_rune_at(p + at, n - at);
+    if (c.state != TFMI_RUNE_WHOLE) break;
+    at += c.bytes;
+  }
+  return at;
+}
+
 static void tfmi_check_texts(tfmi_make *m, const tfmi_training *r) { /* are UTF-8 */
-  size_t i, at;
+  size_t i;
   for (i = 0; i < r->count; i++) {
-    size_t n = tfmi_text_bytes(r, i);
-    for (at = 0; at < n;) {
-      tfmi_rune c = tfmi_rune_at(r->texts[i] + at, n - at);
-      if (c.state != TFMI_RUNE_WHOLE)
-        tfmi_fail(&m->load, TFM_E_ARG, "byte %llu of text %llu is not UTF-8; convert the text",
-                  (unsigned long long)at, (unsigned long long)i);
-      at += c.bytes;
-    }
+    size_t n = tfmi_text_bytes(r, i), good = tfmi_utf8_bytes(r->texts[i], n);
+    if (good < n)
+      tfmi_fail(&m->load, TFM_E_ARG, "byte %llu of text %llu is not UTF-8; convert the text",
+                (unsigned long long)good, (unsigned long long)i);
   }
 }
 
@@ -6381,8 +9086,8 @@ static void tfmi_train_words(tfmi_make *m, tfmi_training *r) {
     if (!tfmi_is_special(m, text)) tfmi_make_piece(m, text, id++, TFMI_PIECE_NORMAL, 0);
   }
   m->t->kind = "words";
-  m->t->words = true;
-  m->t->split = r->split;
+  m->t->model = TFMI_WHOLE;
+  if (r->split) tfmi_cut_by(m, r->split);
 }
 
 typedef struct tfmi_character {
@@ -6462,6 +9167,8 @@ static void tfmi_training_special(tfmi_make *m, const tfm_vocabulary_config *c) 
   for (i = 0; i < c->special_count; i++) {
     tfmi_text text = c->special && c->special[i] ? tfmi_text_of(c->special[i]) : tfmi_text_of("");
     if (!text.n) tfmi_fail(&m->load, TFM_E_ARG, "special[%d] is NULL or empty", (int)i);
+    if (tfmi_utf8_bytes(text.at, text.n) < text.n)
+      tfmi_fail(&m->load, TFM_E_ARG, "special[%d] is not UTF-8", (int)i);
     if (tfmi_is_special(m, text))
       tfmi_fail(&m->load, TFM_E_ARG, "special[%d] is \"%s\" again; name it once", (int)i,
                 tfmi_plain(text).text);
@@ -6506,6 +9213,9 @@ static void tfmi_read_texts(tfmi_make *m) {
   tfmi_training_check(m, r);
   row = &tfmi_vocabularies[r->config->kind];
   r->size = r->config->size ? r->config->size : row->size;
+  if (r->size < r->config->special_count)
+    tfmi_fail(&m->load, TFM_E_ARG, "size is %d, expected at least %d: the special tokens",
+              (int)r->size, (int)r->config->special_count);
   r->least = r->config->min_frequency ? r->config->min_frequency : row->least;
   r->split = tfmi_split_named(m, r->config->pattern);
   if (tfmi_pool_open(&r->dev, &r->heap, r->config->threads) != TFM_OK) tfmi_fail_again(&m->load);
@@ -6589,12 +9299,23 @@ static void tfmi_save_added(const tfm_tokenizer *t, tfmi_out *o) {
     if (!a) continue;
     tfmi_out_text(o, "%s\n    {\"id\": %d, \"content\": ", count++ ? "," : "", (int)id);
     tfmi_save_token(t, o, id);
-    tfmi_out_text(o, ", \"single_word\": false, \"lstrip\": %s, \"rstrip\": %s, \"normalized\": %s,"
-                  " \"special\": %s}", tfmi_save_bool(a->left_blanks),
+    tfmi_out_text(o, ", \"single_word\": %s, \"lstrip\": %s, \"rstrip\": %s, "
+                  "\"normalized\": %s, \"special\": %s}", tfmi_save_bool(a->word),
+                  tfmi_save_bool(a->left_blanks),
                   tfmi_save_bool(a->right_blanks), tfmi_save_bool(set == 1),
                   tfmi_save_bool(a->special));
   }
   tfmi_out_text(o, "]");
+}
+
+/* Whether a blank is put before the text, and then the pattern that cuts it; NULL: none does. */
+static bool tfmi_save_prefix(const tfm_tokenizer *t) {
+  return t->cuts && t->cut[0].rewrite == tfmi_rewrite_lead && !t->cut[0].content.n;
+}
+
+static tfmi_splitter tfmi_save_splitter(const tfm_tokenizer *t) {
+  const tfmi_step *last = t->cuts ? &t->cut[t->cuts - 1] : NULL;
+  return last && last->find == tfmi_find_split ? last->split : NULL;
 }
 
 /* Pre-tokenizer and decoder. */
@@ -6610,8 +9331,8 @@ static void tfmi_save_split(const tfmi_saving *s, tfmi_out *o) {
   }
   if (t->from_bytes)
     tfmi_out_text(o, "{\"type\": \"ByteLevel\", \"add_prefix_space\": %s, \"trim_offsets\": false, "
-                  "\"use_regex\": %s}%s", tfmi_save_bool(t->prefix_blank),
-                  tfmi_save_bool(!s->pattern && t->split), s->pattern ? "]}" : "");
+                  "\"use_regex\": %s}%s", tfmi_save_bool(tfmi_save_prefix(t)),
+                  tfmi_save_bool(!s->pattern && tfmi_save_splitter(t)), s->pattern ? "]}" : "");
   else if (!s->pattern) tfmi_out_text(o, "null");
   if (t->from_bytes)
     tfmi_out_text(o, ",\n  \"decoder\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false, "
@@ -6660,13 +9381,14 @@ static void tfmi_save_model(const tfmi_saving *s, tfmi_out *o) {
   const tfm_tokenizer *t = s->t;
   int32_t id, count = 0;
   int64_t i, merges = 0;
-  tfmi_out_text(o, ",\n  \"model\": {\n    \"type\": \"%s\"", t->words ? "WordLevel" : "BPE");
-  if (t->unk >= 0 || t->words) {
+  tfmi_out_text(o, ",\n  \"model\": {\n    \"type\": \"%s\"",
+                t->model == TFMI_WHOLE ? "WordLevel" : "BPE");
+  if (t->unk >= 0 || t->model == TFMI_WHOLE) {
     tfmi_out_text(o, ",\n    \"unk_token\": ");
     if (t->unk >= 0) tfmi_save_token(t, o, t->unk);
     else tfmi_out_text(o, "\"\""); /* the reference wants one, and fails where it is missing */
   }
-  if (!t->words)
+  if (t->model != TFMI_WHOLE)
     tfmi_out_text(o, ",\n    \"dropout\": null,\n    \"fuse_unk\": %s,\n    \"byte_fallback\": "
                   "false,\n    \"ignore_merges\": %s", tfmi_save_bool(t->fuse_unk),
                   tfmi_save_bool(t->whole.slot != NULL));
@@ -6678,7 +9400,7 @@ static void tfmi_save_model(const tfmi_saving *s, tfmi_out *o) {
     tfmi_out_text(o, ": %d", (int)id);
   }
   tfmi_out_text(o, "\n    }");
-  if (!t->words) tfmi_out_text(o, ",\n    \"merges\": [");
+  if (t->model != TFMI_WHOLE) tfmi_out_text(o, ",\n    \"merges\": [");
   for (i = 0; i < t->merges.ranks; i++) {
     const tfmi_merge *merge = &t->merges.slot[s->slot[i] < 0 ? 0 : s->slot[i]];
     if (s->slot[i] < 0) continue;
@@ -6688,7 +9410,7 @@ static void tfmi_save_model(const tfmi_saving *s, tfmi_out *o) {
     tfmi_save_token(t, o, merge->right);
     tfmi_out_text(o, "]");
   }
-  tfmi_out_text(o, "%s\n  }\n}\n", t->words ? "" : "]");
+  tfmi_out_text(o, "%s\n  }\n}\n", t->model == TFMI_WHOLE ? "" : "]");
 }
 
 static void tfmi_save_json(void *context, tfmi_out *o) {
@@ -6704,15 +9426,19 @@ static void tfmi_save_json(void *context, tfmi_out *o) {
 static bool tfmi_save_pattern(const tfm_tokenizer *t, const char **pattern) {
   int i;
   *pattern = NULL;
-  if (!t->split || (t->from_bytes && t->split == tfmi_split_gpt2)) return true;
+  tfmi_splitter split = tfmi_save_splitter(t);
+  if (!split || (t->from_bytes && split == tfmi_split_gpt2)) return true;
   for (i = 0; i < TFMI_COUNT(tfmi_patterns) && !*pattern; i++)
-    if (tfmi_patterns[i].split == t->split) *pattern = tfmi_patterns[i].pattern;
-  return *pattern && !(t->from_bytes && t->prefix_blank);
+    if (tfmi_patterns[i].split == split) *pattern = tfmi_patterns[i].pattern;
+  return *pattern && !(t->from_bytes && tfmi_save_prefix(t));
 }
 
 static bool tfmi_can_save(const tfm_tokenizer *t) {
-  bool plain = !t->prefix.n && !t->blank.n && !t->squeeze && !t->byte_fallback && !t->strip;
-  return plain && (t->from_bytes || t->words || t->merges.ranks == 0);
+  bool cuts = t->cuts == tfmi_save_prefix(t) + (tfmi_save_splitter(t) != NULL);
+  bool says = t->from_bytes || !(t->says_letters || t->says_gaps || t->blank.n);
+  return cuts && says && !t->rewrites && !t->byte_fallback && !t->strip &&
+         (t->from_bytes || t->model == TFMI_WHOLE ||
+          (t->model == TFMI_MERGES && t->merges.ranks == 0));
 }
 
 TFM_API tfm_status tfm_tokenizer_save(const tfm_tokenizer *tokenizer, const char *path) {
@@ -6786,8 +9512,11 @@ TFM_API tfm_status tfm_encode_batch(const tfm_tokenizer *tokenizer, tfm_encoding
   if (batch[i].count == TFM_E_CANCELLED)
     return tfmi_report(TFM_E_CANCELLED, "tfm_encode_batch: cancelled at text %llu",
                        (unsigned long long)i);
-  /* the sentence was another thread's */
-  return (tfm_status)tfm_encode(tokenizer, batch[i].text, batch[i].bytes, flags, NULL, 0);
+  /* the sentence was another thread's, and may not come again: memory comes and goes */
+  if (tfm_encode(tokenizer, batch[i].text, batch[i].bytes, flags, NULL, 0) >= 0)
+    tfmi_report((tfm_status)batch[i].count, "tfm_encode_batch: text %llu failed with %s",
+                (unsigned long long)i, tfm_status_name((int)batch[i].count));
+  return (tfm_status)batch[i].count;
 }
 
 /* =================================================================================================
@@ -7354,7 +10083,8 @@ static tfmi_file *tfmi_source_open(tfmi_source *s, const char *path) {
   tfm_model *m = s->model;
   const tfm_io *io = l->heap->host.io;
   tfmi_file *file = &m->files[m->file_count];
-  bool pretend = l->heap->dry && l->no_mmap && (!io || io->map), no_mmap = l->no_mmap;
+  bool pretend = l->heap->dry && l->no_mmap && (io ? io->map != NULL : TFMI_MAPS != 0);
+  bool no_mmap = l->no_mmap;
   l->no_mmap = no_mmap && !pretend;
   tfmi_file_open(l, path, file);
   l->no_mmap = no_mmap;
@@ -9779,14 +12509,14 @@ TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *mod
    table that is compiled in, complete, and whose `open` succeeds. What it passes over it tells the
    log, or, with no_fallback, its caller.
 
-   A pool's workers are created once. Work is a range 0 .. n-1, cut into one contiguous share per
-   worker; the caller computes share 0 itself. A dispatch is one increment of `generation`, which
-   idle workers watch: spinning at first, as the next small operation is usually a microsecond away,
-   then asleep on a condition variable. `sleeping` and `generation` are each written before the
-   other is read (sequentially consistent), so either the worker sees the new generation or the
-   dispatcher sees the sleeper. A job must not dispatch again. */
-
-#include <signal.h>
+   Work is a range 0 .. n-1, cut into one contiguous share per thread that was asked for. A pool's
+   workers are created once, no more of them than there are other cores. The caller computes share
+   0, then every share that no worker has begun, so it never waits for a thread that does not run:
+   only for one that stopped midway. Each share has a word that its worker watches: spinning at
+   first, as the next small operation is usually a microsecond away, then asleep on a condition
+   variable, as the caller sleeps for the last shares. Who sleeps says so before reading the word
+   again, and who writes the word reads afterwards whether somebody sleeps (both sequentially
+   consistent), so one of the two sees the other. A job must not dispatch again. */
 
 /* ---- Atomics: C11's header is not C++, the compilers' builtins are both ---- */
 
@@ -9794,6 +12524,10 @@ static uint32_t tfmi_atomic_load(const uint32_t *p) { return __atomic_load_n(p, 
 static void tfmi_atomic_store(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
 static void tfmi_atomic_increment(uint32_t *p) { __atomic_add_fetch(p, 1, __ATOMIC_SEQ_CST); }
 static void tfmi_atomic_decrement(uint32_t *p) { __atomic_sub_fetch(p, 1, __ATOMIC_SEQ_CST); }
+/* True if it was `from` and has become `to`. */
+static bool tfmi_atomic_exchange_if(uint32_t *p, uint32_t from, uint32_t to) {
+  return __atomic_compare_exchange_n(p, &from, to, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
 
 static void tfmi_pause(void) { /* tells the core that this is a spin */
 #if defined(__x86_64__) || defined(__i386__)
@@ -9811,27 +12545,35 @@ typedef struct tfmi_task { /* one tfm_parallel_for */
   int32_t n, grain, shares;
 } tfmi_task;
 
-typedef struct tfmi_worker {
+typedef enum tfmi_share_state {
+  TFMI_SHARE_DONE,
+  TFMI_SHARE_READY, /* p->task is set */
+  TFMI_SHARE_TAKEN, /* p->task must not change */
+  TFMI_SHARE_STOP   /* the worker is to return */
+} tfmi_share_state;
+
+typedef struct tfmi_share { /* a cache line each */
+  uint32_t state; /* atomic: tfmi_share_state */
+  int32_t index;  /* 1 .. threads-1; the first of worker `index`, if there is one */
   struct tfmi_pool *pool;
   pthread_t thread;
-  int32_t index; /* its share; the caller's is 0 */
-} tfmi_worker;
+  char apart[64 - 2 * sizeof(int32_t) - sizeof(void *) - sizeof(pthread_t)];
+} tfmi_share;
 
 typedef struct tfmi_pool {
-  uint32_t generation; /* atomic: counts dispatches */
-  char apart1[60];     /* the three are written by different threads: a cache line each */
-  uint32_t running;    /* atomic: workers that have not finished their share */
-  char apart2[60];
-  uint32_t sleeping;   /* atomic */
-  int32_t spins;       /* before sleeping */
-  int32_t workers;     /* that were started */
-  bool stop;
+  uint32_t sleeping; /* atomic: workers */
+  uint32_t waiting;  /* atomic: whether the caller sleeps */
+  int32_t shares;    /* besides the caller's */
+  int32_t workers;   /* that were started: worker w computes shares w, w + workers, ... */
   tfmi_task task;
   pthread_mutex_t lock;
-  pthread_cond_t wake;
+  pthread_cond_t wake, done;
   size_t bytes;
-  tfmi_worker *worker;
+  tfmi_share *share; /* [shares] */
 } tfmi_pool;
+
+/* About a fifth of a millisecond: longer than a token pauses, shorter than a time slice. */
+enum { TFMI_SPINS = 4000 };
 
 /* Computes one share: multiples of grain, cut evenly. */
 static void tfmi_task_run(void *context, int32_t worker) {
@@ -9843,22 +12585,46 @@ static void tfmi_task_run(void *context, int32_t worker) {
   if (begin < end) t->job(t->context, (int32_t)begin, (int32_t)end, worker);
 }
 
-/* Returns when the generation is no longer `seen`. */
-static void tfmi_pool_await(tfmi_pool *p, uint32_t seen) {
-  int32_t i;
-  for (i = 0; i < p->spins; i++) {
-    if (tfmi_atomic_load(&p->generation) != seen) return;
-    tfmi_pause();
-  }
+/* Runs a share unless another thread has begun it. */
+static void tfmi_share_run(tfmi_share *s) {
+  tfmi_pool *p = s->pool;
+  if (!tfmi_atomic_exchange_if(&s->state, TFMI_SHARE_READY, TFMI_SHARE_TAKEN)) return;
+  tfmi_task_run(&p->task, s->index);
+  tfmi_atomic_store(&s->state, TFMI_SHARE_DONE);
+  if (tfmi_atomic_load(&p->waiting) == 0) return;
   pthread_mutex_lock(&p->lock);
-  tfmi_atomic_increment(&p->sleeping);
-  while (tfmi_atomic_load(&p->generation) == seen) pthread_cond_wait(&p->wake, &p->lock);
-  tfmi_atomic_decrement(&p->sleeping);
+  pthread_cond_signal(&p->done);
   pthread_mutex_unlock(&p->lock);
 }
 
-static void tfmi_pool_dispatch(tfmi_pool *p) {
-  tfmi_atomic_increment(&p->generation);
+static bool tfmi_share_idle(const tfmi_share *s) { /* nothing to do for its worker */
+  uint32_t state = tfmi_atomic_load(&s->state);
+  return state == TFMI_SHARE_DONE || state == TFMI_SHARE_TAKEN;
+}
+
+static bool tfmi_share_unfinished(const tfmi_share *s) {
+  return tfmi_atomic_load(&s->state) != TFMI_SHARE_DONE;
+}
+
+/* Waits while `still`, asleep if it takes long, having said so in *asleep. */
+static void tfmi_share_await(const tfmi_share *s, bool (*still)(const tfmi_share *),
+                             uint32_t *asleep, pthread_cond_t *signal) {
+  int32_t i;
+  for (i = 0; i < TFMI_SPINS; i++) {
+    if (!still(s)) return;
+    tfmi_pause();
+  }
+  pthread_mutex_lock(&s->pool->lock);
+  tfmi_atomic_increment(asleep);
+  while (still(s)) pthread_cond_wait(signal, &s->pool->lock);
+  tfmi_atomic_decrement(asleep);
+  pthread_mutex_unlock(&s->pool->lock);
+}
+
+/* Sets the words of the first n shares. */
+static void tfmi_pool_tell(tfmi_pool *p, int32_t n, tfmi_share_state state) {
+  int32_t i;
+  for (i = 0; i < n; i++) tfmi_atomic_store(&p->share[i].state, state);
   if (tfmi_atomic_load(&p->sleeping) == 0) return;
   pthread_mutex_lock(&p->lock);
   pthread_cond_broadcast(&p->wake);
@@ -9866,26 +12632,24 @@ static void tfmi_pool_dispatch(tfmi_pool *p) {
 }
 
 static void *tfmi_worker_main(void *context) {
-  const tfmi_worker *w = (const tfmi_worker *)context;
-  tfmi_pool *p = w->pool;
-  uint32_t seen;
-  for (seen = 0;; seen++) {
-    tfmi_pool_await(p, seen);
-    if (p->stop) return NULL;
-    if (w->index < p->task.shares) tfmi_task_run(&p->task, w->index);
-    tfmi_atomic_decrement(&p->running);
+  tfmi_share *own = (tfmi_share *)context;
+  tfmi_pool *p = own->pool;
+  int32_t i;
+  for (;;) {
+    tfmi_share_await(own, tfmi_share_idle, &p->sleeping, &p->wake);
+    if (tfmi_atomic_load(&own->state) == TFMI_SHARE_STOP) return NULL;
+    for (i = own->index - 1; i < p->shares; i += p->workers) tfmi_share_run(&p->share[i]);
   }
 }
 
 static void tfmi_pool_run(tfmi_pool *p, const tfmi_task *task) {
-  int32_t i;
+  int32_t n = task->shares - 1, i;
   p->task = *task;
-  tfmi_atomic_store(&p->running, (uint32_t)p->workers);
-  tfmi_pool_dispatch(p);
+  tfmi_pool_tell(p, n, TFMI_SHARE_READY);
   tfmi_task_run(&p->task, 0);
-  for (i = 0; tfmi_atomic_load(&p->running) != 0; i++)
-    if (i < p->spins) tfmi_pause();
-    else sched_yield();
+  for (i = n - 1; i >= 0; i--) tfmi_share_run(&p->share[i]); /* workers begin at the other end */
+  for (i = 0; i < n; i++)
+    tfmi_share_await(&p->share[i], tfmi_share_unfinished, &p->waiting, &p->done);
 }
 
 TFM_API void tfm_parallel_for(tfm_dev *d, int32_t n, int32_t grain, tfm_job job, void *context) {
@@ -9899,23 +12663,15 @@ TFM_API void tfm_parallel_for(tfm_dev *d, int32_t n, int32_t grain, tfm_job job,
   else job(context, 0, n, 0);
 }
 
-/* Starts worker i + 1, with signals blocked: they are for the application's threads. */
-static bool tfmi_worker_start(tfmi_pool *p, int32_t i) {
-  sigset_t all, before;
-  int failed;
-  p->worker[i].pool = p;
-  p->worker[i].index = i + 1;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  failed = pthread_create(&p->worker[i].thread, NULL, tfmi_worker_main, &p->worker[i]);
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
-  return failed == 0;
+/* Starts a worker. */
+static bool tfmi_worker_start(tfmi_share *own) {
+  return tfmi_thread_start(&own->thread, tfmi_worker_main, own);
 }
 
 /* Cores that this thread may run on, as Linux tells it: a mask in hexadecimal. 0: unknown. */
 static int32_t tfmi_cores_allowed(void) {
   char text[4096], *at;
-  int file = open("/proc/thread-self/status", O_RDONLY | O_CLOEXEC);
+  int file = open("/proc/thread-self/status", TFMI_OPEN_READ);
   ssize_t n = file < 0 ? 0 : read(file, text, sizeof text - 1);
   int32_t cores = 0;
   if (file >= 0) close(file);
@@ -9929,46 +12685,51 @@ static int32_t tfmi_cores_allowed(void) {
 }
 
 static int32_t tfmi_cores(void) {
-  long n = sysconf(_SC_NPROCESSORS_ONLN), allowed = tfmi_cores_allowed();
+  long n = tfmi_processors(), allowed = tfmi_cores_allowed();
   if (allowed > 0 && allowed < n) n = allowed;
   return n < 1 ? 1 : n > 64 ? 64 : (int32_t)n;
 }
 
-/* Sets d->threads and d->pool. A dry heap counts the pool's memory but starts no threads. */
-static tfm_status tfmi_pool_open(tfm_dev *d, tfmi_heap *heap, int32_t threads) {
-  int32_t cores = tfmi_cores(), others;
-  tfmi_pool *p;
-  size_t bytes;
-  if (threads < 0 || threads > 1024)
-    return tfmi_report(TFM_E_ARG, "threads: expected 0 to 1024, found %d", (int)threads);
-  d->threads = threads ? threads : cores;
-  others = d->threads - 1;
-  if (others == 0 || heap->host.parallel) return TFM_OK;
-  bytes = sizeof *p + (size_t)others * sizeof *p->worker;
-  p = TFMI_NEW(tfmi_pool, tfmi_heap_get(heap, bytes));
+/* d->pool for d->threads, with so many workers. A dry heap counts its memory but starts none. */
+static tfm_status tfmi_pool_start(tfm_dev *d, tfmi_heap *heap, int32_t workers) {
+  int32_t shares = d->threads - 1, i;
+  size_t bytes = sizeof(tfmi_pool) + 64 + (size_t)shares * sizeof(tfmi_share);
+  tfmi_pool *p = TFMI_NEW(tfmi_pool, tfmi_heap_get(heap, bytes));
   if (!p) return tfm_error_status();
   d->pool = p;
   p->bytes = bytes;
-  p->worker = TFMI_NEW(tfmi_worker, p + 1);
-  p->spins = d->threads > cores ? 50 : 20000; /* about a millisecond: longer than a token pauses */
+  p->shares = shares;
+  p->share = TFMI_NEW(tfmi_share, ((uintptr_t)(p + 1) + 63) & ~(uintptr_t)63);
   pthread_mutex_init(&p->lock, NULL);
   pthread_cond_init(&p->wake, NULL);
+  pthread_cond_init(&p->done, NULL);
   if (heap->dry) return TFM_OK;
-  while (p->workers < others && tfmi_worker_start(p, p->workers)) p->workers++;
-  if (p->workers < others)
+  for (i = 0; i < shares; i++) p->share[i].pool = p, p->share[i].index = i + 1;
+  while (p->workers < workers && tfmi_worker_start(&p->share[p->workers])) p->workers++;
+  if (p->workers < workers)
     tfmi_log(&heap->host, TFM_LOG_WARNING, "threads: the system gave %d of %d", (int)p->workers + 1,
-             (int)d->threads);
-  d->threads = p->workers + 1;
+             (int)workers + 1);
   return TFM_OK;
+}
+
+/* Sets d->threads and d->pool. */
+static tfm_status tfmi_pool_open(tfm_dev *d, tfmi_heap *heap, int32_t threads) {
+  int32_t cores = tfmi_cores();
+  if (threads < 0 || threads > 1024)
+    return tfmi_report(TFM_E_ARG, "threads: expected 0 to 1024, found %d", (int)threads);
+  d->threads = threads ? threads : cores;
+  if (d->threads == 1 || heap->host.parallel) return TFM_OK;
+  if (d->threads < cores || cores == 64) cores = d->threads; /* 64: perhaps there are more */
+  return tfmi_pool_start(d, heap, cores - 1);
 }
 
 static void tfmi_pool_close(tfm_dev *d, tfmi_heap *heap) {
   tfmi_pool *p = d->pool;
   int32_t i;
   if (!p) return;
-  p->stop = true;
-  tfmi_pool_dispatch(p);
-  for (i = 0; i < p->workers; i++) pthread_join(p->worker[i].thread, NULL);
+  tfmi_pool_tell(p, p->workers, TFMI_SHARE_STOP);
+  for (i = 0; i < p->workers; i++) pthread_join(p->share[i].thread, NULL);
+  pthread_cond_destroy(&p->done);
   pthread_cond_destroy(&p->wake);
   pthread_mutex_destroy(&p->lock);
   tfmi_heap_put(heap, p, p->bytes);
@@ -10523,12 +13284,25 @@ static void tfmi_encode_bf16(uint8_t *y, const float *x, int32_t n) {
   for (i = 0; i < n; i++) tfmi_store16(y + 2 * (int64_t)i, tfmi_to_bf16(x[i]));
 }
 
-/* The element of 32 that is largest in magnitude, with its sign. */
+/* The element of 32 that is largest in magnitude, the first of equals, with its sign; NaN is passed
+   over. As integers, whose maximum compilers vectorise. */
 static float tfmi_extreme(const float *x) {
-  float best = 0;
+  int32_t bits[32], up = 0, down = 0;
   int i;
-  for (i = 0; i < 32; i++)
-    if (fabsf(x[i]) > fabsf(best)) best = x[i];
+  float best;
+  memcpy(bits, x, sizeof bits);
+  for (i = 0; i < 32; i++) {
+    int32_t size = bits[i] & 0x7fffffff, above, below;
+    size = size > 0x7f800000 ? 0 : size;
+    above = bits[i] < 0 ? 0 : size;
+    below = bits[i] < 0 ? size : 0;
+    up = above > up ? above : up;
+    down = below > down ? below : down;
+  }
+  if (up == 0 && down == 0) return 0;
+  for (i = 0; up == down && (bits[i] & 0x7fffffff) != up; i++) continue;
+  down = up > down || (up == down && bits[i] >= 0) ? up : down | INT32_MIN;
+  memcpy(&best, &down, sizeof best);
   return best;
 }
 
@@ -10547,9 +13321,11 @@ static void tfmi_encode_q8_0(uint8_t *y, const float *x, int32_t n) {
     float scale = fabsf(tfmi_extreme(x + i)) / 127.0f;
     tfmi_put16(y, tfmi_to_f16(scale));
     tfmi_steps(step, x + i, 0, scale);
-    for (j = 0; j < 32; j++) {
-      float q = roundf(step[j]);
-      y[2 + j] = (uint8_t)(int8_t)(q >= -127.0f && q <= 127.0f ? q : 0.0f); /* NaN: 0 */
+    for (j = 0; j < 32; j++) { /* roundf, which compilers do not vectorise; NaN: 0 */
+      float v = step[j] > -127.5f && step[j] < 127.5f ? step[j] : 0.0f, rest;
+      int32_t q = (int32_t)v;
+      rest = v - (float)q; /* exact */
+      y[2 + j] = (uint8_t)(q + (rest >= 0.5f) - (rest <= -0.5f));
     }
   }
 }
@@ -15410,13 +18186,64 @@ static void tfmi_conversion_merges(tfmi_conversion *c) {
   tfmi_sort(all, (size_t)c->merges, sizeof *all, tfmi_merge_order);
 }
 
+/* Whether a step cuts by this pattern, whoever wrote its matcher. */
+static bool tfmi_is_pattern(const tfmi_step *s, const char *pattern) {
+  int i;
+  if (s->find == tfmi_find_regex) return tfmi_text_is(s->text, pattern);
+  for (i = 0; i < TFMI_COUNT(tfmi_patterns); i++)
+    if (s->find == tfmi_find_split && s->split == tfmi_patterns[i].split)
+      return strcmp(tfmi_patterns[i].pattern, pattern) == 0;
+  return false;
+}
+
+/* Whether the steps are those of the row, and no others. */
+static bool tfmi_is_split_as(const tfm_tokenizer *t, const tfmi_split_row *row) {
+  const tfmi_step *s = t->cut, *end = t->cut + t->cuts;
+  int i;
+  if (t->rewrites != row->composes || row->whole_first != (t->whole.slot != NULL)) return false;
+  if (row->composes &&
+      (t->rewrite[0].rewrite != tfmi_rewrite_form || !t->rewrite[0].composes ||
+       t->rewrite[0].compat)) return false;
+  if (row->digits) {
+    if (s == end || s->find != tfmi_find_character || s->behavior != TFMI_ISOLATED || !s->set ||
+        !tfmi_charset_at(s->set, '1')) return false;
+    s++;
+  }
+  for (i = 0; i < 3 && row->pattern[i]; i++, s++)
+    if (s == end || s->rewrite || s->behavior != TFMI_ISOLATED || s->invert ||
+        !tfmi_is_pattern(s, row->pattern[i])) return false;
+  return s == end;
+}
+
 static const char *tfmi_gguf_pre_name(const tfm_tokenizer *t) {
   int i;
   for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
-    if (tfmi_gguf_pres[i].split == t->split &&
-        tfmi_gguf_pres[i].whole_first == (t->whole.slot != NULL))
-      return tfmi_gguf_pres[i].name;
+    if (tfmi_is_split_as(t, &tfmi_gguf_pres[i])) return tfmi_gguf_pres[i].name;
   return NULL;
+}
+
+typedef struct tfmi_spm_form { /* how a vocabulary of characters treats blanks */
+  bool known;                  /* in a way that GGUF has a word for */
+  bool prefix, squeeze;
+  bool low_line;               /* they are U+2581 in its tokens too */
+} tfmi_spm_form;
+
+static tfmi_spm_form tfmi_spm_form_of(const tfm_tokenizer *t) {
+  tfmi_spm_form form = {t->model == TFMI_MERGES && !t->cuts, false, false, false};
+  int32_t i;
+  for (i = 0; i < t->rewrites; i++) {
+    const tfmi_step *s = &t->rewrite[i];
+    bool replaces = s->rewrite == tfmi_rewrite_replace && s->find == tfmi_find_text &&
+                    tfmi_text_is(s->text, " ") && tfmi_text_is(s->content, tfmi_low_line);
+    bool prepends = s->rewrite == tfmi_rewrite_prepend && tfmi_text_is(s->text, tfmi_low_line);
+    bool blanks = s->rewrite == tfmi_rewrite_blanks;
+    form.known = form.known && (replaces || prepends || blanks);
+    form.prefix = form.prefix || prepends || (blanks && s->text.n);
+    form.squeeze = form.squeeze || (blanks && s->squeeze);
+    form.low_line = form.low_line || replaces ||
+                    (blanks && tfmi_text_is(s->content, tfmi_low_line));
+  }
+  return form;
 }
 
 /* What llama.cpp calls a token: normal 1, unknown 2, control 3, the user's 4, unused 5, a byte 6;
@@ -15451,7 +18278,8 @@ static void tfmi_conversion_vocabulary(tfmi_conversion *c) {
              "vocabulary", l->object);
     return;
   }
-  if (c->tokenizer->from_bytes && (!tfmi_gguf_pre_name(c->tokenizer) || c->tokenizer->prefix_blank))
+  if (c->tokenizer->from_bytes ? !tfmi_gguf_pre_name(c->tokenizer)
+                               : !tfmi_spm_form_of(c->tokenizer).known)
     tfmi_fail(l, TFM_E_UNSUPPORTED, "the tokenizer splits text in a way that has no name in GGUF");
   tfmi_conversion_merges(c);
   tfmi_conversion_tokens(c);
@@ -15461,7 +18289,7 @@ static void tfmi_conversion_vocabulary(tfmi_conversion *c) {
 static void tfmi_gguf_token(const tfm_tokenizer *t, int32_t id, tfmi_pairs *p) {
   const char *at = t->arena + t->token[id].at;
   size_t n = t->token[id].n, blanks = 0, i;
-  bool plain = t->from_bytes || t->token[id].added || t->blank.n;
+  bool plain = t->from_bytes || t->token[id].added || tfmi_spm_form_of(t).low_line;
   for (i = 0; !plain && i < n; i++) blanks += at[i] == ' ';
   tfmi_out_number_le(p->o, n + 2 * blanks, 8);
   for (i = 0; i < n; i++)
@@ -15512,8 +18340,9 @@ static void tfmi_gguf_vocabulary(const tfmi_conversion *c, tfmi_pairs *p) {
   if (t->from_bytes) {
     tfmi_gguf_merge_list(c, p);
   } else {
-    tfmi_pairs_flag(p, "tokenizer.ggml.add_space_prefix", t->prefix.n > 0);
-    tfmi_pairs_flag(p, "tokenizer.ggml.remove_extra_whitespaces", t->squeeze);
+    tfmi_spm_form form = tfmi_spm_form_of(t);
+    tfmi_pairs_flag(p, "tokenizer.ggml.add_space_prefix", form.prefix);
+    tfmi_pairs_flag(p, "tokenizer.ggml.remove_extra_whitespaces", form.squeeze);
   }
   tfmi_pairs_whole(p, "tokenizer.ggml.bos_token_id", t->bos);
   tfmi_pairs_whole(p, "tokenizer.ggml.eos_token_id", t->eos);
@@ -15614,8 +18443,8 @@ static void tfmi_conversion_chunk(tfmi_conversion *c) {
 }
 
 static void tfmi_conversion_exists(tfmi_conversion *c, const char *path) {
-  struct stat st;
-  if (!c->config.overwrite && stat(path, &st) == 0)
+  tfmi_stat st;
+  if (!c->config.overwrite && tfmi_stat_path(path, &st))
     tfmi_fail(c->b->s->load, TFM_E_IO, "%s is there already; remove it or ask to overwrite", path);
 }
 
@@ -15716,7 +18545,7 @@ static void tfmi_conversion_run(tfmi_model_request *r) {
   tfmi_conversion_exists(c, weights);
   tfmi_conversion_exists(c, config);
   tfmi_conversion_lines(c);
-  if (mkdir(c->to, 0777) != 0 && errno != EEXIST)
+  if (tfmi_make_folder(c->to) != 0 && errno != EEXIST)
     tfmi_fail(l, TFM_E_IO, "the folder %s cannot be made; is the one that it is in there?", c->to);
   tfmi_conversion_write(c, weights, tfmi_folder_weights_write);
   tfmi_folder_copies(c);
@@ -16744,9 +19573,6 @@ static tfm_status tfmi_trainer_configure(tfm_trainer *t) {
   if (c->clip < 0) c->clip = 0;
   if (c->decay_steps == 0) c->decay_steps = tfmi_max32(c->steps / 5, 1) * (c->steps > 0);
   if (c->balance < 0) c->balance = 0;
-  if (t->net.experts && c->drop_residual > 0)
-    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_trainer_config.drop_residual: what experts add to "
-                       "the residual stream cannot be dropped out yet; expected 0");
   status = tfmi_trainer_check(c);
   if (status != TFM_OK) return status;
   if (c->context < 1 || c->context > t->net.context)
@@ -17431,20 +20257,18 @@ static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, const c
 }
 
 TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
-  struct stat st;
-  void *data = MAP_FAILED;
+  tfmi_load load;
+  tfmi_file file;
+  const char *wrong;
   tfm_status status;
-  int fd;
   if (!trainer) return tfmi_null_object("tfm_trainer_resume");
   if (!path) return tfmi_report(TFM_E_ARG, "tfm_trainer_resume: path is NULL");
-  fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return tfmi_report(TFM_E_IO, "%s cannot be opened; check the path", path);
-  if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_size > 0)
-    data = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-  close(fd);
-  if (data == MAP_FAILED) return tfmi_report(TFM_E_IO, "%s cannot be mapped", path);
-  status = tfmi_checkpoint_take(trainer, path, (const char *)data, (size_t)st.st_size);
-  munmap(data, (size_t)st.st_size);
+  memset(&file, 0, sizeof file);
+  tfmi_load_init(&load, &trainer->heap, path);
+  wrong = tfmi_file_open_path(&load, path, &file);
+  if (!wrong) status = tfmi_checkpoint_take(trainer, path, (const char *)file.data, file.bytes);
+  else status = *wrong ? tfmi_report(TFM_E_IO, "%s %s", path, wrong) : tfm_error_status();
+  tfmi_file_close(load.heap, &file);
   return status;
 }
 
@@ -17503,6 +20327,7 @@ typedef struct tfmi_data_make {
   tfmi_out out;          /* the cache being written, or only the checksum */
   uint64_t bytes, done;  /* of all texts */
   uint64_t mark;
+  tfmi_stat own[2];      /* the cache, and what an end of the machine left of one: no texts */
   int32_t *piece;        /* ids of a piece of text; scratch */
   size_t piece_room;
   bool writing, finished;
@@ -17516,18 +20341,45 @@ static int tfmi_data_order(const void *a, const void *b) {
 
 static void tfmi_data_folder(tfmi_data_make *m, const char *folder, int depth);
 
+static void tfmi_data_own(tfmi_data_make *m) {
+  char part[1040];
+  if (!m->config->cache) return;
+  snprintf(part, sizeof part, "%s.part", m->config->cache);
+  if (!tfmi_stat_path(m->config->cache, &m->own[0])) memset(&m->own[0], 0, sizeof m->own[0]);
+  if (!tfmi_stat_path(part, &m->own[1])) memset(&m->own[1], 0, sizeof m->own[1]);
+}
+
+static bool tfmi_is_own(const tfmi_data_make *m, const tfmi_stat *st) {
+  int i;
+  for (i = 0; i < 2; i++)
+    if (m->own[i].st_ino == st->st_ino && m->own[i].st_dev == st->st_dev && st->st_ino) return true;
+  return false;
+}
+
+/* The size of a file that only callbacks know. */
+static uint64_t tfmi_data_io_bytes(tfmi_data_make *m, const char *path) {
+  const tfm_io *io = m->heap.host.io;
+  uint64_t bytes = 0;
+  void *handle = io->open(io->user, path, &bytes);
+  if (handle) io->close(io->user, handle);
+  return bytes;
+}
+
 /* A file, or what is in a folder. */
 static void tfmi_data_path(tfmi_data_make *m, char *path, int depth) {
   tfmi_data_file f = {path, 0, 0};
-  struct stat st;
-  if (!m->heap.host.io) {
-    if (stat(path, &st) != 0) tfmi_fail(&m->load, TFM_E_IO, "%s is not there", path);
+  tfmi_stat st;
+  if (m->heap.host.io) {
+    f.bytes = tfmi_data_io_bytes(m, path);
+  } else {
+    if (!tfmi_stat_path(path, &st)) tfmi_fail(&m->load, TFM_E_IO, "%s is not there", path);
     if (S_ISDIR(st.st_mode)) {
       tfmi_data_folder(m, path, depth);
       return;
     }
+    if (tfmi_is_own(m, &st) && depth > 0) return;
     f.bytes = (uint64_t)st.st_size;
-    f.time = (uint64_t)st.st_mtim.tv_sec * 1000000000u + (uint64_t)st.st_mtim.tv_nsec;
+    f.time = tfmi_modified(&st);
   }
   stbds_arrput(m->files, f);
   m->bytes += f.bytes;
@@ -17552,6 +20404,7 @@ static void tfmi_data_folder(tfmi_data_make *m, const char *folder, int depth) {
 /* All files, those of one argument in the order of their names. */
 static void tfmi_data_list(tfmi_data_make *m) {
   size_t i;
+  tfmi_data_own(m);
   for (i = 0; i < m->path_count; i++) {
     size_t first = (size_t)stbds_arrlen(m->files);
     tfmi_data_path(m, tfmi_join(&m->load, "", m->paths[i]), 0);
@@ -17702,10 +20555,15 @@ static bool tfmi_cache_take(tfmi_data_make *m) {
   return true;
 }
 
-/* The cache is a file of the system's, whatever texts come from. */
+/* The cache is a file of the system's, whatever texts come from. One that does not fit is made
+   anew; a file that never was one, somebody's text perhaps, is not written over. */
 static bool tfmi_cache_open(tfmi_data_make *m) {
+  const tfmi_file *f = &m->data->file;
   const char *wrong = tfmi_file_open_path(&m->load, m->config->cache, &m->data->file);
   if (!wrong && tfmi_cache_take(m)) return true;
+  if (!wrong && f->bytes && (f->bytes < 8 || memcmp(f->data, "tfmdata1", 8) != 0))
+    tfmi_fail(&m->load, TFM_E_ARG, "%s is there and is no cache of ids; expected the name of one, "
+              "or of a new file", m->config->cache);
   tfmi_file_close(&m->heap, &m->data->file);
   return false;
 }
@@ -17839,7 +20697,8 @@ static void tfmi_data_divide(tfmi_data_make *m) {
   float share = m->config->held_out;
   uint64_t numbers[4] = {f->mark, d->seed, (uint64_t)d->context, 0};
   f->held_out = (int64_t)((double)share * (double)f->tokens);
-  f->held_sequences = f->held_out / d->context - (f->held_out % d->context == 0);
+  if (f->held_out > 0) /* the last target is within, as it is not a ring */
+    f->held_sequences = (f->held_out - 1) / d->context;
   f->sequences = (f->tokens - f->held_out) / d->context;
   if (share < 1 && f->tokens - f->held_out <= d->context)
     tfmi_fail(&m->load, TFM_E_ARG, "the texts have %lld tokens%s; expected more than the context "

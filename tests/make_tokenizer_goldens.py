@@ -23,6 +23,9 @@ NAME         made from
 gpt2         SHARED/data/gpt2/tokenizer.json
 llama2       SHARED/data/tokenizers/llama2/tokenizer.json
 phi3         SHARED/data/tokenizers/phi-3/tokenizer.json
+phi2, roberta, t5 (bos)   SHARED/data/tokenizers/phi-2, roberta-base, t5-small
+qwen2 (bos)  SHARED/data/tokenizers/qwen2: vocab.json, merges.txt, tokenizer_config.json
+mistral1, mistral3 (plain, ids only)   SHARED/data/tokenizers/mistral
 llama2-spm   SHARED/data/tokenizers/llama2/tokenizer.model
 llama3-kind  llama3-kind/tokenizer.json
 spm-bpe      spm-bpe/tokenizer.model
@@ -42,7 +45,7 @@ from pathlib import Path
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import sentencepiece
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "tests" / "data" / "tokenizers"
@@ -201,7 +204,8 @@ def load_tokenizer(path):
     """
     data = json.loads(Path(path).read_text(encoding="utf-8"))
     model = data["model"]
-    model["merges"] = [m for m in model["merges"] if isinstance(m, list) or m.count(" ") == 1]
+    if "merges" in model:
+        model["merges"] = [m for m in model["merges"] if isinstance(m, list) or m.count(" ") == 1]
     tokenizer = Tokenizer.from_str(json.dumps(data))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -320,6 +324,38 @@ def committed_goldens(out, texts):
     write_hex(out / "spm-bpe.each.hex", [model.decode([i]) for i in range(model.vocab_size())])
 
 
+def load_qwen2(folder):
+    """What transformers makes of the two files and of tokenizer_config.json."""
+    vocab = json.loads((folder / "vocab.json").read_text(encoding="utf-8"))
+    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(LLAMA3_PATTERN.replace("{1,3}", "")), "isolated"),
+         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    added = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["added_tokens_decoder"]
+    tokenizer.add_special_tokens([AddedToken(t["content"], normalized=False, special=True) for t in added.values()])
+    return tokenizer
+
+
+def folder_goldens(out, folder, texts):
+    """Those of which one mode tells enough."""
+    for name, path in (("phi2", "phi-2"), ("roberta", "roberta-base"), ("t5", "t5-small")):
+        just_ids(out, name, load_tokenizer(folder / path / "tokenizer.json"), texts)
+    just_ids(out, "qwen2", load_qwen2(folder / "qwen2"), texts)
+    for name, path in (("mistral1", "tokenizer.model.v1"), ("mistral3", "mistral_instruct_tokenizer_240323.model.v3")):
+        model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "mistral" / path))
+        write_ids(out / f"{name}.plain.ids", [model.encode(text) for text in texts])
+
+
+def just_ids(out, name, tokenizer, texts):
+    ids = [tokenizer.encode(text).ids for text in texts]
+    write_ids(out / f"{name}.bos.ids", ids)
+    write_texts(out / f"{name}.bos.decoded", list(map(hf_decoder(tokenizer), ids)))
+
+
 def shared_goldens(out, shared, texts):
     data = shared / "data"
     if not data.is_dir():
@@ -328,6 +364,7 @@ def shared_goldens(out, shared, texts):
     hf_goldens(out, "gpt2", load_tokenizer(data / "gpt2" / "tokenizer.json"), texts)
     hf_goldens(out, "llama2", load_tokenizer(data / "tokenizers" / "llama2" / "tokenizer.json"), texts)
     hf_goldens(out, "phi3", load_tokenizer(data / "tokenizers" / "phi-3" / "tokenizer.json"), texts)
+    folder_goldens(out, data / "tokenizers", texts)
     spm_goldens(out, "llama2-spm", data / "tokenizers" / "llama2" / "tokenizer.model", texts)
 
 

@@ -223,6 +223,50 @@ TEST(the_cache_and_memory_hold_the_same) {
   tfm_tokenizer_free(t);
 }
 
+TEST(a_cache_is_no_text) {
+  tfm_tokenizer *t = words();
+  tfm_data_config c;
+  int64_t tokens = 0;
+  tfm_data *d;
+  blob b;
+  int i;
+  memset(&c, 0, sizeof c);
+  folder_make();
+  c.context = 4;
+  c.cache = FOLDER "/b/ids"; /* not hidden, and in the folder that is read */
+  write_text(FOLDER "/b/ids.part", "half a cache, when the machine stopped");
+  for (i = 0; i < 3; i++) {
+    d = tfm_data_open(folder, 1, t, &c);
+    CHECK(d && d->documents == 3 && d->cached == (i > 0) && (i == 0 || d->tokens == tokens));
+    if (d) tokens = d->tokens;
+    tfm_data_free(d);
+  }
+  remove(FOLDER "/b/ids");
+  c.cache = FOLDER "/a.txt";
+  CHECK(!tfm_data_open(folder, 1, t, &c));
+  CHECK_STR_HAS(tfm_error(), "a.txt is there and is no cache of ids");
+  b = blob_read(FOLDER "/a.txt");
+  CHECK_STR((char *)b.data, "first;second");
+  free(b.data);
+  tfm_tokenizer_free(t);
+}
+
+TEST(nothing_held_out_is_not_read) {
+  tfm_tokenizer *t = words();
+  tfm_data_config c;
+  int32_t tokens[4], targets[4];
+  tfm_data *d;
+  memset(&c, 0, sizeof c);
+  folder_make();
+  c.context = 4;
+  d = tfm_data_open(folder, 1, t, &c);
+  CHECK(d && d->held_out == 0 && d->held_sequences == 0);
+  CHECK_EQ_INT(tfm_data_read(d, true, 0, 1, tokens, targets), TFM_E_ARG);
+  CHECK_STR_HAS(tfm_error(), "no tokens are held out");
+  tfm_data_free(d);
+  tfm_tokenizer_free(t);
+}
+
 /* ---- Failures ---- */
 
 TEST(what_cannot_be_read_is_told) {

@@ -8,6 +8,8 @@
 
 #define GOLDEN DATA "tokenizers/"
 
+static void check_refused(const char *text, size_t bytes, int status, const char *part);
+
 /* ---- Goldens ---- */
 
 typedef struct lines {
@@ -29,7 +31,7 @@ static bool lines_next(lines *l, char **record, size_t *bytes) {
 static lines lines_open(blob b, char stop) {
   lines l;
   l.at = (char *)b.data;
-  l.end = l.at + b.bytes;
+  l.end = b.bytes ? l.at + b.bytes : l.at;
   l.stop = stop;
   return l;
 }
@@ -231,6 +233,55 @@ TEST(tokenizer_phi3) {
   check_hf(SHARED "tokenizers/phi-3/tokenizer.json", "phi3", false);
 }
 
+/* NAME.MODE.ids only, and NAME.MODE.decoded where it is there. */
+static void check_ids(const char *path, const char *name, unsigned flags) {
+  static int32_t expected[4096];
+  static char text[65536];
+  blob strings = blob_read(GOLDEN "strings.txt"), ids = golden(name, "ids"), decoded;
+  lines s = lines_open(strings, 0x1e), i = lines_open(ids, '\n'), d;
+  char *string, *row, *said;
+  size_t bytes, row_bytes, said_bytes;
+  tfm_tokenizer *t = load(path);
+  int compared = 0;
+  decoded = golden(name, "decoded");
+  d = lines_open(decoded, 0x1e);
+  while (t && lines_next(&s, &string, &bytes) && lines_next(&i, &row, &row_bytes)) {
+    size_t count = parse_ids(row, expected, 4096);
+    check_text(t, name, string, bytes, flags, expected, count);
+    compared++;
+    if (!decoded.data || !lines_next(&d, &said, &said_bytes)) continue;
+    CHECK(tfm_decode(t, expected, count, text, sizeof text) == (int64_t)said_bytes);
+    CHECK(memcmp(text, said, said_bytes) == 0);
+    check_streaming(t, expected, count, text, said_bytes);
+  }
+  CHECK(compared > 300);
+  tfm_tokenizer_free(t);
+  free(strings.data);
+  free(ids.data);
+  free(decoded.data);
+}
+
+TEST(tokenizer_folders) {
+  static const struct {
+    const char *path, *name;
+    unsigned flags;
+  } rows[] = {
+    {"phi-2/tokenizer.json", "phi2.bos", TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL},
+    {"roberta-base", "roberta.bos", TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL},
+    {"t5-small", "t5.bos", TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL},
+    {"qwen2", "qwen2.bos", TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL},
+    {"mistral/tokenizer.model.v1", "mistral1.plain", 0},
+    {"mistral/mistral_instruct_tokenizer_240323.model.v3", "mistral3.plain", 0},
+  };
+  char path[256];
+  size_t i;
+  if (!is_there(SHARED "tokenizers/t5-small/tokenizer.json")) SKIP("no " SHARED "tokenizers");
+  for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+    snprintf(path, sizeof path, SHARED "tokenizers/%s", rows[i].path);
+    check_ids(path, rows[i].name, rows[i].flags);
+  }
+}
+
 TEST(tokenizer_llama2_model) {
   tfm_tokenizer *t;
   if (!is_there(SHARED "tokenizers/llama2/tokenizer.model")) SKIP("no " SHARED "tokenizers/llama2");
@@ -300,6 +351,55 @@ TEST(tokenizer_vectors) {
   check_vectors("gpt-2");
   check_vectors("llama-spm");
   check_vectors("phi-3");
+  check_vectors("refact");
+}
+
+/* ---- tiktoken ---- */
+
+static size_t put_base64(char *out, const uint8_t *p, size_t n) {
+  static const char digits[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+  size_t i, size = 0;
+  for (i = 0; i < n; i += 3) {
+    uint32_t bits = (uint32_t)p[i] << 16 | (i + 1 < n ? (uint32_t)p[i + 1] << 8 : 0) |
+                    (i + 2 < n ? p[i + 2] : 0);
+    out[size++] = digits[bits >> 18];
+    out[size++] = digits[bits >> 12 & 63];
+    out[size++] = i + 1 < n ? digits[bits >> 6 & 63] : '=';
+    out[size++] = i + 2 < n ? digits[bits & 63] : '=';
+  }
+  return size;
+}
+
+/* GPT-2's vocabulary in this form: its ids are its ranks. */
+TEST(tokenizer_tiktoken) {
+  tfm_tokenizer *t;
+  tfm_tokenizer_config config;
+  char *file, *at, said[1024];
+  int32_t id;
+  if (!is_there(SHARED "gpt2/tokenizer.json")) SKIP("no " SHARED "gpt2");
+  t = load(SHARED "gpt2/tokenizer.json");
+  file = at = (char *)malloc(4 << 20);
+  for (id = 0; id < 50256; id++) {
+    const tfmi_token *token = &t->token[id];
+    at += put_base64(at, (const uint8_t *)t->arena + token->said_at, token->said_n);
+    at += sprintf(at, " %d\n", (int)id);
+  }
+  tfm_tokenizer_free(t);
+  check_refused(file, (size_t)(at - file), TFM_E_UNSUPPORTED, "splitting");
+  memset(&config, 0, sizeof config);
+  config.splitting = "gpt2";
+  t = tfm_tokenizer_load_memory(file, (size_t)(at - file), &config);
+  if (!t) CHECK_STR(tfm_error(), "");
+  check_goldens(t, "gpt2", "plain", 0);
+  check_goldens(t, "gpt2", "special", TFM_ENCODE_PARSE_SPECIAL);
+  id = 50256;
+  CHECK_EQ_INT(tfm_decode(t, &id, 1, said, sizeof said), 13);
+  tfm_tokenizer_free(t);
+  CHECK(!tfm_tokenizer_load_memory("YQ== 0\n", 7, &config));
+  CHECK_STR_HAS(tfm_error(), "no token for the byte");
+  CHECK(!tfm_tokenizer_load_memory("YQ== 0\nYg 1\n", 12, &config));
+  CHECK_STR_HAS(tfm_error(), "byte 7");
+  free(file);
 }
 
 /* ---- Arguments ---- */
@@ -483,7 +583,9 @@ static const struct bad_file {
   {"{}", TFM_E_FORMAT, "model.vocab is missing"},
   {"\xef\xbb\xbf{}", TFM_E_FORMAT, "byte order mark"},
   {"neither this nor that", TFM_E_FORMAT, "no vocabulary known here; expected tokenizer.json"},
-  {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}", TFM_E_UNSUPPORTED, "no decoder"},
+  {"{\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}", TFM_OK, ""},
+  {"{\"pre_tokenizer\":{\"type\":\"ByteLevel\"},\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}",
+   TFM_E_UNSUPPORTED, "decoder of byte-level BPE is missing"},
   {"{\"model\":{\"vocab\":{\"a\":0},\"vocab\":{\"b\":1}}}", TFM_E_FORMAT, "\"vocab\" is"},
   {"{\"model\":{},\"x\":1,\"x\":2}", TFM_E_FORMAT, "\"x\" is there twice"},
   {TEMPLATE("{\"SpecialToken\":{\"id\":\"a\"}},{\"Sequence\":{\"id\":\"A\"}}"),
@@ -505,15 +607,23 @@ static const struct bad_file {
   {MODEL("{\"a\":0}", "[\"\"]"), TFM_E_FORMAT, "two parts"},
   {MODEL("{\"a\":0}", "[[\"a\"]]"), TFM_E_FORMAT, "one part"},
   {MODEL("{\"a\":0}", "[[\"a\",\"a\",\"a\"]]"), TFM_E_FORMAT, "three parts"},
-  {MODEL("[[\"a\",0.0]]", "[]"), TFM_E_UNSUPPORTED, "Unigram"},
+  {MODEL("[[\"a\",0.0]]", "[]"), TFM_E_FORMAT, "not one of SentencePiece BPE"},
   {ADDED("{\"id\":0,\"content\":\"<x>\"}"), TFM_E_FORMAT, "expected 1"},
   {ADDED("{\"id\":1,\"content\":\"<x>\"},{\"id\":2,\"content\":\"<x>\"}"), TFM_E_FORMAT, ""},
-  {ADDED("{\"id\":1,\"content\":\"<x>\",\"single_word\":true}"), TFM_E_UNSUPPORTED, "single_word"},
+  {ADDED("{\"id\":1,\"content\":\"<x>\",\"single_word\":true}"), TFM_OK, ""},
   {SPLIT("(a+)+$"), TFM_E_UNSUPPORTED, "(a+)+$"},
-  {SPLIT("("), TFM_E_UNSUPPORTED, "pattern"},
-  {"{\"normalizer\":{\"type\":\"NFC\"},"
+  {SPLIT("("), TFM_E_UNSUPPORTED, "no ) at its byte 1"},
+  {SPLIT("a*b"), TFM_E_UNSUPPORTED, "linear time"},
+  {SPLIT("a*"), TFM_E_UNSUPPORTED, "a way to match nothing"},
+  {SPLIT("(?:a|b?)+"), TFM_E_UNSUPPORTED, "a repetition of what can be empty"},
+  {SPLIT("a++"), TFM_E_UNSUPPORTED, "possessive"},
+  {SPLIT("(?<=a)b"), TFM_E_UNSUPPORTED, "a kind of group"},
+  {SPLIT("(?i:ss)"), TFM_E_UNSUPPORTED, "one in another case"},
+  {SPLIT("\\\\p{Han}"), TFM_E_UNSUPPORTED, "a property"},
+  {SPLIT("[a-z]{2,3}|(?:b|c)+(?!\\\\S)"), TFM_OK, ""},
+  {"{\"normalizer\":{\"type\":\"BertNormalizer\"},"
    "\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}",
-   TFM_E_UNSUPPORTED, "NFC"},
+   TFM_E_UNSUPPORTED, "BertNormalizer"},
   {"{\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Sequence\","
    "\"normalizers\":[]}]},\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}",
    TFM_E_UNSUPPORTED, "Sequence"},
@@ -586,12 +696,15 @@ TEST(tokenizer_beside_vocab_json) {
   } cases[] = {
     {"{}", TFM_OK, ""},
     {"{\"tokenizer_class\":\"GPT2Tokenizer\",\"add_prefix_space\":false}", TFM_OK, ""},
-    {"{\"tokenizer_class\":\"Qwen2Tokenizer\"}", TFM_E_UNSUPPORTED, "names Qwen2Tokenizer"},
+    {"{\"tokenizer_class\":\"Qwen2Tokenizer\"}", TFM_OK, ""},
+    {"{\"tokenizer_class\":\"T5Tokenizer\"}", TFM_E_UNSUPPORTED, "names T5Tokenizer"},
     {"{\"add_prefix_space\":true}", TFM_E_UNSUPPORTED, "add_prefix_space is true"},
     {"{\"add_bos_token\":true}", TFM_E_UNSUPPORTED, "add_bos_token is true"},
     {"{\"add_eos_token\":true}", TFM_E_UNSUPPORTED, "add_eos_token is true"},
     {"{\"added_tokens_decoder\":{\"1\":{\"content\":\"<|endoftext|>\"}}}", TFM_OK, ""},
-    {"{\"added_tokens_decoder\":{\"2\":{\"content\":\"<x>\"}}}", TFM_E_UNSUPPORTED, "\"<x>\""},
+    {"{\"added_tokens_decoder\":{\"2\":{\"content\":\"<x>\"}}}", TFM_OK, ""},
+    {"{\"added_tokens_decoder\":{\"3\":{\"content\":\"<x>\"}}}", TFM_E_FORMAT, "expected 2"},
+    {"{\"added_tokens_decoder\":{\"x\":{\"content\":\"<x>\"}}}", TFM_E_FORMAT, "no id"},
   };
   size_t i;
   check_beside(NULL, NULL, TFM_OK, "");
@@ -675,7 +788,7 @@ TEST(tokenizer_bad_model) {
   static const char wire[] = "\n\x05\n\x01" "a\x13\x01";
   static const char group[] = "\n\x03\n\x01" "a\x0b";
   static const char no_trainer[] = "\n\x03\n\x01" "a";
-  static const char unigram[] = "\n\x05\n\x01" "a\x18\x02\x12\x02\x18\x01";
+  static const char words[] = "\n\x05\n\x01" "a\x18\x02\x12\x02\x18\x03";
   static const char no_unk[] = "\n\x03\n\x01" "a\x12\x02\x18\x02";
   static const char charsmap[] = "\n\x05\n\x01" "a\x18\x02\x12\x02\x18\x02\x1a\x03\x12\x01x";
   static const char not_a_number[] =
@@ -685,9 +798,9 @@ TEST(tokenizer_bad_model) {
   check_refused(wire, sizeof wire - 1, TFM_E_FORMAT, "wire type");
   check_refused(group, sizeof group - 1, TFM_E_FORMAT, "wire type");
   check_refused(no_trainer, sizeof no_trainer - 1, TFM_E_FORMAT, "trainer_spec");
-  check_refused(unigram, sizeof unigram - 1, TFM_E_UNSUPPORTED, "Unigram");
+  check_refused(words, sizeof words - 1, TFM_E_UNSUPPORTED, "is words");
   check_refused(no_unk, sizeof no_unk - 1, TFM_E_FORMAT, "unknown piece");
-  check_refused(charsmap, sizeof charsmap - 1, TFM_E_UNSUPPORTED, "charsmap");
+  check_refused(charsmap, sizeof charsmap - 1, TFM_E_FORMAT, "precompiled_charsmap of 1 bytes");
   check_refused(not_a_number, sizeof not_a_number - 1, TFM_E_FORMAT, "not a number");
 }
 

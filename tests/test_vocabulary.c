@@ -269,6 +269,7 @@ static void refuses(const char *text, const tfm_vocabulary_config *c, const char
 
 TEST(vocabulary_arguments) {
   static const char *const twice[] = {"<s>", "<s>"}, *const empty[] = {""};
+  static const char *const broken[] = {"<\xff>"};
   tfm_vocabulary_config c = config_of(TFM_BPE, NULL, 0);
   const char *texts[] = {"abc", NULL};
   CHECK(!tfm_tokenizer_train(NULL, NULL, 1, NULL) && !tfm_tokenizer_train(texts, NULL, 0, NULL));
@@ -277,10 +278,14 @@ TEST(vocabulary_arguments) {
   refuses("", &c, "empty");
   c.size = 259;
   refuses("abc", &c, "size is 259, expected at least 260");
+  c.size = 4;
+  refuses("abc", &c, "size is 4, expected at least 260");
   c = config_of((tfm_vocabulary)3, NULL, 0);
   refuses("abc", &c, "kind is 3");
   c = config_of(TFM_WORDS, "gpt3", 0);
   refuses("abc", &c, "expected gpt2, llama3 or qwen2");
+  c = config_of(TFM_WORDS, NULL, 3);
+  refuses("abc", &c, "size is 3, expected at least 4");
   c = config_of(TFM_WORDS, NULL, -1);
   refuses("abc", &c, "size is -1");
   c = config_of(TFM_WORDS, NULL, 0);
@@ -292,6 +297,8 @@ TEST(vocabulary_arguments) {
   refuses("abc", &c, "special[1] is \"<s>\" again");
   c.special = empty;
   refuses("abc", &c, "special[0] is NULL or empty");
+  c.special = broken;
+  refuses("abc", &c, "special[0] is not UTF-8");
   c.special_count = 0;
   c.adds_eos = true;
   refuses("abc", &c, "adds_eos: no special token is named like one; expected \"</s>\"");

@@ -6218,7 +6218,7 @@ static bool tfmi_regex_step(tfmi_regex_make *x, int32_t state, uint32_t class_, 
       x->seen[i] = true;
       switch (c->op) {
         case TFMI_OP_MATCH: return true;
-        case TFMI_OP_FORK: x->stack[n++] = c->b; /* falls through: a is tried first */
+        case TFMI_OP_FORK: x->stack[n++] = c->b; /* falls through */
         case TFMI_OP_JUMP: x->stack[n++] = c->a; break;
         case TFMI_OP_NOT_AHEAD: if (!in) x->stack[n++] = i + 1; break;
         case TFMI_OP_AHEAD: if (in) x->stack[n++] = i + 1; break;
@@ -17359,8 +17359,9 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
    matrix may be turned (GPT-2's are [in, out] in Hugging Face's files only), the rows of q and k
    brought from halves to pairs or back (see tfm_rope), and 1 added to norms that GGUF stores so.
 
-   Whatever can fail but the disk fails before the first byte is written. Files get their names when
-   they are whole (tfmi_out_file). The vocabulary of a GGUF file is written from the tokenizer that
+   Whatever can fail but the disk fails before the first byte is written, save that the format has
+   no way to tell the model: that is found by reading again what was written, which then goes. Files
+   get their names when they are whole (tfmi_out_file), and never the name of what is read. The vocabulary of a GGUF file is written from the tokenizer that
    was loaded, whatever kind of file that came from. */
 
 #if TFMI_COMPILES_COLD
@@ -17911,13 +17912,43 @@ static void tfmi_folder_config_write(void *context, tfmi_out *o) {
   tfmi_config_write(&d, o);
 }
 
+static void tfmi_conversion_exists(tfmi_conversion *c, const char *path) {
+  struct stat st;
+  if (!c->config.overwrite && stat(path, &st) == 0)
+    tfmi_fail(c->b->s->load, TFM_E_IO, "%s is there already; remove it or ask to overwrite", path);
+}
+
+/* What is converted is never written over: should the new one be refused, neither would be left. */
+static void tfmi_conversion_apart(const tfmi_conversion *c) {
+  const tfmi_source *s = c->b->s;
+  bool folder = strcmp(s->format, "safetensors") == 0;
+  struct stat from, to;
+  if (!s->path || s->load->heap->host.io || c->gguf != (s->gguf != NULL)) return;
+  if (!c->gguf && !folder) return;
+  if (stat(folder ? tfmi_folder_of(s->load, s->path) : s->path, &from) == 0 &&
+      stat(c->to, &to) == 0 && from.st_dev == to.st_dev && from.st_ino == to.st_ino)
+    tfmi_fail(s->load, TFM_E_ARG, "%s is what is to be converted; expected another place", c->to);
+}
+
 static void tfmi_file_write(void *context, tfmi_out *o) {
   const tfmi_text *text = (const tfmi_text *)context;
   tfmi_out_bytes(o, text->at, text->n);
 }
 
+typedef void (*tfmi_folder_copy)(tfmi_conversion *c, const char *from, const char *to);
+
+static void tfmi_folder_copy_check(tfmi_conversion *c, const char *from, const char *to) {
+  (void)from;
+  tfmi_conversion_exists(c, to);
+}
+
+static void tfmi_folder_copy_write(tfmi_conversion *c, const char *from, const char *to) {
+  tfmi_text text = tfmi_text_of_file(c->b->s, from);
+  if (tfmi_out_file(to, tfmi_file_write, &text) != TFM_OK) tfmi_fail_again(c->b->s->load);
+}
+
 /* What belongs to the model besides: the files of its tokenizer, as they are. */
-static void tfmi_folder_copies(tfmi_conversion *c) {
+static void tfmi_folder_copies(tfmi_conversion *c, tfmi_folder_copy copy) {
   static const char *const names[] = {
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"};
@@ -17928,11 +17959,7 @@ static void tfmi_folder_copies(tfmi_conversion *c) {
   folder = tfmi_folder_of(s->load, s->path);
   for (i = 0; i < TFMI_COUNT(names); i++) {
     const char *path = tfmi_join(s->load, folder, names[i]);
-    tfmi_text text;
-    if (!tfmi_file_exists(s->load, path)) continue;
-    text = tfmi_text_of_file(s, path);
-    if (tfmi_out_file(tfmi_join(s->load, c->to, names[i]), tfmi_file_write, &text) != TFM_OK)
-      tfmi_fail_again(s->load);
+    if (tfmi_file_exists(s->load, path)) copy(c, path, tfmi_join(s->load, c->to, names[i]));
   }
 }
 
@@ -18309,12 +18336,6 @@ static void tfmi_conversion_chunk(tfmi_conversion *c) {
   c->sums = TFMI_NEW(double, tfmi_scratch(c->b->s->load, 2 * most, sizeof *c->sums));
 }
 
-static void tfmi_conversion_exists(tfmi_conversion *c, const char *path) {
-  struct stat st;
-  if (!c->config.overwrite && stat(path, &st) == 0)
-    tfmi_fail(c->b->s->load, TFM_E_IO, "%s is there already; remove it or ask to overwrite", path);
-}
-
 static void tfmi_conversion_write(tfmi_conversion *c, const char *path, tfmi_writer writer) {
   if (tfmi_out_file(path, writer, c) == TFM_OK) return;
   if (c->cancelled) tfmi_fail(c->b->s->load, TFM_E_CANCELLED, "the conversion was cancelled");
@@ -18397,6 +18418,7 @@ static void tfmi_conversion_run(tfmi_model_request *r) {
   tfmi_builder_measure(c->b);
   if (c->gguf && !c->there)
     tfmi_fail(l, TFM_E_UNSUPPORTED, "GGUF has no architecture for %s", c->b->f->name);
+  tfmi_conversion_apart(c);
   tfmi_conversion_type(c);
   tfmi_conversion_items(c);
   tfmi_conversion_chunk(c);
@@ -18411,11 +18433,12 @@ static void tfmi_conversion_run(tfmi_model_request *r) {
   config = tfmi_join(l, c->to, "config.json");
   tfmi_conversion_exists(c, weights);
   tfmi_conversion_exists(c, config);
+  tfmi_folder_copies(c, tfmi_folder_copy_check);
   tfmi_conversion_lines(c);
   if (mkdir(c->to, 0777) != 0 && errno != EEXIST)
     tfmi_fail(l, TFM_E_IO, "the folder %s cannot be made; is the one that it is in there?", c->to);
   tfmi_conversion_write(c, weights, tfmi_folder_weights_write);
-  tfmi_folder_copies(c);
+  tfmi_folder_copies(c, tfmi_folder_copy_write);
   tfmi_conversion_write(c, config, tfmi_folder_config_write);
   tfmi_conversion_check(c, weights, config);
 }
@@ -19405,6 +19428,8 @@ static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
   if (!(c->beta2 >= 0 && c->beta2 < 1))
     return tfmi_bad_training("beta2", (double)c->beta2, "0 to below 1");
   if (!(c->eps > 0)) return tfmi_bad_training("eps", (double)c->eps, "above 0");
+  if (!isfinite(c->decay)) return tfmi_bad_training("decay", (double)c->decay, "a finite number");
+  if (!isfinite(c->clip)) return tfmi_bad_training("clip", (double)c->clip, "a finite number");
   if ((int)c->schedule < 0 || c->schedule > TFM_WSD)
     return tfmi_bad_training("schedule", (double)c->schedule, "one of tfm_schedule");
   if (c->warmup < 0) return tfmi_bad_training("warmup", c->warmup, "0 or more");

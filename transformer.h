@@ -6218,7 +6218,7 @@ static bool tfmi_regex_step(tfmi_regex_make *x, int32_t state, uint32_t class_, 
       x->seen[i] = true;
       switch (c->op) {
         case TFMI_OP_MATCH: return true;
-        case TFMI_OP_FORK: x->stack[n++] = c->b; /* falls through */
+        case TFMI_OP_FORK: x->stack[n++] = c->b, x->stack[n++] = c->a; break; /* a comes first */
         case TFMI_OP_JUMP: x->stack[n++] = c->a; break;
         case TFMI_OP_NOT_AHEAD: if (!in) x->stack[n++] = i + 1; break;
         case TFMI_OP_AHEAD: if (in) x->stack[n++] = i + 1; break;
@@ -19465,9 +19465,6 @@ static tfm_status tfmi_trainer_configure(tfm_trainer *t) {
   if (c->clip < 0) c->clip = 0;
   if (c->decay_steps == 0) c->decay_steps = tfmi_max32(c->steps / 5, 1) * (c->steps > 0);
   if (c->balance < 0) c->balance = 0;
-  if (t->net.experts && c->drop_residual > 0)
-    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_trainer_config.drop_residual: what experts add to "
-                       "the residual stream cannot be dropped out yet; expected 0");
   status = tfmi_trainer_check(c);
   if (status != TFM_OK) return status;
   if (c->context < 1 || c->context > t->net.context)

@@ -17361,8 +17361,9 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
 
    Whatever can fail but the disk fails before the first byte is written, save that the format has
    no way to tell the model: that is found by reading again what was written, which then goes. Files
-   get their names when they are whole (tfmi_out_file), and never the name of what is read. The vocabulary of a GGUF file is written from the tokenizer that
-   was loaded, whatever kind of file that came from. */
+   get their names when they are whole (tfmi_out_file), and never the name of what is read. The
+   vocabulary of a GGUF file is written from the tokenizer that was loaded, whatever kind of file
+   that came from. */
 
 #if TFMI_COMPILES_COLD
 #pragma GCC push_options

@@ -30,9 +30,10 @@
    IT DOES NOT exit, abort, assert or print; keep global state; allocate while generating; execute
    anything from a model; read pickles; fetch models; guess at what it does not know.
 
-   Needs: a C11 or C++17 compiler (gcc or clang), POSIX, stb_ds.h on the include path (as stb_ds.h
-   or stb/stb_ds.h; hidden from your program, which may use it too). Under -std=c11 include this
-   header before the C library's, or define _POSIX_C_SOURCE yourself.
+   Needs: a C11 or C++17 compiler (gcc or clang), POSIX or MinGW-w64, a little-endian machine of 32
+   or 64 bits (x86 of 32 with -msse2 -mfpmath=sse), stb_ds.h on the include path (as stb_ds.h or
+   stb/stb_ds.h; hidden from your program, which may use it too). Under -std=c11 include this header
+   before the C library's, or define _POSIX_C_SOURCE yourself.
 
    Contents; search for the anchor:
      >>api        types, contracts, declarations    >>families   models as rows of data, loading
@@ -65,6 +66,12 @@
 
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FAST_MATH__)
 #error "transformer.h: -Ofast and -ffast-math break its arithmetic (infinities, NaN); use -O3"
+#endif
+#if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 2
+#error "transformer.h: x87 keeps more digits than a float has; use -msse2 -mfpmath=sse"
+#endif
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+#error "transformer.h: model files are little-endian and used in place; no big-endian machines"
 #endif
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE)
 #define _POSIX_C_SOURCE 200809L /* -std=c11 hides what POSIX adds to the C library's headers */
@@ -1196,7 +1203,6 @@ extern const tfm_backend *tfm_backend_cuda(void);
 #include <dirent.h>
 #include <fcntl.h>
 #include <sched.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -1529,6 +1535,99 @@ static float tfmi_f32(const void *p) {
   return value;
 }
 
+/* ---- The platform: POSIX, or what MinGW-w64 has of it ---- */
+
+#ifdef _WIN32
+#include <direct.h>
+#include <io.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+/* As windows.h has them, which is not to be had without its macros. */
+__declspec(dllimport) int __stdcall MoveFileExA(const char *, const char *, unsigned long);
+__declspec(dllimport) int __stdcall CreateHardLinkA(const char *, const char *, void *);
+#ifdef __cplusplus
+}
+#endif
+typedef struct _stat64 tfmi_stat;
+enum {
+  TFMI_OPEN_READ = O_RDONLY | O_BINARY | O_NOINHERIT,
+  TFMI_OPEN_WRITE = O_WRONLY | O_CREAT | O_TRUNC | O_BINARY | O_NOINHERIT
+};
+static bool tfmi_stat_path(const char *path, tfmi_stat *st) { return _stat64(path, st) == 0; }
+static bool tfmi_stat_open(int fd, tfmi_stat *st) { return _fstat64(fd, st) == 0; }
+static uint64_t tfmi_modified(const tfmi_stat *st) { return (uint64_t)st->st_mtime * 1000000000u; }
+static void *tfmi_map(int fd, size_t bytes) {
+  (void)fd, (void)bytes;
+  return NULL;
+}
+static void tfmi_unmap(const void *data, size_t bytes) { (void)data, (void)bytes; }
+static bool tfmi_sync(int fd) { return _commit(fd) == 0; }
+static void tfmi_sync_folder(const char *path) { (void)path; }
+static bool tfmi_rename(const char *from, const char *to) {
+  return MoveFileExA(from, to, 1 /* MOVEFILE_REPLACE_EXISTING */) != 0;
+}
+static bool tfmi_link(const char *from, const char *to) {
+  return CreateHardLinkA(to, from, NULL) != 0;
+}
+static int tfmi_make_folder(const char *path) { return _mkdir(path); }
+static const char *tfmi_last_slash(const char *path) {
+  const char *slash = strrchr(path, '/'), *other = strrchr(path, '\\');
+  return !slash || (other && other > slash) ? other : slash;
+}
+static long tfmi_processors(void) { return pthread_num_processors_np(); }
+static bool tfmi_thread_start(pthread_t *thread, void *(*main)(void *), void *context) {
+  return pthread_create(thread, NULL, main, context) == 0;
+}
+enum { TFMI_MAPS = 0 }; /* files cannot be mapped: they are read */
+#else
+#include <signal.h>
+#include <sys/mman.h>
+typedef struct stat tfmi_stat;
+enum {
+  TFMI_OPEN_READ = O_RDONLY | O_CLOEXEC | O_NONBLOCK, /* which a pipe or a device would need */
+  TFMI_OPEN_WRITE = O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC
+};
+static bool tfmi_stat_path(const char *path, tfmi_stat *st) { return stat(path, st) == 0; }
+static bool tfmi_stat_open(int fd, tfmi_stat *st) { return fstat(fd, st) == 0; }
+static uint64_t tfmi_modified(const tfmi_stat *st) {
+  return (uint64_t)st->st_mtim.tv_sec * 1000000000u + (uint64_t)st->st_mtim.tv_nsec;
+}
+static void *tfmi_map(int fd, size_t bytes) {
+  void *map = mmap(NULL, bytes, PROT_READ, MAP_PRIVATE, fd, 0);
+  return map == MAP_FAILED ? NULL : map;
+}
+static void tfmi_unmap(const void *data, size_t bytes) { munmap((void *)(uintptr_t)data, bytes); }
+static bool tfmi_sync(int fd) { return fsync(fd) == 0; }
+/* A name is on the disk when its folder is. */
+static void tfmi_sync_folder(const char *path) {
+  const char *slash = strrchr(path, '/');
+  char folder[1040];
+  int fd;
+  snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
+  fd = open(folder, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return;
+  fsync(fd);
+  close(fd);
+}
+static bool tfmi_rename(const char *from, const char *to) { return rename(from, to) == 0; }
+static bool tfmi_link(const char *from, const char *to) { return link(from, to) == 0; }
+static int tfmi_make_folder(const char *path) { return mkdir(path, 0777); }
+static const char *tfmi_last_slash(const char *path) { return strrchr(path, '/'); }
+static long tfmi_processors(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
+/* With signals blocked: they are for the application's threads. */
+static bool tfmi_thread_start(pthread_t *thread, void *(*main)(void *), void *context) {
+  sigset_t all, before;
+  int failed;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  failed = pthread_create(thread, NULL, main, context);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  return failed == 0;
+}
+enum { TFMI_MAPS = 1 };
+#endif
+
 /* ---- Opening files ---- */
 
 static bool tfmi_read_all(int fd, uint8_t *data, size_t bytes) {
@@ -1545,21 +1644,20 @@ static bool tfmi_read_all(int fd, uint8_t *data, size_t bytes) {
 /* From the file system; fills *f, or returns what went wrong. Only regular files: a pipe or device
    has no size and could go on for ever. */
 static const char *tfmi_file_open_path(tfmi_load *l, const char *path, tfmi_file *f) {
-  struct stat st;
+  tfmi_stat st;
   const char *wrong = NULL;
-  int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  int fd = open(path, TFMI_OPEN_READ);
   if (fd < 0) return "cannot be opened; check the path and the permissions";
-  if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode)) {
+  if (!tfmi_stat_open(fd, &st) || !S_ISREG(st.st_mode)) {
     wrong = "is not a regular file";
   } else if (st.st_size == 0) {
     f->kind = TFMI_FILE_BORROWED;
     f->data = (const uint8_t *)"";
   } else if ((uint64_t)st.st_size > SIZE_MAX / 2) {
     wrong = "is larger than the address space";
-  } else if (!l->no_mmap) {
-    void *map = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-    if (map == MAP_FAILED) wrong = "cannot be mapped; try no_mmap";
-    else f->data = (const uint8_t *)map;
+  } else if (TFMI_MAPS && !l->no_mmap) {
+    f->data = (const uint8_t *)tfmi_map(fd, (size_t)st.st_size);
+    if (!f->data) wrong = "cannot be mapped; try no_mmap";
     f->kind = TFMI_FILE_MAPPED;
     f->bytes = (size_t)st.st_size;
   } else {
@@ -1598,7 +1696,7 @@ static const char *tfmi_file_open_io(tfmi_load *l, const char *path, tfmi_file *
 
 static void tfmi_file_close(tfmi_heap *heap, tfmi_file *f) {
   const tfm_io *io = heap->host.io;
-  if (f->kind == TFMI_FILE_MAPPED && f->data) munmap((void *)(uintptr_t)f->data, f->bytes);
+  if (f->kind == TFMI_FILE_MAPPED && f->data) tfmi_unmap(f->data, f->bytes);
   if (f->kind == TFMI_FILE_READ) tfmi_heap_put(heap, (void *)(uintptr_t)f->data, f->bytes);
   if (f->kind == TFMI_FILE_IO && f->handle) io->close(io->user, f->handle);
   memset(f, 0, sizeof *f);
@@ -1618,21 +1716,26 @@ static void tfmi_file_open(tfmi_load *l, const char *path, tfmi_file *f) {
 
 static bool tfmi_file_exists(tfmi_load *l, const char *path) {
   const tfm_io *io = l->heap->host.io;
-  struct stat st;
+  tfmi_stat st;
   if (io) {
     uint64_t bytes;
     void *handle = io->open(io->user, path, &bytes);
     if (handle) io->close(io->user, handle);
     return handle != NULL;
   }
-  return stat(path, &st) == 0 && S_ISREG(st.st_mode);
+  return tfmi_stat_path(path, &st) && S_ISREG(st.st_mode);
 }
 
 /* By callback, a name that cannot be opened is taken for a folder. */
 static bool tfmi_is_folder(tfmi_load *l, const char *path) {
-  struct stat st;
+  tfmi_stat st;
   if (l->heap->host.io) return !tfmi_file_exists(l, path);
-  return stat(path, &st) == 0 && S_ISDIR(st.st_mode);
+  return tfmi_stat_path(path, &st) && S_ISDIR(st.st_mode);
+}
+
+/* Where the system numbers its files: Windows does not. */
+static bool tfmi_same_file(const tfmi_stat *a, const tfmi_stat *b) {
+  return a->st_ino != 0 && a->st_ino == b->st_ino && a->st_dev == b->st_dev;
 }
 
 /* folder + "/" + name, scratch. */
@@ -1647,7 +1750,7 @@ static char *tfmi_join(tfmi_load *l, const char *folder, const char *name) {
 
 /* The folder that a file is in: "a/b.gguf" gives "a", "b.gguf" gives ".". Scratch. */
 static char *tfmi_folder_of(tfmi_load *l, const char *path) {
-  const char *slash = strrchr(path, '/');
+  const char *slash = tfmi_last_slash(path);
   size_t n = slash ? (size_t)(slash - path) : 1;
   char *folder = (char *)tfmi_scratch(l, n + 2, 1);
   if (!slash) memcpy(folder, l->heap->host.io ? "" : ".", l->heap->host.io ? 1 : 2);
@@ -1735,7 +1838,7 @@ static tfm_status tfmi_out_begin(tfmi_out *o, const char *path) {
   n = snprintf(o->temporary, sizeof o->temporary, "%s.part", path);
   if (n < 0 || (size_t)n >= sizeof o->temporary)
     return tfmi_report(TFM_E_ARG, "the name of a file to write is longer than 1000 bytes");
-  o->fd = open(o->temporary, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
+  o->fd = open(o->temporary, TFMI_OPEN_WRITE, 0666);
   if (o->fd >= 0) return TFM_OK;
   return tfmi_report(TFM_E_IO, "%s cannot be created; does the folder exist?", path);
 }
@@ -1747,29 +1850,17 @@ static void tfmi_out_rotate(const char *path, int32_t keep) {
   for (i = keep - 1; i >= 1; i--) {
     snprintf(to, sizeof to, "%s.%d", path, (int)i);
     snprintf(from, sizeof from, "%s.%d", path, (int)i - 1);
-    if (i > 1) rename(from, to);
-    else if ((unlink(to) != 0 && errno != ENOENT) || link(path, to) != 0) return;
+    if (i > 1) tfmi_rename(from, to);
+    else if ((unlink(to) != 0 && errno != ENOENT) || !tfmi_link(path, to)) return;
   }
-}
-
-/* A name is on the disk when its folder is. */
-static void tfmi_sync_folder(const char *path) {
-  const char *slash = strrchr(path, '/');
-  char folder[1040];
-  int fd;
-  snprintf(folder, sizeof folder, "%.*s", slash ? (int)(slash - path) + 1 : 1, slash ? path : ".");
-  fd = open(folder, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return;
-  fsync(fd);
-  close(fd);
 }
 
 static tfm_status tfmi_out_commit(tfmi_out *o, const char *path, int32_t keep) {
   tfmi_out_flush(o);
-  if (fsync(o->fd) != 0) o->failed = true;
+  if (!tfmi_sync(o->fd)) o->failed = true;
   if (close(o->fd) != 0) o->failed = true;
   if (!o->failed) tfmi_out_rotate(path, keep);
-  if (!o->failed && rename(o->temporary, path) == 0) {
+  if (!o->failed && tfmi_rename(o->temporary, path)) {
     tfmi_sync_folder(path);
     return TFM_OK;
   }
@@ -9997,7 +10088,8 @@ static tfmi_file *tfmi_source_open(tfmi_source *s, const char *path) {
   tfm_model *m = s->model;
   const tfm_io *io = l->heap->host.io;
   tfmi_file *file = &m->files[m->file_count];
-  bool pretend = l->heap->dry && l->no_mmap && (!io || io->map), no_mmap = l->no_mmap;
+  bool pretend = l->heap->dry && l->no_mmap && (io ? io->map != NULL : TFMI_MAPS != 0);
+  bool no_mmap = l->no_mmap;
   l->no_mmap = no_mmap && !pretend;
   tfmi_file_open(l, path, file);
   l->no_mmap = no_mmap;
@@ -12429,7 +12521,6 @@ TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *mod
    other is read (sequentially consistent), so either the worker sees the new generation or the
    dispatcher sees the sleeper. A job must not dispatch again. */
 
-#include <signal.h>
 
 /* ---- Atomics: C11's header is not C++, the compilers' builtins are both ---- */
 
@@ -12542,23 +12633,17 @@ TFM_API void tfm_parallel_for(tfm_dev *d, int32_t n, int32_t grain, tfm_job job,
   else job(context, 0, n, 0);
 }
 
-/* Starts worker i + 1, with signals blocked: they are for the application's threads. */
+/* Starts worker i + 1. */
 static bool tfmi_worker_start(tfmi_pool *p, int32_t i) {
-  sigset_t all, before;
-  int failed;
   p->worker[i].pool = p;
   p->worker[i].index = i + 1;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  failed = pthread_create(&p->worker[i].thread, NULL, tfmi_worker_main, &p->worker[i]);
-  pthread_sigmask(SIG_SETMASK, &before, NULL);
-  return failed == 0;
+  return tfmi_thread_start(&p->worker[i].thread, tfmi_worker_main, &p->worker[i]);
 }
 
 /* Cores that this thread may run on, as Linux tells it: a mask in hexadecimal. 0: unknown. */
 static int32_t tfmi_cores_allowed(void) {
   char text[4096], *at;
-  int file = open("/proc/thread-self/status", O_RDONLY | O_CLOEXEC);
+  int file = open("/proc/thread-self/status", TFMI_OPEN_READ);
   ssize_t n = file < 0 ? 0 : read(file, text, sizeof text - 1);
   int32_t cores = 0;
   if (file >= 0) close(file);
@@ -12572,7 +12657,7 @@ static int32_t tfmi_cores_allowed(void) {
 }
 
 static int32_t tfmi_cores(void) {
-  long n = sysconf(_SC_NPROCESSORS_ONLN), allowed = tfmi_cores_allowed();
+  long n = tfmi_processors(), allowed = tfmi_cores_allowed();
   if (allowed > 0 && allowed < n) n = allowed;
   return n < 1 ? 1 : n > 64 ? 64 : (int32_t)n;
 }
@@ -13166,12 +13251,25 @@ static void tfmi_encode_bf16(uint8_t *y, const float *x, int32_t n) {
   for (i = 0; i < n; i++) tfmi_store16(y + 2 * (int64_t)i, tfmi_to_bf16(x[i]));
 }
 
-/* The element of 32 that is largest in magnitude, with its sign. */
+/* The element of 32 that is largest in magnitude, the first of equals, with its sign; NaN is passed
+   over. As integers, whose maximum compilers vectorise. */
 static float tfmi_extreme(const float *x) {
-  float best = 0;
+  int32_t bits[32], up = 0, down = 0;
   int i;
-  for (i = 0; i < 32; i++)
-    if (fabsf(x[i]) > fabsf(best)) best = x[i];
+  float best;
+  memcpy(bits, x, sizeof bits);
+  for (i = 0; i < 32; i++) {
+    int32_t size = bits[i] & 0x7fffffff, above, below;
+    size = size > 0x7f800000 ? 0 : size;
+    above = bits[i] < 0 ? 0 : size;
+    below = bits[i] < 0 ? size : 0;
+    up = above > up ? above : up;
+    down = below > down ? below : down;
+  }
+  if (up == 0 && down == 0) return 0;
+  for (i = 0; up == down && (bits[i] & 0x7fffffff) != up; i++) continue;
+  down = up > down || (up == down && bits[i] >= 0) ? up : down | INT32_MIN;
+  memcpy(&best, &down, sizeof best);
   return best;
 }
 
@@ -13190,9 +13288,11 @@ static void tfmi_encode_q8_0(uint8_t *y, const float *x, int32_t n) {
     float scale = fabsf(tfmi_extreme(x + i)) / 127.0f;
     tfmi_put16(y, tfmi_to_f16(scale));
     tfmi_steps(step, x + i, 0, scale);
-    for (j = 0; j < 32; j++) {
-      float q = roundf(step[j]);
-      y[2 + j] = (uint8_t)(int8_t)(q >= -127.0f && q <= 127.0f ? q : 0.0f); /* NaN: 0 */
+    for (j = 0; j < 32; j++) { /* roundf, which compilers do not vectorise; NaN: 0 */
+      float v = step[j] > -127.5f && step[j] < 127.5f ? step[j] : 0.0f, rest;
+      int32_t q = (int32_t)v;
+      rest = v - (float)q; /* exact */
+      y[2 + j] = (uint8_t)(q + (rest >= 0.5f) - (rest <= -0.5f));
     }
   }
 }
@@ -17914,8 +18014,8 @@ static void tfmi_folder_config_write(void *context, tfmi_out *o) {
 }
 
 static void tfmi_conversion_exists(tfmi_conversion *c, const char *path) {
-  struct stat st;
-  if (!c->config.overwrite && stat(path, &st) == 0)
+  tfmi_stat st;
+  if (!c->config.overwrite && tfmi_stat_path(path, &st))
     tfmi_fail(c->b->s->load, TFM_E_IO, "%s is there already; remove it or ask to overwrite", path);
 }
 
@@ -17923,11 +18023,11 @@ static void tfmi_conversion_exists(tfmi_conversion *c, const char *path) {
 static void tfmi_conversion_apart(const tfmi_conversion *c) {
   const tfmi_source *s = c->b->s;
   bool folder = strcmp(s->format, "safetensors") == 0;
-  struct stat from, to;
+  tfmi_stat from, to;
   if (!s->path || s->load->heap->host.io || c->gguf != (s->gguf != NULL)) return;
   if (!c->gguf && !folder) return;
-  if (stat(folder ? tfmi_folder_of(s->load, s->path) : s->path, &from) == 0 &&
-      stat(c->to, &to) == 0 && from.st_dev == to.st_dev && from.st_ino == to.st_ino)
+  if (tfmi_stat_path(folder ? tfmi_folder_of(s->load, s->path) : s->path, &from) &&
+      tfmi_stat_path(c->to, &to) && tfmi_same_file(&from, &to))
     tfmi_fail(s->load, TFM_E_ARG, "%s is what is to be converted; expected another place", c->to);
 }
 
@@ -18436,7 +18536,7 @@ static void tfmi_conversion_run(tfmi_model_request *r) {
   tfmi_conversion_exists(c, config);
   tfmi_folder_copies(c, tfmi_folder_copy_check);
   tfmi_conversion_lines(c);
-  if (mkdir(c->to, 0777) != 0 && errno != EEXIST)
+  if (tfmi_make_folder(c->to) != 0 && errno != EEXIST)
     tfmi_fail(l, TFM_E_IO, "the folder %s cannot be made; is the one that it is in there?", c->to);
   tfmi_conversion_write(c, weights, tfmi_folder_weights_write);
   tfmi_folder_copies(c, tfmi_folder_copy_write);
@@ -20150,20 +20250,18 @@ static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, const c
 }
 
 TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
-  struct stat st;
-  void *data = MAP_FAILED;
+  tfmi_load load;
+  tfmi_file file;
+  const char *wrong;
   tfm_status status;
-  int fd;
   if (!trainer) return tfmi_null_object("tfm_trainer_resume");
   if (!path) return tfmi_report(TFM_E_ARG, "tfm_trainer_resume: path is NULL");
-  fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return tfmi_report(TFM_E_IO, "%s cannot be opened; check the path", path);
-  if (fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_size > 0)
-    data = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_PRIVATE, fd, 0);
-  close(fd);
-  if (data == MAP_FAILED) return tfmi_report(TFM_E_IO, "%s cannot be mapped", path);
-  status = tfmi_checkpoint_take(trainer, path, (const char *)data, (size_t)st.st_size);
-  munmap(data, (size_t)st.st_size);
+  memset(&file, 0, sizeof file);
+  tfmi_load_init(&load, &trainer->heap, path);
+  wrong = tfmi_file_open_path(&load, path, &file);
+  if (!wrong) status = tfmi_checkpoint_take(trainer, path, (const char *)file.data, file.bytes);
+  else status = *wrong ? tfmi_report(TFM_E_IO, "%s %s", path, wrong) : tfm_error_status();
+  tfmi_file_close(load.heap, &file);
   return status;
 }
 
@@ -20222,7 +20320,7 @@ typedef struct tfmi_data_make {
   tfmi_out out;          /* the cache being written, or only the checksum */
   uint64_t bytes, done;  /* of all texts */
   uint64_t mark;
-  struct stat own[2];    /* the cache, and what an end of the machine left of one: no texts */
+  tfmi_stat own[2];      /* the cache, and what an end of the machine left of one: no texts */
   int32_t *piece;        /* ids of a piece of text; scratch */
   size_t piece_room;
   bool writing, finished;
@@ -20240,15 +20338,12 @@ static void tfmi_data_own(tfmi_data_make *m) {
   char part[1040];
   if (!m->config->cache) return;
   snprintf(part, sizeof part, "%s.part", m->config->cache);
-  if (stat(m->config->cache, &m->own[0]) != 0) memset(&m->own[0], 0, sizeof m->own[0]);
-  if (stat(part, &m->own[1]) != 0) memset(&m->own[1], 0, sizeof m->own[1]);
+  if (!tfmi_stat_path(m->config->cache, &m->own[0])) memset(&m->own[0], 0, sizeof m->own[0]);
+  if (!tfmi_stat_path(part, &m->own[1])) memset(&m->own[1], 0, sizeof m->own[1]);
 }
 
-static bool tfmi_is_own(const tfmi_data_make *m, const struct stat *st) {
-  int i;
-  for (i = 0; i < 2; i++)
-    if (m->own[i].st_ino == st->st_ino && m->own[i].st_dev == st->st_dev && st->st_ino) return true;
-  return false;
+static bool tfmi_is_own(const tfmi_data_make *m, const tfmi_stat *st) {
+  return tfmi_same_file(&m->own[0], st) || tfmi_same_file(&m->own[1], st);
 }
 
 /* The size of a file that only callbacks know. */
@@ -20263,18 +20358,18 @@ static uint64_t tfmi_data_io_bytes(tfmi_data_make *m, const char *path) {
 /* A file, or what is in a folder. */
 static void tfmi_data_path(tfmi_data_make *m, char *path, int depth) {
   tfmi_data_file f = {path, 0, 0};
-  struct stat st;
+  tfmi_stat st;
   if (m->heap.host.io) {
     f.bytes = tfmi_data_io_bytes(m, path);
   } else {
-    if (stat(path, &st) != 0) tfmi_fail(&m->load, TFM_E_IO, "%s is not there", path);
+    if (!tfmi_stat_path(path, &st)) tfmi_fail(&m->load, TFM_E_IO, "%s is not there", path);
     if (S_ISDIR(st.st_mode)) {
       tfmi_data_folder(m, path, depth);
       return;
     }
     if (tfmi_is_own(m, &st) && depth > 0) return;
     f.bytes = (uint64_t)st.st_size;
-    f.time = (uint64_t)st.st_mtim.tv_sec * 1000000000u + (uint64_t)st.st_mtim.tv_nsec;
+    f.time = tfmi_modified(&st);
   }
   stbds_arrput(m->files, f);
   m->bytes += f.bytes;

@@ -36,57 +36,6 @@ static const struct argp parser = {NULL, option_parse, "MODEL DATA...",
                                    "Trains a model further, on texts: files, or folders of them.",
                                    run_child, NULL, NULL};
 
-/* ---- The tokenizer's files go with the model ---- */
-
-static bool same_file(const char *a, const char *b) {
-  struct stat x, y;
-  return stat(a, &x) == 0 && stat(b, &y) == 0 && x.st_dev == y.st_dev && x.st_ino == y.st_ino;
-}
-
-static bool file_copy(const char *from, const char *to) {
-  FILE *in = same_file(from, to) ? NULL : fopen(from, "rb"), *out;
-  size_t bytes = 0;
-  bool good = false;
-  char *text;
-  if (!in) return true; /* not every model has every file; or it is there already */
-  text = tool_read_all(in, &bytes);
-  fclose(in);
-  out = text ? fopen(to, "wb") : NULL;
-  if (out) {
-    good = fwrite(text, 1, bytes, out) == bytes;
-    good = fclose(out) == 0 && good;
-  }
-  if (!good) fprintf(stderr, TOOL ": %s cannot be written\n", to);
-  free(text);
-  return good;
-}
-
-/* A model in a file of its own: what was loaded is written, where it can be. */
-static void tokenizer_write(const options *o, const tfm_tokenizer *tokenizer) {
-  char path[RUN_ROOM];
-  if (tfm_tokenizer_save(tokenizer, run_path(&o->run, "tokenizer.json", path)) != TFM_OK)
-    fprintf(stderr, TOOL ": %s into %s\n", tfm_error(), o->run.folder);
-}
-
-static bool tokenizer_copy(const options *o, const tfm_tokenizer *tokenizer) {
-  static const char *const names[] = {"tokenizer.json", "tokenizer.model", "tokenizer.bin",
-                                      "vocab.json", "merges.txt", "tokenizer_config.json",
-                                      "special_tokens_map.json", "added_tokens.json",
-                                      "chat_template.jinja"};
-  char from[RUN_ROOM], to[RUN_ROOM];
-  struct stat st;
-  size_t i;
-  if (stat(o->model, &st) != 0 || !S_ISDIR(st.st_mode)) {
-    tokenizer_write(o, tokenizer);
-    return true;
-  }
-  for (i = 0; i < sizeof names / sizeof *names; i++) {
-    snprintf(from, sizeof from, "%s/%s", o->model, names[i]);
-    if (!file_copy(from, run_path(&o->run, names[i], to))) return false;
-  }
-  return true;
-}
-
 static int run_all(options *o, run *r, const tfm_model *model, tfm_tokenizer *tokenizer) {
   tfm_trainer_config *c = &o->run.config;
   r->o = &o->run;
@@ -95,7 +44,7 @@ static int run_all(options *o, run *r, const tfm_model *model, tfm_tokenizer *to
   c->data = r->data->mark;
   r->trainer = tfm_trainer_create(model, c);
   if (!r->trainer) return tool_fail();
-  if (o->run.folder && !tokenizer_copy(o, tokenizer)) return TOOL_FAILED;
+  if (o->run.folder && !tokenizer_copy(o->model, o->run.folder)) return TOOL_FAILED;
   return run_loop(r);
 }
 

@@ -1733,6 +1733,11 @@ static bool tfmi_is_folder(tfmi_load *l, const char *path) {
   return tfmi_stat_path(path, &st) && S_ISDIR(st.st_mode);
 }
 
+/* Where the system numbers its files: Windows does not. */
+static bool tfmi_same_file(const tfmi_stat *a, const tfmi_stat *b) {
+  return a->st_ino != 0 && a->st_ino == b->st_ino && a->st_dev == b->st_dev;
+}
+
 /* folder + "/" + name, scratch. */
 static char *tfmi_join(tfmi_load *l, const char *folder, const char *name) {
   size_t a = strlen(folder), b = strlen(name), slash = a && folder[a - 1] != '/';
@@ -17492,9 +17497,11 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
    matrix may be turned (GPT-2's are [in, out] in Hugging Face's files only), the rows of q and k
    brought from halves to pairs or back (see tfm_rope), and 1 added to norms that GGUF stores so.
 
-   Whatever can fail but the disk fails before the first byte is written. Files get their names when
-   they are whole (tfmi_out_file). The vocabulary of a GGUF file is written from the tokenizer that
-   was loaded, whatever kind of file that came from. */
+   Whatever can fail but the disk fails before the first byte is written, save that the format has
+   no way to tell the model: that is found by reading again what was written, which then goes. Files
+   get their names when they are whole (tfmi_out_file), and never the name of what is read. The
+   vocabulary of a GGUF file is written from the tokenizer that was loaded, whatever kind of file
+   that came from. */
 
 #if TFMI_COMPILES_COLD
 #pragma GCC push_options
@@ -18044,13 +18051,43 @@ static void tfmi_folder_config_write(void *context, tfmi_out *o) {
   tfmi_config_write(&d, o);
 }
 
+static void tfmi_conversion_exists(tfmi_conversion *c, const char *path) {
+  tfmi_stat st;
+  if (!c->config.overwrite && tfmi_stat_path(path, &st))
+    tfmi_fail(c->b->s->load, TFM_E_IO, "%s is there already; remove it or ask to overwrite", path);
+}
+
+/* What is converted is never written over: should the new one be refused, neither would be left. */
+static void tfmi_conversion_apart(const tfmi_conversion *c) {
+  const tfmi_source *s = c->b->s;
+  bool folder = strcmp(s->format, "safetensors") == 0;
+  tfmi_stat from, to;
+  if (!s->path || s->load->heap->host.io || c->gguf != (s->gguf != NULL)) return;
+  if (!c->gguf && !folder) return;
+  if (tfmi_stat_path(folder ? tfmi_folder_of(s->load, s->path) : s->path, &from) &&
+      tfmi_stat_path(c->to, &to) && tfmi_same_file(&from, &to))
+    tfmi_fail(s->load, TFM_E_ARG, "%s is what is to be converted; expected another place", c->to);
+}
+
 static void tfmi_file_write(void *context, tfmi_out *o) {
   const tfmi_text *text = (const tfmi_text *)context;
   tfmi_out_bytes(o, text->at, text->n);
 }
 
+typedef void (*tfmi_folder_copy)(tfmi_conversion *c, const char *from, const char *to);
+
+static void tfmi_folder_copy_check(tfmi_conversion *c, const char *from, const char *to) {
+  (void)from;
+  tfmi_conversion_exists(c, to);
+}
+
+static void tfmi_folder_copy_write(tfmi_conversion *c, const char *from, const char *to) {
+  tfmi_text text = tfmi_text_of_file(c->b->s, from);
+  if (tfmi_out_file(to, tfmi_file_write, &text) != TFM_OK) tfmi_fail_again(c->b->s->load);
+}
+
 /* What belongs to the model besides: the files of its tokenizer, as they are. */
-static void tfmi_folder_copies(tfmi_conversion *c) {
+static void tfmi_folder_copies(tfmi_conversion *c, tfmi_folder_copy copy) {
   static const char *const names[] = {
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja"};
@@ -18061,11 +18098,7 @@ static void tfmi_folder_copies(tfmi_conversion *c) {
   folder = tfmi_folder_of(s->load, s->path);
   for (i = 0; i < TFMI_COUNT(names); i++) {
     const char *path = tfmi_join(s->load, folder, names[i]);
-    tfmi_text text;
-    if (!tfmi_file_exists(s->load, path)) continue;
-    text = tfmi_text_of_file(s, path);
-    if (tfmi_out_file(tfmi_join(s->load, c->to, names[i]), tfmi_file_write, &text) != TFM_OK)
-      tfmi_fail_again(s->load);
+    if (tfmi_file_exists(s->load, path)) copy(c, path, tfmi_join(s->load, c->to, names[i]));
   }
 }
 
@@ -18442,12 +18475,6 @@ static void tfmi_conversion_chunk(tfmi_conversion *c) {
   c->sums = TFMI_NEW(double, tfmi_scratch(c->b->s->load, 2 * most, sizeof *c->sums));
 }
 
-static void tfmi_conversion_exists(tfmi_conversion *c, const char *path) {
-  tfmi_stat st;
-  if (!c->config.overwrite && tfmi_stat_path(path, &st))
-    tfmi_fail(c->b->s->load, TFM_E_IO, "%s is there already; remove it or ask to overwrite", path);
-}
-
 static void tfmi_conversion_write(tfmi_conversion *c, const char *path, tfmi_writer writer) {
   if (tfmi_out_file(path, writer, c) == TFM_OK) return;
   if (c->cancelled) tfmi_fail(c->b->s->load, TFM_E_CANCELLED, "the conversion was cancelled");
@@ -18530,6 +18557,7 @@ static void tfmi_conversion_run(tfmi_model_request *r) {
   tfmi_builder_measure(c->b);
   if (c->gguf && !c->there)
     tfmi_fail(l, TFM_E_UNSUPPORTED, "GGUF has no architecture for %s", c->b->f->name);
+  tfmi_conversion_apart(c);
   tfmi_conversion_type(c);
   tfmi_conversion_items(c);
   tfmi_conversion_chunk(c);
@@ -18544,11 +18572,12 @@ static void tfmi_conversion_run(tfmi_model_request *r) {
   config = tfmi_join(l, c->to, "config.json");
   tfmi_conversion_exists(c, weights);
   tfmi_conversion_exists(c, config);
+  tfmi_folder_copies(c, tfmi_folder_copy_check);
   tfmi_conversion_lines(c);
   if (tfmi_make_folder(c->to) != 0 && errno != EEXIST)
     tfmi_fail(l, TFM_E_IO, "the folder %s cannot be made; is the one that it is in there?", c->to);
   tfmi_conversion_write(c, weights, tfmi_folder_weights_write);
-  tfmi_folder_copies(c);
+  tfmi_folder_copies(c, tfmi_folder_copy_write);
   tfmi_conversion_write(c, config, tfmi_folder_config_write);
   tfmi_conversion_check(c, weights, config);
 }
@@ -19538,6 +19567,8 @@ static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
   if (!(c->beta2 >= 0 && c->beta2 < 1))
     return tfmi_bad_training("beta2", (double)c->beta2, "0 to below 1");
   if (!(c->eps > 0)) return tfmi_bad_training("eps", (double)c->eps, "above 0");
+  if (!isfinite(c->decay)) return tfmi_bad_training("decay", (double)c->decay, "a finite number");
+  if (!isfinite(c->clip)) return tfmi_bad_training("clip", (double)c->clip, "a finite number");
   if ((int)c->schedule < 0 || c->schedule > TFM_WSD)
     return tfmi_bad_training("schedule", (double)c->schedule, "one of tfm_schedule");
   if (c->warmup < 0) return tfmi_bad_training("warmup", c->warmup, "0 or more");
@@ -20350,10 +20381,7 @@ static void tfmi_data_own(tfmi_data_make *m) {
 }
 
 static bool tfmi_is_own(const tfmi_data_make *m, const tfmi_stat *st) {
-  int i;
-  for (i = 0; i < 2; i++)
-    if (m->own[i].st_ino == st->st_ino && m->own[i].st_dev == st->st_dev && st->st_ino) return true;
-  return false;
+  return tfmi_same_file(&m->own[0], st) || tfmi_same_file(&m->own[1], st);
 }
 
 /* The size of a file that only callbacks know. */

@@ -162,18 +162,30 @@ static tfm_tokenizer *tokenizer_train(const options *o, tfm_vocabulary kind, int
   return made;
 }
 
+/* The N of "bpe:N". */
+static bool size_read(const char *text, int32_t *size) {
+  char *end;
+  long n = strtol(text, &end, 10);
+  *size = (int32_t)n;
+  if (end != text && !*end && n >= 1 && n <= INT32_MAX) return true;
+  fprintf(stderr, TOOL ": --tokenizer: expected a number of tokens, found \"%s\"\n", text);
+  return false;
+}
+
 /* The tokenizer that --tokenizer names: built from the texts, or a file's. */
 static tfm_tokenizer *tokenizer_named(const options *o) {
   static const struct { const char *name; tfm_vocabulary kind; } kinds[] = {
     {"char", TFM_CHARACTERS}, {"word", TFM_WORDS}, {"bpe", TFM_BPE}};
   tfm_tokenizer *t;
+  int32_t size;
   size_t i;
   for (i = 0; i < 3; i++) {
     size_t n = strlen(kinds[i].name);
     if (strncmp(o->tokenizer, kinds[i].name, n)) continue;
     if (o->tokenizer[n] == 0) return tokenizer_train(o, kinds[i].kind, 0);
     if (o->tokenizer[n] == ':')
-      return tokenizer_train(o, kinds[i].kind, atoi(o->tokenizer + n + 1));
+      return size_read(o->tokenizer + n + 1, &size) ? tokenizer_train(o, kinds[i].kind, size)
+                                                    : NULL;
   }
   t = tfm_tokenizer_load(o->tokenizer, NULL);
   if (!t) tool_fail();
@@ -198,27 +210,29 @@ static tfm_tokenizer *tokenizer_open(const options *o) {
 
 /* ---- Which rate ---- */
 
-/* The loss after some steps at one rate, from the same weights over the same texts. */
-static double loss_at(run *r, const options *o, float rate) {
+/* The loss after some steps at one rate, from the same weights over the same texts; NaN where it
+   did not stay finite. */
+static tfm_status loss_at(run *r, const options *o, float rate, double *loss) {
   tfm_trainer_config c = o->run.config;
-  double sum = 0;
+  tfm_status status = TFM_OK;
   int32_t i, last = o->lr_find < 10 ? o->lr_find : 10;
   c.lr = rate;
   c.min_lr = 0;
   c.schedule = TFM_CONSTANT;
   c.warmup = o->lr_find / 10;
   r->trainer = tfm_trainer_init(&o->shape, &c);
+  if (!r->trainer) return tfm_error_status();
   r->sequences = 0;
-  for (i = 0; i < o->lr_find; i++) {
+  *loss = 0;
+  for (i = 0; i < o->lr_find && status == TFM_OK; i++) {
     tfm_step s = {0};
-    tfm_status status = r->trainer ? run_step(r, &s) : TFM_E_MEMORY;
-    if (status != TFM_OK || s.skipped) sum = NAN;
-    if (status != TFM_OK) break;
-    if (i >= o->lr_find - last) sum += s.loss / last;
+    status = run_step(r, &s);
+    if (s.skipped) *loss = NAN;
+    if (i >= o->lr_find - last) *loss += s.loss / last;
   }
   tfm_trainer_free(r->trainer);
   r->trainer = NULL;
-  return sum;
+  return status;
 }
 
 static int lr_find(run *r, const options *o) {
@@ -234,15 +248,15 @@ static int lr_find(run *r, const options *o) {
   r->targets = r->tokens + n;
   for (i = 0; r->tokens && i < 13 && !interrupted; i++) {
     float rate = powf(10, -5 + (float)i / 3);
-    double loss = loss_at(r, o, rate);
-    if (isnan(loss) && tfm_error_status() == TFM_E_MEMORY) return tool_fail();
+    double loss = 0;
+    if (loss_at(r, o, rate, &loss) != TFM_OK) break;
     fprintf(stderr, "lr %.1e  loss %.4f\n", (double)rate, loss);
     p.lines = &line;
     plot_add(&line, (double)rate, loss);
     if (o->run.folder) plot_write(&p, run_path(&o->run, "lr.svg", path));
   }
   plot_free(&line);
-  return interrupted ? TOOL_CANCELLED : 0;
+  return i == 13 ? 0 : interrupted ? TOOL_CANCELLED : tool_fail();
 }
 
 static int run_all(options *o, run *r, tfm_tokenizer *tokenizer) {

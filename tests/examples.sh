@@ -141,6 +141,9 @@ books=(build/train examples --validation examples/hello.c --arch llama --tokeniz
 check "train on a folder" status 0 "${books[@]}" -o "$work/folder"
 check "train begins samples" grep -q "^a b" "$work/out"
 check "train --lr-find" status 0 "${books[@]}" --lr-find=3 -o "$work/folder"
+check "train --lr-find, no such shape" fails_with 1 "head width" build/train README.md --lr-find=1 \
+  --heads 3
+check "train, no such size" fails_with 1 "found \"many\"" build/train README.md --tokenizer bpe:many
 check "train --lr-find draws" test -s "$work/folder/lr.svg"
 
 check "train, dropout and recomputation" status 0 "${small[@]}" --steps 20 --dropout 0.1 \

@@ -191,6 +191,33 @@ TEST(nothing_is_overwritten) {
   CHECK_EQ_INT(tfm_convert(NULL, NULL, NULL), TFM_E_ARG);
 }
 
+/* What is converted is not written over, and neither are files beside the model's own. */
+TEST(the_source_is_kept) {
+  tfm_convert_config c;
+  FILE *f;
+  blob b;
+  memset(&c, 0, sizeof c);
+  c.overwrite = true;
+  CHECK_EQ_INT(tfm_convert(DATA "models/tiny", in_folder("src"), &c), TFM_OK);
+  CHECK_EQ_INT(tfm_convert(DATA "models/tiny", in_folder("src.gguf"), &c), TFM_OK);
+  CHECK_EQ_INT(tfm_convert(in_folder("src"), in_folder("src/"), &c), TFM_E_ARG);
+  CHECK_STR_HAS(tfm_error(), "is what is to be converted");
+  CHECK_EQ_INT(tfm_convert(in_folder("src.gguf"), in_folder("./src.gguf"), &c), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_convert(in_folder("src.gguf"), in_folder("src"), &c), TFM_OK);
+  mkdir(in_folder("own"), 0777);
+  f = fopen(in_folder("own/generation_config.json"), "w");
+  if (f) fputs("precious", f), fclose(f);
+  c.overwrite = false;
+  unlink(in_folder("own/model.safetensors"));
+  unlink(in_folder("own/config.json"));
+  CHECK_EQ_INT(tfm_convert(DATA "models/llama-a", in_folder("own"), &c), TFM_E_IO);
+  CHECK_STR_HAS(tfm_error(), "generation_config.json is there already");
+  CHECK(access(in_folder("own/model.safetensors"), F_OK) != 0);
+  b = blob_read(in_folder("own/generation_config.json"));
+  CHECK_STR((char *)b.data, "precious");
+  free(b.data);
+}
+
 static bool stop_half_way(void *user, const char *phase, double done) {
   (void)user;
   return strcmp(phase, "convert") != 0 || done < 0.5;

@@ -116,7 +116,7 @@ run: ## generate a text, with a real model where there is one
 
 test: ## everything below but tsan and fuzz, with one closing line
 	@.ci/deps all
-	@$(MAKE) --no-print-directory -k tests examples bench || echo "not all could be built"
+	@$(MAKE) --no-print-directory -j 2 -k tests examples bench || echo "not all could be built"
 	@tests/run.sh $(TESTS) "tests/fuzz.sh replay $(FUZZERS)" tests/examples.sh tests/lint.py \
 	  tests/compat.sh
 lint: ## style, budgets, symbols, the list of public functions

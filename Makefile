@@ -14,6 +14,8 @@ LIBS     = -lm -lpthread
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
 VERSION := $(shell sed -n 's/^.define TFM_VERSION "\(.*\)"/\1/p' transformer.h 2>/dev/null)
 
+CUDA_HOME = $(abspath $(dir $(shell command -v $(NVCC)))..)
+
 B        = build
 HEADERS  = transformer.h $(wildcard examples/*.h) $(wildcard tests/*.h)
 EXAMPLES = $(patsubst examples/%.c,$B/%,$(wildcard examples/*.c)) $B/cpp
@@ -29,7 +31,7 @@ OBJECTS  = $B/transformer_cpu.o
 ifdef CUDA
 USE     += -DTFM_USE_CUDA
 OBJECTS += $B/transformer_cuda.o
-LIBS    += -L$(dir $(shell command -v $(NVCC)))../lib64 -lcudart -lcublasLt -lstdc++
+LIBS    += -L$(CUDA_HOME)/lib64 -lcudart -lcublasLt -lstdc++
 endif
 
 all: examples tests bench ## the tools, the tests and the benchmark, in build/
@@ -77,6 +79,10 @@ $B/transformer_cpu.o: transformer_cpu.c transformer.h | $B
 
 $B/transformer_cuda.o: transformer_cuda.cu transformer.h | $B
 	$(NVCC) -arch=sm_90a -O3 -Xcompiler -Wall,-Wextra -c -o $@ $<
+
+$B/cuda_host: tests/cuda_host.c tests/cuda_standin.c tests/cuda_standin.h $B/transformer_cuda.o
+	$(CC) -O1 -g -fsanitize=address,undefined $(WARN) -I$(CUDA_HOME)/include -o $@ \
+	  tests/cuda_host.c tests/cuda_standin.c $B/transformer_cuda.o -lm -lpthread -lstdc++
 
 $(LIBRARY): $B/transformer.o $(OBJECTS)
 	@rm -f $@
@@ -130,7 +136,7 @@ cuda-tests: $(CUDA_UNITS:%=$B/%)
 bench-cuda: ## the benchmark on a GPU: shapes of 124M, 1B and 8B; REPEAT=3
 	@$(MAKE) --no-print-directory CUDA=1 B=$B/cuda $B/cuda/bench
 	@bench/cuda.sh $B/cuda/bench
-cuda-check: $B/transformer_cuda.o ## compile the CUDA companion, no GPU needed
+cuda-check: $B/transformer_cuda.o $B/cuda_host ## the CUDA companion's host side, no GPU needed
 format: ## clang-format on the lines that differ from the last commit
 	git clang-format --extensions c,h,cu,cpp
 

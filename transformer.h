@@ -789,7 +789,7 @@ typedef struct tfm_dev {
   const tfm_backend *table;
   const tfm_host *host;
   struct tfmi_pool *pool; /* for tfm_parallel_for */
-  int32_t threads;        /* workers of the pool, this thread included */
+  int32_t threads;        /* shares that work is cut into; no more threads than cores run */
   int32_t index;          /* which GPU */
   uint64_t override_mask; /* bit i: entry i of the table is the reference's */
   bool host_visible;      /* memory from `alloc` must be addressable by the host (for override) */
@@ -12509,13 +12509,14 @@ TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *mod
    table that is compiled in, complete, and whose `open` succeeds. What it passes over it tells the
    log, or, with no_fallback, its caller.
 
-   A pool's workers are created once. Work is a range 0 .. n-1, cut into one contiguous share per
-   worker; the caller computes share 0 itself. A dispatch is one increment of `generation`, which
-   idle workers watch: spinning at first, as the next small operation is usually a microsecond away,
-   then asleep on a condition variable. `sleeping` and `generation` are each written before the
-   other is read (sequentially consistent), so either the worker sees the new generation or the
-   dispatcher sees the sleeper. A job must not dispatch again. */
-
+   Work is a range 0 .. n-1, cut into one contiguous share per thread that was asked for. A pool's
+   workers are created once, no more of them than there are other cores. The caller computes share
+   0, then every share that no worker has begun, so it never waits for a thread that does not run:
+   only for one that stopped midway. Each share has a word that its worker watches: spinning at
+   first, as the next small operation is usually a microsecond away, then asleep on a condition
+   variable, as the caller sleeps for the last shares. Who sleeps says so before reading the word
+   again, and who writes the word reads afterwards whether somebody sleeps (both sequentially
+   consistent), so one of the two sees the other. A job must not dispatch again. */
 
 /* ---- Atomics: C11's header is not C++, the compilers' builtins are both ---- */
 
@@ -12523,6 +12524,10 @@ static uint32_t tfmi_atomic_load(const uint32_t *p) { return __atomic_load_n(p, 
 static void tfmi_atomic_store(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
 static void tfmi_atomic_increment(uint32_t *p) { __atomic_add_fetch(p, 1, __ATOMIC_SEQ_CST); }
 static void tfmi_atomic_decrement(uint32_t *p) { __atomic_sub_fetch(p, 1, __ATOMIC_SEQ_CST); }
+/* True if it was `from` and has become `to`. */
+static bool tfmi_atomic_exchange_if(uint32_t *p, uint32_t from, uint32_t to) {
+  return __atomic_compare_exchange_n(p, &from, to, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+}
 
 static void tfmi_pause(void) { /* tells the core that this is a spin */
 #if defined(__x86_64__) || defined(__i386__)
@@ -12540,27 +12545,35 @@ typedef struct tfmi_task { /* one tfm_parallel_for */
   int32_t n, grain, shares;
 } tfmi_task;
 
-typedef struct tfmi_worker {
+typedef enum tfmi_share_state {
+  TFMI_SHARE_DONE,
+  TFMI_SHARE_READY, /* p->task is set */
+  TFMI_SHARE_TAKEN, /* p->task must not change */
+  TFMI_SHARE_STOP   /* the worker is to return */
+} tfmi_share_state;
+
+typedef struct tfmi_share { /* a cache line each */
+  uint32_t state; /* atomic: tfmi_share_state */
+  int32_t index;  /* 1 .. threads-1; the first of worker `index`, if there is one */
   struct tfmi_pool *pool;
   pthread_t thread;
-  int32_t index; /* its share; the caller's is 0 */
-} tfmi_worker;
+  char apart[64 - 2 * sizeof(int32_t) - sizeof(void *) - sizeof(pthread_t)];
+} tfmi_share;
 
 typedef struct tfmi_pool {
-  uint32_t generation; /* atomic: counts dispatches */
-  char apart1[60];     /* the three are written by different threads: a cache line each */
-  uint32_t running;    /* atomic: workers that have not finished their share */
-  char apart2[60];
-  uint32_t sleeping;   /* atomic */
-  int32_t spins;       /* before sleeping */
-  int32_t workers;     /* that were started */
-  bool stop;
+  uint32_t sleeping; /* atomic: workers */
+  uint32_t waiting;  /* atomic: whether the caller sleeps */
+  int32_t shares;    /* besides the caller's */
+  int32_t workers;   /* that were started: worker w computes shares w, w + workers, ... */
   tfmi_task task;
   pthread_mutex_t lock;
-  pthread_cond_t wake;
+  pthread_cond_t wake, done;
   size_t bytes;
-  tfmi_worker *worker;
+  tfmi_share *share; /* [shares] */
 } tfmi_pool;
+
+/* About a fifth of a millisecond: longer than a token pauses, shorter than a time slice. */
+enum { TFMI_SPINS = 4000 };
 
 /* Computes one share: multiples of grain, cut evenly. */
 static void tfmi_task_run(void *context, int32_t worker) {
@@ -12572,22 +12585,46 @@ static void tfmi_task_run(void *context, int32_t worker) {
   if (begin < end) t->job(t->context, (int32_t)begin, (int32_t)end, worker);
 }
 
-/* Returns when the generation is no longer `seen`. */
-static void tfmi_pool_await(tfmi_pool *p, uint32_t seen) {
-  int32_t i;
-  for (i = 0; i < p->spins; i++) {
-    if (tfmi_atomic_load(&p->generation) != seen) return;
-    tfmi_pause();
-  }
+/* Runs a share unless another thread has begun it. */
+static void tfmi_share_run(tfmi_share *s) {
+  tfmi_pool *p = s->pool;
+  if (!tfmi_atomic_exchange_if(&s->state, TFMI_SHARE_READY, TFMI_SHARE_TAKEN)) return;
+  tfmi_task_run(&p->task, s->index);
+  tfmi_atomic_store(&s->state, TFMI_SHARE_DONE);
+  if (tfmi_atomic_load(&p->waiting) == 0) return;
   pthread_mutex_lock(&p->lock);
-  tfmi_atomic_increment(&p->sleeping);
-  while (tfmi_atomic_load(&p->generation) == seen) pthread_cond_wait(&p->wake, &p->lock);
-  tfmi_atomic_decrement(&p->sleeping);
+  pthread_cond_signal(&p->done);
   pthread_mutex_unlock(&p->lock);
 }
 
-static void tfmi_pool_dispatch(tfmi_pool *p) {
-  tfmi_atomic_increment(&p->generation);
+static bool tfmi_share_idle(const tfmi_share *s) { /* nothing to do for its worker */
+  uint32_t state = tfmi_atomic_load(&s->state);
+  return state == TFMI_SHARE_DONE || state == TFMI_SHARE_TAKEN;
+}
+
+static bool tfmi_share_unfinished(const tfmi_share *s) {
+  return tfmi_atomic_load(&s->state) != TFMI_SHARE_DONE;
+}
+
+/* Waits while `still`, asleep if it takes long, having said so in *asleep. */
+static void tfmi_share_await(const tfmi_share *s, bool (*still)(const tfmi_share *),
+                             uint32_t *asleep, pthread_cond_t *signal) {
+  int32_t i;
+  for (i = 0; i < TFMI_SPINS; i++) {
+    if (!still(s)) return;
+    tfmi_pause();
+  }
+  pthread_mutex_lock(&s->pool->lock);
+  tfmi_atomic_increment(asleep);
+  while (still(s)) pthread_cond_wait(signal, &s->pool->lock);
+  tfmi_atomic_decrement(asleep);
+  pthread_mutex_unlock(&s->pool->lock);
+}
+
+/* Sets the words of the first n shares. */
+static void tfmi_pool_tell(tfmi_pool *p, int32_t n, tfmi_share_state state) {
+  int32_t i;
+  for (i = 0; i < n; i++) tfmi_atomic_store(&p->share[i].state, state);
   if (tfmi_atomic_load(&p->sleeping) == 0) return;
   pthread_mutex_lock(&p->lock);
   pthread_cond_broadcast(&p->wake);
@@ -12595,26 +12632,24 @@ static void tfmi_pool_dispatch(tfmi_pool *p) {
 }
 
 static void *tfmi_worker_main(void *context) {
-  const tfmi_worker *w = (const tfmi_worker *)context;
-  tfmi_pool *p = w->pool;
-  uint32_t seen;
-  for (seen = 0;; seen++) {
-    tfmi_pool_await(p, seen);
-    if (p->stop) return NULL;
-    if (w->index < p->task.shares) tfmi_task_run(&p->task, w->index);
-    tfmi_atomic_decrement(&p->running);
+  tfmi_share *own = (tfmi_share *)context;
+  tfmi_pool *p = own->pool;
+  int32_t i;
+  for (;;) {
+    tfmi_share_await(own, tfmi_share_idle, &p->sleeping, &p->wake);
+    if (tfmi_atomic_load(&own->state) == TFMI_SHARE_STOP) return NULL;
+    for (i = own->index - 1; i < p->shares; i += p->workers) tfmi_share_run(&p->share[i]);
   }
 }
 
 static void tfmi_pool_run(tfmi_pool *p, const tfmi_task *task) {
-  int32_t i;
+  int32_t n = task->shares - 1, i;
   p->task = *task;
-  tfmi_atomic_store(&p->running, (uint32_t)p->workers);
-  tfmi_pool_dispatch(p);
+  tfmi_pool_tell(p, n, TFMI_SHARE_READY);
   tfmi_task_run(&p->task, 0);
-  for (i = 0; tfmi_atomic_load(&p->running) != 0; i++)
-    if (i < p->spins) tfmi_pause();
-    else sched_yield();
+  for (i = n - 1; i >= 0; i--) tfmi_share_run(&p->share[i]); /* workers begin at the other end */
+  for (i = 0; i < n; i++)
+    tfmi_share_await(&p->share[i], tfmi_share_unfinished, &p->waiting, &p->done);
 }
 
 TFM_API void tfm_parallel_for(tfm_dev *d, int32_t n, int32_t grain, tfm_job job, void *context) {
@@ -12628,11 +12663,9 @@ TFM_API void tfm_parallel_for(tfm_dev *d, int32_t n, int32_t grain, tfm_job job,
   else job(context, 0, n, 0);
 }
 
-/* Starts worker i + 1. */
-static bool tfmi_worker_start(tfmi_pool *p, int32_t i) {
-  p->worker[i].pool = p;
-  p->worker[i].index = i + 1;
-  return tfmi_thread_start(&p->worker[i].thread, tfmi_worker_main, &p->worker[i]);
+/* Starts a worker. */
+static bool tfmi_worker_start(tfmi_share *own) {
+  return tfmi_thread_start(&own->thread, tfmi_worker_main, own);
 }
 
 /* Cores that this thread may run on, as Linux tells it: a mask in hexadecimal. 0: unknown. */
@@ -12657,41 +12690,46 @@ static int32_t tfmi_cores(void) {
   return n < 1 ? 1 : n > 64 ? 64 : (int32_t)n;
 }
 
-/* Sets d->threads and d->pool. A dry heap counts the pool's memory but starts no threads. */
-static tfm_status tfmi_pool_open(tfm_dev *d, tfmi_heap *heap, int32_t threads) {
-  int32_t cores = tfmi_cores(), others;
-  tfmi_pool *p;
-  size_t bytes;
-  if (threads < 0 || threads > 1024)
-    return tfmi_report(TFM_E_ARG, "threads: expected 0 to 1024, found %d", (int)threads);
-  d->threads = threads ? threads : cores;
-  others = d->threads - 1;
-  if (others == 0 || heap->host.parallel) return TFM_OK;
-  bytes = sizeof *p + (size_t)others * sizeof *p->worker;
-  p = TFMI_NEW(tfmi_pool, tfmi_heap_get(heap, bytes));
+/* d->pool for d->threads, with so many workers. A dry heap counts its memory but starts none. */
+static tfm_status tfmi_pool_start(tfm_dev *d, tfmi_heap *heap, int32_t workers) {
+  int32_t shares = d->threads - 1, i;
+  size_t bytes = sizeof(tfmi_pool) + 64 + (size_t)shares * sizeof(tfmi_share);
+  tfmi_pool *p = TFMI_NEW(tfmi_pool, tfmi_heap_get(heap, bytes));
   if (!p) return tfm_error_status();
   d->pool = p;
   p->bytes = bytes;
-  p->worker = TFMI_NEW(tfmi_worker, p + 1);
-  p->spins = d->threads > cores ? 50 : 20000; /* about a millisecond: longer than a token pauses */
+  p->shares = shares;
+  p->share = TFMI_NEW(tfmi_share, ((uintptr_t)(p + 1) + 63) & ~(uintptr_t)63);
   pthread_mutex_init(&p->lock, NULL);
   pthread_cond_init(&p->wake, NULL);
+  pthread_cond_init(&p->done, NULL);
   if (heap->dry) return TFM_OK;
-  while (p->workers < others && tfmi_worker_start(p, p->workers)) p->workers++;
-  if (p->workers < others)
+  for (i = 0; i < shares; i++) p->share[i].pool = p, p->share[i].index = i + 1;
+  while (p->workers < workers && tfmi_worker_start(&p->share[p->workers])) p->workers++;
+  if (p->workers < workers)
     tfmi_log(&heap->host, TFM_LOG_WARNING, "threads: the system gave %d of %d", (int)p->workers + 1,
-             (int)d->threads);
-  d->threads = p->workers + 1;
+             (int)workers + 1);
   return TFM_OK;
+}
+
+/* Sets d->threads and d->pool. */
+static tfm_status tfmi_pool_open(tfm_dev *d, tfmi_heap *heap, int32_t threads) {
+  int32_t cores = tfmi_cores();
+  if (threads < 0 || threads > 1024)
+    return tfmi_report(TFM_E_ARG, "threads: expected 0 to 1024, found %d", (int)threads);
+  d->threads = threads ? threads : cores;
+  if (d->threads == 1 || heap->host.parallel) return TFM_OK;
+  if (d->threads < cores || cores == 64) cores = d->threads; /* 64: perhaps there are more */
+  return tfmi_pool_start(d, heap, cores - 1);
 }
 
 static void tfmi_pool_close(tfm_dev *d, tfmi_heap *heap) {
   tfmi_pool *p = d->pool;
   int32_t i;
   if (!p) return;
-  p->stop = true;
-  tfmi_pool_dispatch(p);
-  for (i = 0; i < p->workers; i++) pthread_join(p->worker[i].thread, NULL);
+  tfmi_pool_tell(p, p->workers, TFMI_SHARE_STOP);
+  for (i = 0; i < p->workers; i++) pthread_join(p->share[i].thread, NULL);
+  pthread_cond_destroy(&p->done);
   pthread_cond_destroy(&p->wake);
   pthread_mutex_destroy(&p->lock);
   tfmi_heap_put(heap, p, p->bytes);

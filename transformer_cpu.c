@@ -2168,7 +2168,8 @@ static void V(gemm_expect)(const cpu_gemm *t, const V(gemm_part) *p, int32_t row
 /* All rows of the part, for the terms at hand. */
 static void V(gemm_rows)(const cpu_gemm *t, const V(gemm_part) *p) {
   const int32_t stride = p->depth + 16; /* no multiple of a page: lines of the cache differ */
-  int32_t at = CPU_TURNED / stride / CPU_TILE * CPU_TILE; /* rows of a that are turned at a time */
+  int32_t tile = V(tile_for)(TFM_F32, CPU_TILE, 1)->rows;
+  int32_t at = CPU_TURNED / stride / tile * tile; /* rows of a that are turned at a time */
   int32_t cols = cpu_min(p->panels * CPU_ROWS, t->cols - p->col), row, rows, i, j;
   bool last = p->k + p->depth == t->depth;
   const void *x[CPU_TILE];

@@ -203,7 +203,8 @@ static void *cuda_alloc(tfm_dev *d, size_t bytes) {
 
 /* Also after a failure. */
 static void cuda_release(tfm_dev *d, void *p, size_t bytes) {
-  if (!p || !cuda_check(d, cudaSetDevice(d->index), "cudaSetDevice")) return;
+  if (!p) return;
+  cuda_check(d, cudaSetDevice(d->index), "cudaSetDevice"); /* memory knows its device without */
   cuda_check(d, cudaFree(p), "cudaFree");
   cuda_of(d)->bytes -= bytes;
 }
@@ -263,8 +264,7 @@ static void *cuda_alloc_shared(tfm_dev *d, size_t bytes) {
 }
 
 static void cuda_release_shared(tfm_dev *d, void *p, size_t) {
-  if (p && cuda_check(d, cudaSetDevice(d->index), "cudaSetDevice"))
-    cuda_check(d, cudaFreeHost(p), "cudaFreeHost");
+  if (p) cuda_check(d, cudaFreeHost(p), "cudaFreeHost");
 }
 
 /* ---- Graphs ---- */

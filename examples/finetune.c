@@ -36,39 +36,6 @@ static const struct argp parser = {NULL, option_parse, "MODEL DATA...",
                                    "Trains a model further, on texts: files, or folders of them.",
                                    run_child, NULL, NULL};
 
-/* ---- The tokenizer's files go with the model ---- */
-
-static bool file_copy(const char *from, const char *to) {
-  FILE *in = fopen(from, "rb"), *out;
-  size_t bytes = 0;
-  bool good = false;
-  char *text;
-  if (!in) return true; /* not every model has every file */
-  text = tool_read_all(in, &bytes);
-  fclose(in);
-  out = text ? fopen(to, "wb") : NULL;
-  if (out) {
-    good = fwrite(text, 1, bytes, out) == bytes;
-    good = fclose(out) == 0 && good;
-  }
-  if (!good) fprintf(stderr, TOOL ": %s cannot be written\n", to);
-  free(text);
-  return good;
-}
-
-static bool tokenizer_copy(const options *o) {
-  static const char *const names[] = {"tokenizer.json", "tokenizer.model", "tokenizer.bin",
-                                      "vocab.json", "merges.txt", "tokenizer_config.json",
-                                      "special_tokens_map.json"};
-  char from[RUN_ROOM], to[RUN_ROOM];
-  size_t i;
-  for (i = 0; i < sizeof names / sizeof *names; i++) {
-    snprintf(from, sizeof from, "%s/%s", o->model, names[i]);
-    if (!file_copy(from, run_path(&o->run, names[i], to))) return false;
-  }
-  return true;
-}
-
 static int run_all(options *o, run *r, const tfm_model *model, tfm_tokenizer *tokenizer) {
   tfm_trainer_config *c = &o->run.config;
   r->o = &o->run;
@@ -77,7 +44,7 @@ static int run_all(options *o, run *r, const tfm_model *model, tfm_tokenizer *to
   c->data = r->data->mark;
   r->trainer = tfm_trainer_create(model, c);
   if (!r->trainer) return tool_fail();
-  if (o->run.folder && !tokenizer_copy(o)) return TOOL_FAILED;
+  if (o->run.folder && !tokenizer_copy(o->model, o->run.folder)) return TOOL_FAILED;
   return run_loop(r);
 }
 

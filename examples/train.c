@@ -15,7 +15,7 @@
 #include "training.h"
 
 enum { KEY_ARCH = 256 + 32, KEY_PRESET, KEY_LAYERS, KEY_WIDTH, KEY_HEADS, KEY_KV_HEADS, KEY_FFN,
-       KEY_TOKENIZER, KEY_UNTIED, KEY_LR_FIND };
+       KEY_TOKENIZER, KEY_UNTIED, KEY_EXPERTS, KEY_EXPERTS_USED, KEY_LR_FIND };
 
 typedef struct options {
   tfm_shape shape;
@@ -41,12 +41,15 @@ static const struct argp_option option_list[] = {
    "what follows, and of --batch, --context and --lr", 0},
   {"tokenizer", KEY_TOKENIZER, "KIND", 0, "char, word, word:N or bpe:N, built from the texts; or "
    "a PATH", 0},
-  {"arch", KEY_ARCH, "NAME", 0, "gpt2 or llama", 0},
+  {"arch", KEY_ARCH, "NAME", 0, "gpt2, llama, moe (gpt2 with 8 experts, 2 for each token) or any "
+   "family's name, as config.json has it: mixtral, qwen3 ...", 0},
   {"layers", KEY_LAYERS, "N", 0, "Layers", 0},
   {"width", KEY_WIDTH, "N", 0, "Values of the residual stream", 0},
   {"heads", KEY_HEADS, "N", 0, "Attention heads", 0},
   {"kv-heads", KEY_KV_HEADS, "N", 0, "Heads of keys and values; default --heads", 0},
   {"ffn", KEY_FFN, "N", 0, "Values inside the feed-forward part", 0},
+  {"experts", KEY_EXPERTS, "N", 0, "Feed-forward parts to choose from, with --arch moe ...", 0},
+  {"experts-used", KEY_EXPERTS_USED, "N", 0, "How many of them each token goes through", 0},
   {"untied", KEY_UNTIED, NULL, 0, "A head of its own instead of the embedding table", 0},
   {"lr-find", KEY_LR_FIND, "N", OPTION_ARG_OPTIONAL, "Instead of training, N (100) steps with each "
    "of 13 rates, from 1e-5 to 1e-1; DIR/lr.svg", 0},
@@ -63,12 +66,14 @@ static error_t option_parse(int key, char *arg, struct argp_state *state) {
   case ARGP_KEY_INIT: state->child_inputs[0] = &o->run; return 0;
   case KEY_PRESET: o->preset = arg; return 0;
   case KEY_TOKENIZER: o->tokenizer = arg; return 0;
-  case KEY_ARCH: s->family = arg; return 0;
+  case KEY_ARCH: s->family = strcmp(arg, "moe") ? arg : "gpt2_moe"; return 0;
   case KEY_LAYERS: s->layers = (int32_t)tool_integer(state, "--layers", arg, 1, 4096); return 0;
   case KEY_WIDTH: s->width = width_of(state, "--width", arg); return 0;
   case KEY_HEADS: s->heads = width_of(state, "--heads", arg); return 0;
   case KEY_KV_HEADS: s->kv_heads = width_of(state, "--kv-heads", arg); return 0;
   case KEY_FFN: s->ffn_width = width_of(state, "--ffn", arg); return 0;
+  case KEY_EXPERTS: s->experts = width_of(state, "--experts", arg); return 0;
+  case KEY_EXPERTS_USED: s->experts_used = width_of(state, "--experts-used", arg); return 0;
   case KEY_UNTIED: s->untied = true; return 0;
   case KEY_LR_FIND:
     o->lr_find = arg ? (int32_t)tool_integer(state, "--lr-find", arg, 1, 100000) : 100;

@@ -93,6 +93,40 @@ static inline void file_list_free(file_list *l) {
   free(l->st);
 }
 
+/* ---- The tokenizer's files go with the model ---- */
+
+static inline bool file_copy(const char *from, const char *to) {
+  FILE *in = fopen(from, "rb"), *out;
+  size_t bytes = 0;
+  bool good = false;
+  char *text;
+  if (!in) return true; /* not every model has every file */
+  text = tool_read_all(in, &bytes);
+  fclose(in);
+  out = text ? fopen(to, "wb") : NULL;
+  if (out) {
+    good = fwrite(text, 1, bytes, out) == bytes;
+    good = fclose(out) == 0 && good;
+  }
+  if (!good) fprintf(stderr, TOOL ": %s cannot be written\n", to);
+  free(text);
+  return good;
+}
+
+static inline bool tokenizer_copy(const char *model, const char *folder) {
+  static const char *const names[] = {"tokenizer.json", "tokenizer.model", "tokenizer.bin",
+                                      "vocab.json", "merges.txt", "tokenizer_config.json",
+                                      "special_tokens_map.json"};
+  char from[RUN_ROOM], to[RUN_ROOM];
+  size_t i;
+  for (i = 0; i < sizeof names / sizeof *names; i++) {
+    snprintf(from, sizeof from, "%s/%s", model, names[i]);
+    snprintf(to, sizeof to, "%s/%s", folder, names[i]);
+    if (!file_copy(from, to)) return false;
+  }
+  return true;
+}
+
 /* ---- Options ---- */
 
 typedef struct run_options {
@@ -354,6 +388,7 @@ static inline void run_log(run *r, const tfm_step *s, double loss, double rate, 
             (long long)s->step, (long long)(r->sequences * r->info.context), loss,
             r->accuracy / (double)r->since, (double)s->gradient_norm, (double)s->lr, rate,
             r->before + seconds() - r->begun);
+    if (s->balance != 0) fprintf(f, ",\"balance\":%.5g", s->balance);
     if (isfinite(validation)) fprintf(f, ",\"validation\":%.6g", validation);
     fprintf(f, "}\n");
     fclose(f);
@@ -373,6 +408,7 @@ static inline void run_tell(run *r, const tfm_step *s, double validation) {
           (long long)r->o->config.steps, loss, r->accuracy / (double)r->since,
           (double)s->gradient_norm, (double)s->lr, rate, (int)(left / 3600),
           (int)(left / 60) % 60, (int)left % 60, (double)r->info.memory_bytes / 1e6);
+  if (s->balance != 0) fprintf(stderr, "  balance %.3f", s->balance);
   if (isfinite(validation)) fprintf(stderr, "  validation %.4f", validation);
   fprintf(stderr, "%s", !terminal ? "\n" : isfinite(validation) ? "\033[K\n" : "\033[K");
   run_log(r, s, loss, rate, validation);

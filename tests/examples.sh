@@ -42,7 +42,7 @@ helps() { # TOOL
     grep -q "^$1 (transformer.h) [0-9]" "$work/out"
 }
 
-for tool in generate tokenize logits inspect bench train finetune; do
+for tool in generate tokenize logits inspect bench train finetune classify; do
   check "$tool --help" helps "$tool"
   check "$tool, wrong option" fails_with 2 "Try" "build/$tool" --no-such-option
   check "$tool, no argument" fails_with 2 "expected" "build/$tool"
@@ -150,6 +150,45 @@ check "finetune" status 0 build/finetune "$work/folder" README.md --steps 3 --co
 check "what finetune wrote generates" status 0 build/generate "$work/tuned" -n 5
 check "finetune, no such part" fails_with 2 "no part" build/finetune "$work/folder" README.md \
   --freeze body
+
+experts=(build/train README.md --arch moe --layers 1 --width 32 --heads 2 --context 32 --batch 4
+         --experts 4 --steps 25)
+check "train --arch moe" status 0 "${experts[@]}" -o "$work/experts"
+check "train tells the experts' balance" grep -q "balance [1-4]\.[0-9]" "$work/err"
+check "train logs the experts' balance" grep -q '"balance":[1-4]' "$work/experts/log.jsonl"
+check "what train --arch moe wrote generates" status 0 build/generate "$work/experts" -n 5
+check "train --arch mixtral" status 0 "${experts[@]}" --arch mixtral --steps 2 -o "$work/experts"
+check "train --arch moe, dropout" fails_with 1 "no such dropout" "${experts[@]}" --dropout 0.1
+
+moods=(build/classify examples/classify.tsv)
+classifies() { # far better than chance on texts that it never saw, and the same when loaded
+  status 0 "${moods[@]}" -o "$work/mood" -t "What a wonderful day!" -j 1 &&
+    python3 -c 'import re, sys
+found = re.search(r"held out: .*accuracy ([0-9.]+) \(negative \d+ of \d+, pos", sys.argv[1])
+assert found and float(found[1]) >= 0.65, sys.argv[1]' "$(cat "$work/err")" &&
+    grep -q "^positive.0\.[0-9]*.What a wonderful day!$" "$work/out" &&
+    mv "$work/out" "$work/told" &&
+    status 0 build/classify --load "$work/mood" -t "What a wonderful day!" &&
+    cmp "$work/out" "$work/told" &&
+    echo "What a wonderful day!" | build/classify --load "$work/mood" |
+      cmp - "$work/told"
+}
+repeats() {
+  status 0 "${moods[@]}" --steps 20 -o "$work/one" -j 1 &&
+    status 0 "${moods[@]}" --steps 20 -o "$work/two" -j 2 &&
+    cmp "$work/one/model.safetensors" "$work/two/model.safetensors"
+}
+check "classify" classifies
+check "classify twice" repeats
+check "classify --model" status 0 "${moods[@]}" --model "$work/folder" --steps 2 -o "$work/one"
+check "classify, no such file" fails_with 1 "no/such cannot be opened" build/classify no/such \
+  -o "$work/one"
+check "classify, no labels" fails_with 1 "line 1: expected a label" build/classify README.md \
+  -o "$work/one"
+check "classify --load, not its folder" fails_with 1 "labels.txt is not there" build/classify \
+  --load $tiny -t x
+check "classify, nowhere to write" fails_with 1 "no/such" "${moods[@]}" --steps 2 -o no/such/folder
+check "classify --load and FILE" fails_with 2 "learns nothing" "${moods[@]}" --load "$work/mood"
 
 round_trip() { # TOKENIZER
   printf 'Hello, world! It costs 3 EUR.\n' > "$work/text"

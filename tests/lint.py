@@ -28,7 +28,7 @@ BUDGETS = {
     "vocabulary": 1000, "chat": 520,
     "api": 700, "backend": 480, "base": 900, "objects": 100, "json": 480, "unicode": 880,
     "gguf": 520, "steps": 740, "tokenizer": 4100,
-    "formats": 800, "families": 2000, "device": 450,
+    "formats": 800, "families": 2000, "device": 480,
     "kernels": 1900, "gradients": 1100, "forward": 450, "engine": 700, "session": 620,
     "generate": 200, "convert": 1150, "train": 1450, "export": 560, "data": 620,
 }
@@ -98,6 +98,7 @@ def check_text():
             if not prose and not line.isascii():
                 foreign.append(where)
             tab = "\t" in line.lstrip("\t") if path == "Makefile" else "\t" in line
+            tab = tab and not path.endswith(".tsv")
             if line != line.rstrip() or tab:
                 blanks.append(where)
     report(f"lines of at most {COLUMNS} columns, {PYTHON_COLUMNS} in Python", wide)

@@ -130,6 +130,7 @@ static void test_products(device *t) {
   products(t, 270, 35, 530, TFM_F32, 1);
   products(t, 19, 530, 270, TFM_F32, 2);
   products(t, 530, 61, 40, TFM_F32, 1);
+  products(t, 512, 200, 33, TFM_F32, 1); /* more rows of dw than are turned at a time */
   products(t, 35, 66, 555, TFM_BF16, 1);
 }
 TEST(matmul_dx_and_dw) { on_threads(test_products); }

@@ -1111,6 +1111,54 @@ TEST(parallel_for_covers_each_once) {
   CHECK(used > 0);
 }
 
+/* Pools of fewer and of more workers than cores, while other threads take all of the cores. */
+static void *take_a_core(void *stop) {
+  while (!tfmi_atomic_load((uint32_t *)stop)) continue;
+  return NULL;
+}
+
+typedef struct shares { /* of a dispatch: which share computed what */
+  int32_t by[300], busy[16];
+} shares;
+
+static void sign(void *context, int32_t begin, int32_t end, int32_t worker) {
+  shares *s = (shares *)context;
+  CHECK_EQ_INT(s->busy[worker]++, 0); /* by one thread at a time: it is a share's scratch */
+  while (begin < end) s->by[begin++] += 1 + worker;
+  s->busy[worker]--;
+}
+
+TEST(pools_work_while_cores_are_taken) {
+  static const int32_t workers[] = {1, 2, 7, 15};
+  static const struct timespec nap = {0, 2000000};
+  uint32_t stop = 0;
+  pthread_t other[2];
+  int32_t i, j, n;
+  for (i = 0; i < 2; i++) CHECK_EQ_INT(pthread_create(&other[i], NULL, take_a_core, &stop), 0);
+  for (i = 0; i < TFMI_COUNT(workers); i++) {
+    tfmi_heap heap;
+    tfm_dev d;
+    memset(&heap, 0, sizeof heap);
+    memset(&d, 0, sizeof d);
+    d.host = &heap.host;
+    d.threads = i % 2 ? 16 : workers[i] + 1;
+    CHECK_EQ_INT(tfmi_pool_start(&d, &heap, workers[i]), TFM_OK);
+    for (n = 1; n < 300; n++) {
+      int32_t cut = n < d.threads ? n : d.threads;
+      shares s;
+      memset(&s, 0, sizeof s);
+      tfm_parallel_for(&d, n, 1, sign, &s);
+      for (j = 0; j < 300; j++) /* share k has n k / cut and on */
+        CHECK_EQ_INT(s.by[j], j < n ? ((j + 1) * cut - 1) / n + 1 : 0);
+      if (n % 100 == 0) nanosleep(&nap, NULL); /* long enough to fall asleep */
+    }
+    tfmi_pool_close(&d, &heap);
+    CHECK_EQ_INT(heap.used, 0);
+  }
+  tfmi_atomic_store(&stop, 1);
+  for (i = 0; i < 2; i++) pthread_join(other[i], NULL);
+}
+
 static tfm_status try_open(tfm_device which, int32_t threads, const char *override) {
   tfmi_heap heap;
   tfm_dev d;

@@ -1,0 +1,178 @@
+/* The host side of transformer_cuda.cu against the stand-in of cuda_standin.h: every call failing,
+   nothing leaked, streams in order, the way back to the processor. Kernels do nothing there, so no
+   result is looked at but those that the processor computed. Built by tests/cuda.sh. */
+#define TRANSFORMER_IMPLEMENTATION
+#define TFM_USE_CUDA
+#include "../transformer.h"
+#include "cuda_standin.h"
+#include "files.h"
+#include <driver_types.h>
+
+enum { PROMPT = 9, TOKENS = 6 };
+static const int32_t prompt[PROMPT] = {3, 14, 15, 9, 2, 6, 5, 35, 8};
+static const char *const models[] = {DATA "models/gpt2-a", DATA "models/llama-a"};
+
+typedef struct outcome {
+  tfm_status status;    /* of the first call that failed */
+  char device[16];      /* that the model was loaded for */
+  int32_t ids[TOKENS];
+  int tokens;
+  int warnings;         /* lines logged about CUDA that are no mere information */
+  char sentence[512];   /* the error, or else the last of them */
+} outcome;
+
+static void on_log(void *user, tfm_log_level level, const char *line) {
+  outcome *o = (outcome *)user;
+  if (level < TFM_LOG_WARNING || !strstr(line, "cuda")) return;
+  o->warnings++;
+  snprintf(o->sentence, sizeof o->sentence, "%s", line);
+}
+
+static void note_error(outcome *o) {
+  o->status = tfm_error_status();
+  snprintf(o->sentence, sizeof o->sentence, "%s", tfm_error());
+}
+
+static void generate(outcome *o, tfm_session *s) {
+  int32_t id = s ? (int32_t)tfm_feed(s, prompt, PROMPT) : -1;
+  while (id >= 0 && o->tokens < TOKENS) {
+    id = tfm_next(s, NULL);
+    if (id == TFM_END) id = (int32_t)tfm_feed(s, prompt, 1); /* one more row, all the same */
+    if (id >= 0) o->ids[o->tokens++] = id;
+  }
+  if (id < 0) note_error(o);
+}
+
+/* Loads, feeds, generates, and gives everything back. */
+static outcome run(const char *path, tfm_device device, bool no_fallback) {
+  outcome o;
+  tfm_model_config c;
+  tfm_engine_config e;
+  tfm_model_info info;
+  tfm_model *m;
+  tfm_session *s;
+  memset(&o, 0, sizeof o);
+  memset(&c, 0, sizeof c);
+  memset(&e, 0, sizeof e);
+  c.device = device;
+  c.no_fallback = no_fallback;
+  c.threads = e.threads = 1;
+  e.context = 32;
+  c.host.log = e.host.log = on_log;
+  c.host.user = e.host.user = &o;
+  m = tfm_model_load(path, &c);
+  if (!m) {
+    note_error(&o);
+    return o;
+  }
+  tfm_model_describe(m, &info);
+  snprintf(o.device, sizeof o.device, "%s", info.device);
+  s = tfm_session_create(m, &e);
+  generate(&o, s);
+  tfm_session_free(s);
+  tfm_model_free(m);
+  return o;
+}
+
+static void check_clean(void) {
+  CHECK_EQ_INT(standin_live(), 0);
+  CHECK_EQ_INT(standin.bytes, 0);
+  CHECK_STR(standin.misuse, "");
+}
+
+TEST(a_whole_run_gives_everything_back) {
+  size_t i;
+  for (i = 0; i < sizeof models / sizeof models[0]; i++) {
+    outcome o;
+    standin_reset();
+    o = run(models[i], TFM_CUDA, true);
+    CHECK_EQ_INT(o.status, TFM_OK);
+    CHECK_STR(o.sentence, "");
+    CHECK_STR(o.device, "cuda");
+    CHECK_EQ_INT(o.tokens, TOKENS);
+    CHECK(standin.launches + standin.replays > TOKENS && standin.peak > 0);
+    check_clean();
+  }
+}
+
+/* Every call in turn, alone and with all that follow, as an error and as a lack of memory. */
+static void fail_every_call(const char *path, bool for_ever, int error) {
+  long n = 0;
+  int refused = 0;
+  do {
+    outcome o;
+    n++;
+    standin_reset();
+    standin.fail_at = n;
+    standin.for_ever = for_ever;
+    standin.error = error;
+    o = run(path, TFM_CUDA, true);
+    if (o.status != TFM_OK) refused++;
+    CHECK(o.status == TFM_OK || o.status == TFM_E_DEVICE || o.status == TFM_E_MEMORY);
+    CHECK(o.status == TFM_OK || o.sentence[0]);
+    check_clean();
+    if (test_failures) {
+      fprintf(stderr, "  ... on call %ld: %s\n", n, o.sentence);
+      return;
+    }
+  } while (standin.calls >= n);
+  printf("  %s: %ld calls, %d of them told as a status\n", path, n - 1, refused);
+  CHECK(refused > 20);
+}
+
+TEST(every_call_may_fail) {
+  size_t i;
+  for (i = 0; i < sizeof models / sizeof models[0]; i++) {
+    fail_every_call(models[i], false, cudaErrorLaunchFailure);
+    fail_every_call(models[i], true, cudaErrorLaunchFailure);
+    fail_every_call(models[i], false, cudaErrorMemoryAllocation);
+  }
+}
+
+static void check_same_ids(const outcome *a, const outcome *b) {
+  CHECK_EQ_INT(a->tokens, b->tokens);
+  CHECK(!memcmp(a->ids, b->ids, sizeof a->ids));
+}
+
+TEST(without_a_device_the_processor_computes_and_says_so_once) {
+  outcome o, expected = run(models[1], TFM_REF, true);
+  standin_reset();
+  standin.devices = 0;
+  o = run(models[1], TFM_CUDA, false);
+  CHECK_EQ_INT(o.status, TFM_OK);
+  CHECK_STR(o.device, "ref");
+  CHECK_EQ_INT(o.warnings, 1);
+  CHECK_STR_HAS(o.sentence, "no CUDA device can be used");
+  check_same_ids(&o, &expected);
+  check_clean();
+
+  o = run(models[1], TFM_CUDA, true);
+  CHECK_EQ_INT(o.status, TFM_E_DEVICE);
+  check_clean();
+}
+
+TEST(out_of_device_memory_leaves_other_models_usable) {
+  tfm_model_config c;
+  tfm_model *m;
+  tfm_session *s;
+  outcome o, after;
+  memset(&c, 0, sizeof c);
+  memset(&after, 0, sizeof after);
+  c.device = TFM_CUDA;
+  c.no_fallback = true;
+  standin_reset();
+  m = tfm_model_load(models[0], &c);
+  s = tfm_session_create(m, NULL);
+  standin.memory_limit = standin.bytes + 1000;
+  o = run(models[1], TFM_CUDA, true);
+  CHECK_EQ_INT(o.status, TFM_E_MEMORY);
+  CHECK(o.sentence[0]);
+  generate(&after, s);
+  CHECK_EQ_INT(after.status, TFM_OK);
+  CHECK_EQ_INT(after.tokens, TOKENS);
+  tfm_session_free(s);
+  tfm_model_free(m);
+  check_clean();
+}
+
+TEST_MAIN

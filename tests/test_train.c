@@ -911,7 +911,7 @@ static void refused(tfm_trainer *t, const void *data, size_t bytes, const char *
   FILE *f = fopen(SAVED, "wb");
   float before = t->w[5];
   CHECK(f && fwrite(data, 1, bytes, f) == bytes && fclose(f) == 0);
-  CHECK_EQ_INT(tfm_trainer_resume(t, SAVED), bytes ? TFM_E_FORMAT : TFM_E_IO);
+  CHECK_EQ_INT(tfm_trainer_resume(t, SAVED), TFM_E_FORMAT);
   CHECK_STR_HAS(tfm_error(), why);
   CHECK(t->w[5] == before && t->step == 0);
 }
@@ -926,7 +926,7 @@ TEST(other_and_damaged_checkpoints_are_refused) {
   refused(b, saved.data, saved.bytes, "another shape");
   refused(c, saved.data, saved.bytes - 1, "damaged");
   refused(c, saved.data, 20, "no checkpoint");
-  refused(c, saved.data, 0, "mapped");
+  refused(c, saved.data, 0, "no checkpoint");
   for (i = 0; i < saved.bytes; i += i < 64 ? 1 : saved.bytes / 50) {
     saved.data[i] ^= 16;
     refused(c, saved.data, saved.bytes, "is ");

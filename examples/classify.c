@@ -332,7 +332,7 @@ static bool task_save(const task *t, tfm_trainer *trainer) {
   mkdir(folder, 0777);
   if (tfm_trainer_export(trainer, folder) != TFM_OK) return tool_fail() < 0;
   snprintf(path, sizeof path, "%s/tokenizer.json", folder);
-  if (t->o->model && !tokenizer_copy(t->o->model, folder)) return false;
+  if (t->o->model && !tokenizer_copy(t->tokenizer, t->o->model, folder)) return false;
   if (!t->o->model && tfm_tokenizer_save(t->tokenizer, path) != TFM_OK) return tool_fail() < 0;
   snprintf(path, sizeof path, "%s/labels.txt", folder);
   f = fopen(path, "w");

@@ -44,7 +44,8 @@ static int run_all(options *o, run *r, const tfm_model *model, tfm_tokenizer *to
   c->data = r->data->mark;
   r->trainer = tfm_trainer_create(model, c);
   if (!r->trainer) return tool_fail();
-  if (o->run.folder && !tokenizer_copy(o->model, o->run.folder)) return TOOL_FAILED;
+  if (o->run.folder && !tokenizer_copy(tokenizer, o->model, o->run.folder))
+    return TOOL_FAILED;
   return run_loop(r);
 }
 

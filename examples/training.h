@@ -95,14 +95,18 @@ static inline void file_list_free(file_list *l) {
 
 /* ---- The tokenizer's files go with the model ---- */
 
+/* A file that is not there is passed over, as not every model has each; so is one onto itself. */
 static inline bool file_copy(const char *from, const char *to) {
-  FILE *in = fopen(from, "rb"), *out;
+  struct stat a, b;
+  FILE *in, *out;
   size_t bytes = 0;
   bool good = false;
   char *text;
-  if (!in) return true; /* not every model has every file */
-  text = tool_read_all(in, &bytes);
-  fclose(in);
+  if (stat(from, &a) != 0) return true;
+  if (stat(to, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino) return true;
+  in = fopen(from, "rb");
+  text = in ? tool_read_all(in, &bytes) : NULL;
+  if (in) fclose(in);
   out = text ? fopen(to, "wb") : NULL;
   if (out) {
     good = fwrite(text, 1, bytes, out) == bytes;
@@ -113,12 +117,20 @@ static inline bool file_copy(const char *from, const char *to) {
   return good;
 }
 
-static inline bool tokenizer_copy(const char *model, const char *folder) {
+/* A folder's files are copied as they are; the vocabulary of a single file is saved, or refused. */
+static inline bool tokenizer_copy(const tfm_tokenizer *tokenizer, const char *model,
+                                  const char *folder) {
   static const char *const names[] = {"tokenizer.json", "tokenizer.model", "tokenizer.bin",
-                                      "vocab.json", "merges.txt", "tokenizer_config.json",
-                                      "special_tokens_map.json"};
+                                      "vocab.json", "merges.txt", "added_tokens.json",
+                                      "tokenizer_config.json", "special_tokens_map.json",
+                                      "chat_template.jinja"};
   char from[RUN_ROOM], to[RUN_ROOM];
+  struct stat st;
   size_t i;
+  if (stat(model, &st) == 0 && !S_ISDIR(st.st_mode)) {
+    snprintf(to, sizeof to, "%s/tokenizer.json", folder);
+    return tfm_tokenizer_save(tokenizer, to) == TFM_OK || tool_fail() < 0;
+  }
   for (i = 0; i < sizeof names / sizeof *names; i++) {
     snprintf(from, sizeof from, "%s/%s", model, names[i]);
     snprintf(to, sizeof to, "%s/%s", folder, names[i]);

@@ -11799,7 +11799,7 @@ static tfmi_tensor *tfmi_ask_expert(tfmi_builder *b, tfmi_slot slot, int32_t lay
                                             suffix));
   if (!t) return NULL;
   t->used = true;
-  t->slot = slot;
+  t->slot = (int32_t)slot;
   t->layer = layer;
   t->bias = strcmp(suffix, ".bias") == 0;
   return t;

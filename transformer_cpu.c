@@ -273,7 +273,7 @@ CPU_INLINE size_t cpu_panel_span(int type, int64_t n) {
 CPU_INLINE const uint8_t *cpu_piece_at(const uint8_t **front, const uint8_t *panel, int type,
                                        int32_t b) {
   const int pieces = cpu_layouts[type].cols / 32;
-  *front = panel + cpu_panel_span(type, (int64_t)b / pieces * pieces * 32);
+  *front = panel + cpu_panel_span((int)type, (int64_t)b / pieces * pieces * 32);
   return *front + cpu_front_bytes(type) + b % pieces * cpu_piece_bytes(type);
 }
 
@@ -299,7 +299,7 @@ static bool cpu_in_panels(const tfm_weight_source *s) {
 /* Bytes of our own memory that a part takes. */
 static size_t cpu_part_bytes(const tfm_weight_source *s, const tfm_part *p) {
   tfm_type type = cpu_type_of(s, p);
-  if (cpu_in_panels(s)) return (size_t)cpu_panels(p->rows) * cpu_panel_span(type, s->cols);
+  if (cpu_in_panels(s)) return (size_t)cpu_panels(p->rows) * cpu_panel_span((int)type, s->cols);
   if (s->stable && !s->transposed && type == p->type) return 0; /* as it lies in the file */
   return cpu_align((size_t)p->rows * cpu_span(type, s->cols));
 }
@@ -393,7 +393,7 @@ static void cpu_deal_piece(uint8_t *panel, cpu_piece *p, tfm_type type, int32_t 
                            bool back) {
   const struct cpu_layout *l = &cpu_layouts[type];
   const uint8_t *front;
-  uint8_t *at = (uint8_t *)(uintptr_t)cpu_piece_at(&front, panel, type, b);
+  uint8_t *at = (uint8_t *)(uintptr_t)cpu_piece_at(&front, panel, (int)type, b);
   if (back || b % (l->cols / 32) == 0)
     cpu_deal((uint8_t *)(uintptr_t)front, p->f16, cpu_min(l->f16, 2), slot, 2, back);
   at = cpu_deal(at, p->byte, cpu_min(l->byte, 2), slot, 1, back);
@@ -406,9 +406,9 @@ static void cpu_deal_row(uint8_t *panel, const uint8_t *row, int32_t col, int32_
                          tfm_type type) {
   cpu_piece p;
   int32_t b, end = (col + cols) / 32;
-  if (!cpu_has_blocks(type)) {
+  if (!cpu_has_blocks((int)type)) {
     if (type == TFM_BF16) slot = slot % 16 * 2 + slot / 16; /* a dword: rows i and i + 16 */
-    panel += cpu_panel_span(type, col);
+    panel += cpu_panel_span((int)type, col);
     if (type == TFM_F32) cpu_deal(panel, (void *)(uintptr_t)row, cols, slot, 4, false);
     else cpu_deal(panel, (void *)(uintptr_t)row, cols, slot, 2, false);
     return;
@@ -490,8 +490,8 @@ static void cpu_pack_rows(void *context, int32_t begin, int32_t end, int32_t wor
           from = t->transposed ? tile + (size_t)i * cpu_span(t->type, 32)
                                : cpu_pack_straight(t, tile, row + i, col, cols);
         if (t->panels)
-          cpu_deal_row(t->to + (size_t)group * cpu_panel_span(t->type, t->cols), from, col, cols, i,
-                       t->type);
+          cpu_deal_row(t->to + (size_t)group * cpu_panel_span((int)t->type, t->cols), from, col,
+                       cols, i, t->type);
         else
           memcpy(t->to + (size_t)(row + i) * cpu_span(t->type, t->cols) + cpu_span(t->type, col),
                  from, cpu_span(t->type, cols));
@@ -505,7 +505,7 @@ static uint8_t *cpu_pack_part(tfm_dev *d, cpu_stripe *stripe, const tfm_weight_s
   cpu_pack_job job = {d, p, own, cpu_type_of(s, p), s->cols, s->transposed, cpu_in_panels(s)};
   size_t bytes = cpu_part_bytes(s, p);
   stripe->data = bytes ? own : (const uint8_t *)p->data;
-  stripe->bytes = job.panels ? cpu_panel_span(job.type, s->cols) : cpu_span(job.type, s->cols);
+  stripe->bytes = job.panels ? cpu_panel_span((int)job.type, s->cols) : cpu_span(job.type, s->cols);
   stripe->rows = p->rows;
   stripe->type = job.type;
   stripe->panels = job.panels;
@@ -572,13 +572,14 @@ static void cpu_stripe_piece(tfm_dev *d, float *y, const cpu_stripe *s, int64_t 
   if (!s->panels) from += (size_t)row * s->bytes + cpu_span(s->type, col);
   else {
     from += (size_t)(row / CPU_ROWS) * s->bytes;
-    if (cpu_has_blocks(s->type)) {
+    if (cpu_has_blocks((int)s->type)) {
       cpu_deal_piece(from, &p, s->type, col / 32, slot, true);
       cpu_piece_values(d, y, &p, s->type);
       return;
     }
     if (s->type == TFM_BF16) slot = slot % 16 * 2 + slot / 16;
-    cpu_deal(from + cpu_panel_span(s->type, col), line, n, slot, cpu_layouts[s->type].bytes, true);
+    cpu_deal(from + cpu_panel_span((int)s->type, col), line, n, slot, cpu_layouts[s->type].bytes,
+             true);
     from = line;
   }
   cpu_convert(d, cpu_view(y, TFM_F32, 1, n, n), cpu_view(from, s->type, 1, n, n));
@@ -760,14 +761,14 @@ static bool cpu_is_quantised(const tfm_weight *w) { /* at least a part of it */
   const cpu_weight *packed = cpu_weight_of(w);
   int32_t i;
   for (i = 0; i < packed->stripes; i++)
-    if (cpu_has_blocks(packed->stripe[i].type)) return true;
+    if (cpu_has_blocks((int)packed->stripe[i].type)) return true;
   return false;
 }
 
 /* A row of x in the form that a stripe's tiles take. */
 static const void *cpu_row_of_x(const cpu_product *t, const cpu_stripe *s, int32_t slot) {
   int32_t row = cpu_slot_from(t, slot);
-  if (!cpu_has_blocks(s->type)) return cpu_row(t->x, row);
+  if (!cpu_has_blocks((int)s->type)) return cpu_row(t->x, row);
   return t->quantised + (size_t)(row - t->first) * t->quantised_bytes;
 }
 
@@ -1666,9 +1667,9 @@ static void V(panels)(const cpu_product *t, const cpu_slots *s, const cpu_stripe
   const void *x[CPU_TILE];
   const cpu_tile_row *tile;
   for (slot = s->begin; slot < s->end; slot += tile->rows) {
-    tile = V(tile_for)(stripe->type, s->end - slot, n);
+    tile = V(tile_for)((int)stripe->type, s->end - slot, n);
     for (i = 0; i < tile->rows; i++) x[i] = cpu_row_of_x(t, stripe, cpu_slot_at(s, slot + i));
-    if (cpu_has_blocks(stripe->type)) memset(out, 0, CPU_OUT * sizeof *out); /* it has one row */
+    if (cpu_has_blocks((int)stripe->type)) memset(out, 0, CPU_OUT * sizeof *out); /* 1 row */
     tile->run(out, x, w, stripe->bytes, t->x.cols);
     for (i = 0; i < tile->rows; i++)
       V(write)(t, out + i * CPU_OUT, cols, cpu_slot_at(s, slot + i), col);
@@ -1686,7 +1687,7 @@ static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, cons
   memset(out, 0, (size_t)n * CPU_ROWS * sizeof *out);
   for (k = 0; k < t->x.cols; k += cols) {
     cols = cpu_min(CPU_CHUNK, t->x.cols - k);
-    from = w + cpu_panel_span(stripe->type, k);
+    from = w + cpu_panel_span((int)stripe->type, k);
     if (form) V(unpack)(room, from, cols, stripe->type);
     for (i = 0; i < n; i += tile->rows) {
       tile = V(tile_for)(form ? form : (int)stripe->type, n - i, 1);
@@ -1726,7 +1727,7 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
       const cpu_stripe *s = &w->stripe[expert * w->stripes + i];
       int32_t first = (int32_t)(s->first - (int64_t)expert * t->w->rows);
       int32_t last = cpu_min(end, s->panel + cpu_panels(s->rows));
-      bool blocks = many && cpu_has_blocks(s->type);
+      bool blocks = many && cpu_has_blocks((int)s->type);
       int32_t wide = blocks ? 1 : many ? V(wide) : V(stream);
       for (at = begin > s->panel ? begin : s->panel; at < last; at += n) {
         int32_t panel = at - s->panel, col = first + panel * CPU_ROWS;
@@ -1967,7 +1968,7 @@ static void V(attn_items)(void *context, int32_t begin, int32_t end, int32_t wor
 /* What debugging asks for, dropout, and odd shapes are left to the reference. */
 static bool V(attn_declines)(const cpu_attn_job *t) {
   return t->p->probs || t->p->dropout.rate > 0 || t->kv->width > CPU_WIDTH ||
-         t->group > CPU_QUERIES || cpu_has_blocks(cpu_kv_type(t->kv)) ||
+         t->group > CPU_QUERIES || cpu_has_blocks((int)cpu_kv_type(t->kv)) ||
          (!t->kv->table && !cpu_rows_are_whole(t->rows));
 }
 

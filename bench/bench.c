@@ -755,10 +755,11 @@ typedef struct training {
 } training;
 
 static const training trainings[] = {
-  {"char", {"gpt2", 4, 128, 4, 65, 64, 0, 0, 0, false, 1, NULL}, 16, 64},
-  {"own", {"llama", 7, 256, 4, 4096, 256, 2, 0, 768, false, 1, NULL}, 16, 256},
-  {"gpt2-124m-64", {"gpt2", 12, 768, 12, 50257, 1024, 0, 0, 0, false, 1, NULL}, 4, 64},
-  {"gpt2-124m-256", {"gpt2", 12, 768, 12, 50257, 1024, 0, 0, 0, false, 1, NULL}, 4, 256}};
+  {"char", {"gpt2", 4, 128, 4, 65, 64, 0, 0, 0, 0, 0, 0, 0, false, 1, NULL}, 16, 64},
+  {"own", {"llama", 7, 256, 4, 4096, 256, 2, 0, 768, 0, 0, 0, 0, false, 1, NULL}, 16, 256},
+  {"gpt2-124m-64", {"gpt2", 12, 768, 12, 50257, 1024, 0, 0, 0, 0, 0, 0, 0, false, 1, NULL}, 4, 64},
+  {"gpt2-124m-256", {"gpt2", 12, 768, 12, 50257, 1024, 0, 0, 0, 0, 0, 0, 0, false, 1, NULL},
+   4, 256}};
 
 typedef enum phase { WHOLE, FORWARD, BACKWARD, CLIP, UPDATE, PHASES } phase;
 

@@ -86,9 +86,9 @@ link_cuda() { # all four combinations: none, CPU and what nvcc adds
   nvcc -arch=sm_90a -c -o "$work/cuda.o" transformer_cuda.cu &&
     gcc -O1 -I. -c -o "$work/cpu.o" transformer_cpu.c &&
     gcc -I. -DTFM_USE_CUDA -c -o "$work/a.o" "$work/all.c" &&
-    nvcc -o "$work/a" "$work/a.o" "$work/cuda.o" -lpthread &&
+    nvcc -o "$work/a" "$work/a.o" "$work/cuda.o" -lcublasLt -lpthread &&
     gcc -I. -DTFM_USE_CUDA -DTFM_USE_CPU -c -o "$work/a.o" "$work/all.c" &&
-    nvcc -o "$work/a" "$work/a.o" "$work/cuda.o" "$work/cpu.o" -lpthread && "$work/a"
+    nvcc -o "$work/a" "$work/a.o" "$work/cuda.o" "$work/cpu.o" -lcublasLt -lpthread && "$work/a"
 }
 if command -v nvcc > /dev/null; then check "links CUDA" link_cuda
 else skip "links CUDA" "nvcc is not installed"; fi

@@ -443,6 +443,7 @@ TEST(recomputation_needs_less_memory) {
   s.context = 64;
   memset(&c, 0, sizeof c);
   c.batch = 8;
+  c.threads = 1; /* each thread has its own workspace besides */
   CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &all), TFM_OK);
   c.recompute = true;
   CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &less), TFM_OK);

@@ -1037,8 +1037,8 @@ typedef struct cpu_features { /* bits of cpuid and of xgetbv that a level needs 
 static const cpu_features cpu_avx2 = {1u << 12 | 1u << 27 | 1u << 28 | 1u << 29, 1u << 5, 0, 0, 0,
                                       0x06};
 /* and AVX512 F, DQ, BW, VL; VNNI; masks and registers of 512 bits saved. */
-static const cpu_features cpu_avx512 = {0, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, 1u << 11, 0, 0,
-                                        0xe6};
+static const cpu_features cpu_avx512 = {0, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, 1u << 11, 0,
+                                        0, 0xe6};
 #if defined(TFM_CPU_AMX_STANDIN)
 static const cpu_features cpu_amx = {0, 0, 0, 0, 1u << 5, 0xe6};
 #else

@@ -202,7 +202,8 @@ static inline tfm_schedule run_schedule(struct argp_state *state, const char *te
 
 static inline tfm_type run_precision(struct argp_state *state, const char *text) {
   if (!strcmp(text, "bf16")) return TFM_BF16;
-  if (strcmp(text, "f32")) argp_error(state, "--precision: expected f32 or bf16, found \"%s\"", text);
+  if (!strcmp(text, "f32")) return TFM_F32;
+  argp_error(state, "--precision: expected f32 or bf16, found \"%s\"", text);
   return TFM_F32;
 }
 

@@ -589,7 +589,7 @@ typedef struct tfm_trainer tfm_trainer;
 
 typedef enum tfm_schedule { /* of the learning rate after the warm-up */
   TFM_CONSTANT = 0,
-  TFM_LINEAR = 1,  /* down to min_lr at the last step */
+  TFM_LINEAR = 1,  /* down to min_lr, which the step after the last would have */
   TFM_COSINE = 2,  /* the same along half a cosine */
   TFM_WSD = 3      /* warm-up, stable, decay: linear over the last decay_steps */
 } tfm_schedule;
@@ -611,7 +611,7 @@ typedef struct tfm_trainer_config {
   int32_t batch;         /* B rows of tokens in one pass; 0: 1 */
   int32_t context;       /* T tokens of each; 0: the model's, at most 1024 */
   int32_t accumulate;    /* passes of one step, whose gradients are averaged; 0: 1 */
-  float lr, min_lr;      /* highest and last learning rate; 0: 3e-4, 0 */
+  float lr, min_lr;      /* highest learning rate, and what it falls to; 0: 3e-4, 0 */
   float beta1, beta2;    /* 0: 0.9, 0.95 */
   float eps;             /* 0: 1e-8 */
   float decay;           /* of matrices, not of vectors; 0: 0.1; below 0: none */
@@ -1571,6 +1571,7 @@ static bool tfmi_link(const char *from, const char *to) {
   return CreateHardLinkA(to, from, NULL) != 0;
 }
 static int tfmi_make_folder(const char *path) { return _mkdir(path); }
+static int tfmi_remove_folder(const char *path) { return _rmdir(path); }
 static const char *tfmi_last_slash(const char *path) {
   const char *slash = strrchr(path, '/'), *other = strrchr(path, '\\');
   return !slash || (other && other > slash) ? other : slash;
@@ -1613,6 +1614,7 @@ static void tfmi_sync_folder(const char *path) {
 static bool tfmi_rename(const char *from, const char *to) { return rename(from, to) == 0; }
 static bool tfmi_link(const char *from, const char *to) { return link(from, to) == 0; }
 static int tfmi_make_folder(const char *path) { return mkdir(path, 0777); }
+static int tfmi_remove_folder(const char *path) { return rmdir(path); }
 static const char *tfmi_last_slash(const char *path) { return strrchr(path, '/'); }
 static long tfmi_processors(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
 /* With signals blocked: they are for the application's threads. */
@@ -1866,6 +1868,12 @@ static tfm_status tfmi_out_commit(tfmi_out *o, const char *path, int32_t keep) {
   }
   unlink(o->temporary);
   return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
+}
+
+/* Instead of a commit: as if it had never begun. */
+static void tfmi_out_drop(tfmi_out *o) {
+  close(o->fd);
+  unlink(o->temporary);
 }
 
 typedef void (*tfmi_writer)(void *context, tfmi_out *o);
@@ -3949,6 +3957,7 @@ typedef struct tfmi_codes { /* code points, and TFMI_CODES + byte for bytes that
 typedef struct tfmi_work { /* memory of one call */
   tfmi_heap heap;          /* under the tokenizer's limit */
   tfm_status status;
+  bool goes_on;            /* the text does, from one before it: nothing is put before it */
   tfmi_buffer buffer[TFMI_BUFFERS]; /* two for rewriting, one for each step that cuts */
   tfmi_codes codes, sorted;
 } tfmi_work;
@@ -4057,7 +4066,7 @@ static size_t tfmi_append(char *out, size_t size, tfmi_text text) {
 }
 
 /* SentencePiece's own: `text` before it, each blank becomes `content`, and those at the ends and in
-   runs go. */
+   runs go. Where they go, a text goes on after white space. */
 static void tfmi_rewrite_blanks(tfmi_work *w, const tfmi_step *s, tfmi_text in, tfmi_buffer *out) {
   tfmi_text blank = s->content;
   size_t bound = s->text.n + in.n, i;
@@ -4066,7 +4075,7 @@ static void tfmi_rewrite_blanks(tfmi_work *w, const tfmi_step *s, tfmi_text in, 
   i = 0;
   while (s->squeeze && i < in.n && in.at[i] == ' ') i++;
   if (i == in.n || !tfmi_room(w, out, bound)) return;
-  out->n = tfmi_append(out->at, 0, s->text);
+  if (!w->goes_on || s->squeeze) out->n = tfmi_append(out->at, 0, s->text);
   for (; i < in.n; i++) {
     if (in.at[i] != ' ') out->at[out->n++] = in.at[i];
     else if (!s->squeeze || in.at[i - 1] != ' ') out->n = tfmi_append(out->at, out->n, blank);
@@ -4078,7 +4087,7 @@ static void tfmi_rewrite_blanks(tfmi_work *w, const tfmi_step *s, tfmi_text in, 
 
 static void tfmi_rewrite_prepend(tfmi_work *w, const tfmi_step *s, tfmi_text in,
                                  tfmi_buffer *out) {
-  if (in.n) tfmi_write_text(w, out, s->text);
+  if (in.n && !w->goes_on) tfmi_write_text(w, out, s->text);
   tfmi_write_text(w, out, in);
 }
 
@@ -4876,6 +4885,9 @@ typedef struct tfmi_way { /* the best way to spell a piece up to here */
   uint32_t start; /* of its last part; UINT32_MAX: there is no way yet */
 } tfmi_way;
 
+/* A flag beside those of tfm_encode: the text goes on where another ended. */
+enum { TFMI_ENCODE_GOES_ON = 4 };
+
 typedef struct tfmi_passage { /* a stretch of a text, from where the one before ends */
   size_t end;
   bool trusted; /* it may name special tokens */
@@ -5342,6 +5354,7 @@ static void tfmi_encode_cut(tfmi_encoder *e, int32_t k, const char *p, size_t n)
 static void tfmi_encode_step(tfmi_encoder *e, int32_t k, const char *p, size_t n) {
   const tfmi_step *s = &e->t->cut[k];
   if (k == e->t->cuts) {
+    e->work.goes_on = false;
     tfmi_encode_piece(e, p, n);
   } else if (s->rewrite) {
     tfmi_buffer *out = &e->work.buffer[2 + k];
@@ -5350,7 +5363,7 @@ static void tfmi_encode_step(tfmi_encoder *e, int32_t k, const char *p, size_t n
     in.at = p;
     in.n = n;
     out->n = 0;
-    if (s->left && p != e->whole) own.text.n = 0;
+    if (e->work.goes_on || (s->left && p != e->whole)) own.text.n = 0;
     s->rewrite(&e->work, &own, in, out);
     if (e->work.status == TFM_OK) tfmi_encode_step(e, k + 1, out->at, out->n);
   } else {
@@ -5453,12 +5466,13 @@ static void tfmi_encode_normal(tfmi_encoder *e, const char *p, size_t n) {
   tfmi_text text;
   text.at = p;
   text.n = n;
+  e->work.goes_on = (e->flags & TFMI_ENCODE_GOES_ON) != 0 && p == e->whole;
   text = tfmi_rewrite_all(&e->work, t->rewrite, t->rewrites, text);
   if (e->work.status == TFM_OK)
     tfmi_encode_added(e, &t->added[1], text.at, text.n, tfmi_encode_pieces);
 }
 
-/* As tfm_encode, of a text in stretches when span is not NULL. */
+/* As tfm_encode, of a text in stretches when span is not NULL, or one that goes on. */
 static int64_t tfmi_encode_text(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
                                 unsigned flags, const tfmi_passage *span, size_t spans,
                                 int32_t *ids, size_t cap) {
@@ -18475,8 +18489,9 @@ static void tfmi_conversion_chunk(tfmi_conversion *c) {
   c->sums = TFMI_NEW(double, tfmi_scratch(c->b->s->load, 2 * most, sizeof *c->sums));
 }
 
-static void tfmi_conversion_write(tfmi_conversion *c, const char *path, tfmi_writer writer) {
-  if (tfmi_out_file(path, writer, c) == TFM_OK) return;
+/* Goes on, or fails as writing did. */
+static void tfmi_conversion_wrote(tfmi_conversion *c, tfm_status status) {
+  if (status == TFM_OK) return;
   if (c->cancelled) tfmi_fail(c->b->s->load, TFM_E_CANCELLED, "the conversion was cancelled");
   tfmi_fail_again(c->b->s->load);
 }
@@ -18494,7 +18509,7 @@ static bool tfmi_rotations_agree(const tfmi_rotation *a, const tfmi_rotation *b)
 
 /* A file that others will read must say what was meant: each architecture of GGUF does some things
    in one way only, and what is not in a format is understood to be usual. So what has been written
-   is read again, all but the weights, and compared. */
+   is read again, all but the weights, and compared, before it takes the place of what was there. */
 static const char *tfmi_models_differ(const tfm_model *m, const tfm_model *again) {
   const tfm_net *x = &m->net, *y = &again->net;
   int32_t i;
@@ -18517,7 +18532,7 @@ static const char *tfmi_models_differ(const tfm_model *m, const tfm_model *again
   return NULL;
 }
 
-static void tfmi_conversion_check(tfmi_conversion *c, const char *weights, const char *config) {
+static tfm_status tfmi_conversion_check(tfmi_conversion *c, const char *path) {
   tfm_model_config plain;
   const char *untold = NULL;
   tfm_model *again;
@@ -18525,15 +18540,65 @@ static void tfmi_conversion_check(tfmi_conversion *c, const char *weights, const
   plain.host = c->config.host;
   plain.device = TFM_REF;
   plain.threads = 1;
-  again = tfmi_model_make(c->to, NULL, 0, &plain, true, NULL);
+  again = tfmi_model_make(path, NULL, 0, &plain, true, NULL);
   if (again) untold = tfmi_models_differ(c->b->m, again);
   tfm_model_free(again);
-  if (again && !untold) return;
-  unlink(weights);
-  if (config) unlink(config);
-  if (!untold) tfmi_fail_again(c->b->s->load);
-  tfmi_fail(c->b->s->load, TFM_E_UNSUPPORTED, "%s cannot tell %s of this model; convert to %s",
-            c->gguf ? "GGUF" : "config.json", untold, c->gguf ? "a folder" : ".gguf");
+  if (!again) return tfmi_error.status;
+  if (!untold) return TFM_OK;
+  return tfmi_report(TFM_E_UNSUPPORTED, "%s cannot tell %s of this model; convert to %s",
+                     c->gguf ? "GGUF" : "config.json", untold, c->gguf ? "a folder" : ".gguf");
+}
+
+static void tfmi_conversion_file(tfmi_conversion *c) {
+  tfm_status status;
+  tfmi_out o;
+  tfmi_conversion_exists(c, c->to);
+  tfmi_conversion_vocabulary(c);
+  if (tfmi_out_begin(&o, c->to) != TFM_OK) tfmi_fail_again(c->b->s->load);
+  tfmi_gguf_write(c, &o);
+  tfmi_out_flush(&o);
+  status = o.failed ? TFM_OK : tfmi_conversion_check(c, o.temporary);
+  if (status != TFM_OK) tfmi_out_drop(&o);
+  else status = tfmi_out_commit(&o, c->to, 1);
+  tfmi_conversion_wrote(c, status);
+}
+
+static void tfmi_conversion_folder_make(tfmi_conversion *c, const char *folder) {
+  if (tfmi_make_folder(folder) != 0 && errno != EEXIST)
+    tfmi_fail(c->b->s->load, TFM_E_IO, "the folder %s cannot be made; is the one that it is in "
+              "there?", folder);
+}
+
+/* Weights and config.json lie in a folder beside it until they have been read again. */
+static void tfmi_conversion_folder(tfmi_conversion *c) {
+  static const char *const name[] = {"model.safetensors", "config.json"};
+  static const tfmi_writer write[] = {tfmi_folder_weights_write, tfmi_folder_config_write};
+  tfmi_load *l = c->b->s->load;
+  char *part = (char *)tfmi_scratch(l, strlen(c->to) + sizeof ".part", 1), *from[2], *to[2];
+  tfm_status status = TFM_OK;
+  size_t n = strlen(c->to);
+  int i;
+  while (n > 1 && c->to[n - 1] == '/') n--;
+  snprintf(part, n + sizeof ".part", "%.*s.part", (int)n, c->to);
+  for (i = 0; i < 2; i++) {
+    from[i] = tfmi_join(l, part, name[i]);
+    to[i] = tfmi_join(l, c->to, name[i]);
+    tfmi_conversion_exists(c, to[i]);
+  }
+  tfmi_folder_copies(c, tfmi_folder_copy_check);
+  tfmi_conversion_lines(c);
+  tfmi_conversion_folder_make(c, c->to);
+  tfmi_conversion_folder_make(c, part);
+  for (i = 0; i < 2 && status == TFM_OK; i++) status = tfmi_out_file(from[i], write[i], c);
+  if (status == TFM_OK) status = tfmi_conversion_check(c, part);
+  for (i = 0; i < 2; i++) {
+    if (status == TFM_OK && !tfmi_rename(from[i], to[i]))
+      status = tfmi_report(TFM_E_IO, "%s cannot be written; is it a folder?", to[i]);
+    unlink(from[i]);
+  }
+  tfmi_remove_folder(part);
+  tfmi_conversion_wrote(c, status);
+  tfmi_folder_copies(c, tfmi_folder_copy_write);
 }
 
 /* What GGUF takes a family for: itself, or one that differs in the order of rows only (Mistral is
@@ -18550,36 +18615,17 @@ static const tfmi_family *tfmi_family_there(const tfmi_family *f) {
 
 static void tfmi_conversion_run(tfmi_model_request *r) {
   tfmi_conversion *c = r->conversion;
-  tfmi_load *l = &r->load;
-  const char *weights, *config;
   c->b = &r->builder;
   c->there = tfmi_family_there(c->b->f);
   tfmi_builder_measure(c->b);
   if (c->gguf && !c->there)
-    tfmi_fail(l, TFM_E_UNSUPPORTED, "GGUF has no architecture for %s", c->b->f->name);
+    tfmi_fail(&r->load, TFM_E_UNSUPPORTED, "GGUF has no architecture for %s", c->b->f->name);
   tfmi_conversion_apart(c);
   tfmi_conversion_type(c);
   tfmi_conversion_items(c);
   tfmi_conversion_chunk(c);
-  if (c->gguf) {
-    tfmi_conversion_exists(c, c->to);
-    tfmi_conversion_vocabulary(c);
-    tfmi_conversion_write(c, c->to, tfmi_gguf_write);
-    tfmi_conversion_check(c, c->to, NULL);
-    return;
-  }
-  weights = tfmi_join(l, c->to, "model.safetensors");
-  config = tfmi_join(l, c->to, "config.json");
-  tfmi_conversion_exists(c, weights);
-  tfmi_conversion_exists(c, config);
-  tfmi_folder_copies(c, tfmi_folder_copy_check);
-  tfmi_conversion_lines(c);
-  if (tfmi_make_folder(c->to) != 0 && errno != EEXIST)
-    tfmi_fail(l, TFM_E_IO, "the folder %s cannot be made; is the one that it is in there?", c->to);
-  tfmi_conversion_write(c, weights, tfmi_folder_weights_write);
-  tfmi_folder_copies(c, tfmi_folder_copy_write);
-  tfmi_conversion_write(c, config, tfmi_folder_config_write);
-  tfmi_conversion_check(c, weights, config);
+  if (c->gguf) tfmi_conversion_file(c);
+  else tfmi_conversion_folder(c);
 }
 
 static tfm_status tfmi_conversion_make(tfmi_conversion *c, const char *from) {
@@ -19582,6 +19628,8 @@ static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
     return tfmi_bad_training("drop_attn", (double)c->drop_attn, "0 to below 1");
   if (!(c->drop_residual >= 0 && c->drop_residual < 1))
     return tfmi_bad_training("drop_residual", (double)c->drop_residual, "0 to below 1");
+  if (c->freeze >= 2u * TFM_EXPERTS)
+    return tfmi_bad_training("freeze", c->freeze, "TFM_EMBEDDINGS to TFM_EXPERTS, added up");
   if (c->keep < 1 || c->keep > 1000) return tfmi_bad_training("keep", c->keep, "1 to 1000");
   return TFM_OK;
 }
@@ -20199,6 +20247,7 @@ enum { /* the words of a checkpoint's head */
   TFMI_WORD_DATA, TFMI_WORD_STEP, TFMI_WORD_SEQUENCES, TFMI_WORDS
 };
 enum { TFMI_CHECKPOINT_FORMAT = 2 };
+#define TFMI_STEP_MOST (UINT64_C(1) << 48)
 
 static void tfmi_checkpoint_head(const tfm_trainer *t, uint64_t *word) {
   const tfm_net *net = &t->net;
@@ -20277,6 +20326,10 @@ static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, const c
   if (bytes == end + sizeof sum) memcpy(&sum, data + end, sizeof sum);
   if (bytes != end + sizeof sum || sum != tfmi_checksum(0, data, end))
     return tfmi_report(TFM_E_FORMAT, "%s is damaged: its checksum does not fit", path);
+  if (found[TFMI_WORD_STEP] > TFMI_STEP_MOST || found[TFMI_WORD_SEQUENCES] > TFMI_STEP_MOST)
+    return tfmi_report(TFM_E_FORMAT, "%s is damaged: step %lld after %lld sequences; expected 0 to "
+                       "2^48", path, (long long)found[TFMI_WORD_STEP],
+                       (long long)found[TFMI_WORD_SEQUENCES]);
   data += sizeof word;
   t->dev.table->put(&t->dev, t->w, data, arena);
   t->dev.table->put(&t->dev, t->m, data + arena, arena);
@@ -20321,7 +20374,7 @@ TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
 enum {
   TFMI_TEXT_PIECE = 1 << 20, TFMI_TEXT_SAMPLE = 1 << 16,
   TFMI_FOLDERS_DEEP = 32,
-  TFMI_DATA_FORMAT = 1,
+  TFMI_DATA_FORMAT = 2,
   TFMI_DATA_HEAD = 16, TFMI_DATA_TAIL = 24 /* bytes of a cache around its ids */
 };
 
@@ -20454,14 +20507,15 @@ static size_t tfmi_text_cut(const char *text, size_t n, size_t most) {
   return at;
 }
 
-/* Encodes into m->piece; returns how many. */
-static int64_t tfmi_data_encode(tfmi_data_make *m, const char *text, size_t bytes) {
-  int64_t n = tfm_encode(m->tokenizer, text, bytes, 0, m->piece, m->piece_room);
+/* Encodes into m->piece; returns how many. flags: 0, or TFMI_ENCODE_GOES_ON. */
+static int64_t tfmi_data_encode(tfmi_data_make *m, const char *text, size_t bytes, unsigned flags) {
+  const tfm_tokenizer *t = m->tokenizer;
+  int64_t n = tfmi_encode_text(t, text, bytes, flags, NULL, 0, m->piece, m->piece_room);
   if (n > (int64_t)m->piece_room) {
     tfmi_release(&m->load, m->piece);
     m->piece_room = (size_t)n + 1024;
     m->piece = TFMI_NEW(int32_t, tfmi_scratch(&m->load, m->piece_room, sizeof *m->piece));
-    n = tfm_encode(m->tokenizer, text, bytes, 0, m->piece, m->piece_room);
+    n = tfmi_encode_text(t, text, bytes, flags, NULL, 0, m->piece, m->piece_room);
   }
   if (n < 0) tfmi_fail_again(&m->load);
   return n;
@@ -20493,12 +20547,14 @@ static void tfmi_data_put(tfmi_data_make *m, const int32_t *ids, int64_t n) {
 
 static void tfmi_data_document(tfmi_data_make *m, const char *text, size_t bytes) {
   const tfm_tokenizer_info *v = &m->vocabulary;
+  unsigned flags = 0;
   if (!bytes) return;
   m->data->front.documents++;
   if (v->bos >= 0 && v->bos != v->eos) tfmi_data_put(m, &v->bos, 1);
   while (bytes) {
     size_t n = tfmi_text_cut(text, bytes, TFMI_TEXT_PIECE);
-    tfmi_data_put(m, m->piece, tfmi_data_encode(m, text, n));
+    tfmi_data_put(m, m->piece, tfmi_data_encode(m, text, n, flags));
+    flags = TFMI_ENCODE_GOES_ON;
     text += n;
     bytes -= n;
     m->done += n;
@@ -20626,7 +20682,7 @@ static uint64_t tfmi_mark_tokenizer(tfmi_data_make *m, uint64_t sum) {
   }
   tfmi_file_open(&m->load, m->files[0].path, &m->text);
   bytes = tfmi_text_cut((const char *)m->text.data, m->text.bytes, TFMI_TEXT_SAMPLE);
-  n = tfmi_data_encode(m, (const char *)m->text.data, bytes);
+  n = tfmi_data_encode(m, (const char *)m->text.data, bytes, 0);
   tfmi_file_close(&m->heap, &m->text);
   return tfmi_checksum(sum, m->piece, (size_t)n * sizeof *m->piece);
 }
@@ -20764,10 +20820,7 @@ static void tfmi_data_release(tfmi_heap *heap, tfmi_data *d) {
 static void tfmi_data_close(tfmi_data_make *m) {
   if (m->dir) closedir(m->dir);
   tfmi_file_close(&m->heap, &m->text);
-  if (m->writing) {
-    close(m->out.fd);
-    unlink(m->out.temporary);
-  }
+  if (m->writing) tfmi_out_drop(&m->out);
   tfmi_ring_free(&m->heap, &m->load.scratch);
   if (m->finished) return;
   if (m->data) tfmi_data_release(&m->heap, m->data);

@@ -8,7 +8,8 @@ if [ $# = 0 ]; then
   logs=$(mktemp -d) || exit 1
   trap 'rm -rf "$logs"' EXIT
   # shellcheck disable=SC2016,SC2086
-  printf '%s\n' $groups | xargs -P "$(nproc)" -I{} sh -c 'tests/compat.sh {} > "$0/{}" 2>&1' "$logs"
+  printf '%s\n' $groups | xargs -P "$(nproc)" -I{} \
+    sh -c 'tests/compat.sh {} > "$0/{}" 2>&1' "$logs"
   cat "$logs"/* | grep -v '^[0-9]* passed, '
   cat "$logs"/* | awk '/^[0-9]+ passed, / { p += $1; f += $3; s += $5; n++ }
     END { if (n != groups) f++; print p + 0 " passed, " f + 0 " failed, " s + 0 " skipped"; exit f > 0 }

@@ -19,8 +19,8 @@ fail() { # WHAT OUTPUT
 out=$(make --no-print-directory -B -j 2 CUDA=1 B=build/cuda cuda-check build/cuda/hello 2>&1) ||
   fail "cuda-check" "$out"
 ! grep -q warning <<< "$out" || fail "cuda-check: warnings" "$out"
-printf '#define TRANSFORMER_IMPLEMENTATION\n#include "transformer.h"\nint main(void) { return 0; }\n' \
-  > build/cuda/alone.c
+printf '#define TRANSFORMER_IMPLEMENTATION\n#include "transformer.h"\n%s\n' \
+  'int main(void) { return 0; }' > build/cuda/alone.c
 out=$(gcc -I. -DTFM_USE_CUDA -c -o build/cuda/alone.o build/cuda/alone.c 2>&1 &&
   nvcc -o build/cuda/alone build/cuda/alone.o build/cuda/transformer_cuda.o -lcublasLt 2>&1) ||
   fail "links without transformer_cpu.c" "$out"

@@ -651,7 +651,7 @@ TEST(the_plan_is_what_happens) {
       tfm_engine_config ec;
       tfm_model_info info;
       tfm_plan plan;
-      tfm_stats stats;
+      tfm_stats stats = {0};
       tfm_model *m;
       tfm_session *s;
       failing count;

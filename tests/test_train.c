@@ -248,7 +248,7 @@ TEST(targets_have_weights) {
   golden g;
   tfm_trainer_config c;
   tfm_trainer *t;
-  tfm_step plain, twice, some, masked;
+  tfm_step plain = {0}, twice = {0}, some = {0}, masked = {0};
   float weights[512];
   int32_t targets[512], n, i;
   if (!golden_open(&g, "gpt2-a", TFM_AUTO)) return;
@@ -350,7 +350,7 @@ TEST(dropout_is_the_same_however_it_is_computed) {
   tfm_trainer_config c;
   tfm_trainer *t, *u, *v, *w;
   double plain;
-  tfm_step s;
+  tfm_step s = {0};
   if (!golden_open(&g, "gpt2-a", TFM_AUTO) || !golden_open(&r, "gpt2-a", TFM_REF)) return;
   c = dropping(&g);
   t = tfm_trainer_create(g.model, &c);
@@ -485,7 +485,7 @@ TEST(evaluation_learns_nothing) {
   golden g;
   tfm_trainer_config c;
   tfm_trainer *t;
-  tfm_step a, b;
+  tfm_step a = {0}, b = {0};
   if (!golden_open(&g, "llama-a", TFM_AUTO)) return;
   c = golden_config(&g);
   t = tfm_trainer_create(g.model, &c);
@@ -811,7 +811,7 @@ static void exports(const tfm_model *m, const tfm_trainer_config *c, const int32
                     const int32_t *targets, float bound) {
   tfm_trainer *t = tfm_trainer_create(m, c), *u;
   int32_t n = t ? t->config.context : 1, i;
-  tfm_step a, b;
+  tfm_step a = {0}, b = {0};
   tfm_model *again;
   float *before = logits_of(m, ids, n), *after, worst = 0;
   CHECK(t != NULL);

@@ -16290,7 +16290,7 @@ struct tfm_engine {
   uint64_t epoch;           /* counts what overwrote the logits */
   uint64_t calls;           /* of tfm_next_batch */
   tfm_stats stats;
-  double born, fed;         /* when it was made; when the latest feed began, until its first token */
+  double born, fed;         /* its birth; the latest feed, until a token of it */
   tfmi_ahead ahead;
   size_t host_bytes, device_bytes, cache_bytes;
   void *host_block, *device_block;

@@ -1,6 +1,7 @@
-/* The stand-in's interface (cuda_standin.h) on the real runtime: every call that transformer_cuda.cu
-   makes passes through here on its way to libcudart and libcublasLt, is counted, and can be made to
-   fail instead. So cuda_host.c runs on a GPU with the same tests; misuse is compute-sanitizer's. */
+/* The stand-in's interface (cuda_standin.h) on the real runtime: the calls that transformer_cuda.cu
+   makes pass through here on their way to libcudart and libcublasLt, are counted, and can be made
+   to fail instead. So cuda_host.c runs on a GPU with the same tests; what is misused,
+   compute-sanitizer finds. */
 #define _GNU_SOURCE
 #include "cuda_standin.h"
 #include <cuda_runtime_api.h>

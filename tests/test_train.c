@@ -248,7 +248,7 @@ TEST(targets_have_weights) {
   golden g;
   tfm_trainer_config c;
   tfm_trainer *t;
-  tfm_step plain, twice, some, masked;
+  tfm_step plain = {0}, twice = {0}, some = {0}, masked = {0};
   float weights[512];
   int32_t targets[512], n, i;
   if (!golden_open(&g, "gpt2-a", TFM_AUTO)) return;
@@ -485,7 +485,7 @@ TEST(evaluation_learns_nothing) {
   golden g;
   tfm_trainer_config c;
   tfm_trainer *t;
-  tfm_step a, b;
+  tfm_step a = {0}, b = {0};
   if (!golden_open(&g, "llama-a", TFM_AUTO)) return;
   c = golden_config(&g);
   t = tfm_trainer_create(g.model, &c);

@@ -308,8 +308,9 @@ typedef struct tfm_tokenizer tfm_tokenizer; /* immutable, shared by any number o
 typedef struct tfm_tokenizer_config {
   tfm_host host;
   int32_t vocabulary; /* llama2.c's tokenizer.bin does not say its size: expect it; 0: to its end */
-  const char *splitting; /* tiktoken's files do not say how text is split: "gpt2", "cl100k_base",
-                            "o200k_base", "llama3", "qwen"; NULL: the file is named after it */
+  const char *splitting; /* tiktoken's files do not say how text is split: "gpt2", "r50k_base",
+                            "p50k_base", "cl100k_base", "o200k_base", "llama3", "qwen"; NULL: the
+                            file is named after it */
 } tfm_tokenizer_config;
 
 /* Loads tokenizer.json (byte-level BPE; BPE with byte fallback), vocab.json with merges.txt beside
@@ -5934,7 +5935,7 @@ static void tfmi_add_form(tfmi_make *m, bool composes, bool compat) {
    groups, |, greedy repetition, (?i:), and assertions about one character. */
 
 enum {
-  TFMI_REGEX_SETS = 32, TFMI_REGEX_OPS = 1000, TFMI_REGEX_STATES = 2000, TFMI_REGEX_DEPTH = 16
+  TFMI_REGEX_SETS = 32, TFMI_REGEX_OPS = 1000, TFMI_REGEX_STATES = 1000, TFMI_REGEX_DEPTH = 16
 };
 
 typedef enum tfmi_regex_op {
@@ -6046,9 +6047,9 @@ static tfmi_regex_item tfmi_regex_escape(tfmi_regex_make *x) {
   return item;
 }
 
-static int32_t tfmi_regex_set_new(tfmi_regex_make *x) {
+static tfmi_regex_set *tfmi_regex_set_new(tfmi_regex_make *x) {
   if (x->sets == TFMI_REGEX_SETS) tfmi_regex_fail(x, "too many classes");
-  return x->sets++;
+  return &x->set[x->sets++];
 }
 
 /* Adds an item, and what Onigmo takes for the same in another case. */
@@ -6062,6 +6063,29 @@ static void tfmi_regex_item_add(tfmi_regex_make *x, tfmi_regex_set *set, tfmi_re
   stbds_arrput(set->item, item);
   item.first = item.last = lower == 's' ? 0x17f : 0x212a; /* long s, the sign for kelvin */
   if (lower == 's' || lower == 'k') stbds_arrput(set->item, item);
+}
+
+static bool tfmi_regex_same_set(const tfmi_regex_set *a, const tfmi_regex_set *b) {
+  ptrdiff_t i, n = stbds_arrlen(a->item);
+  if (a->negated != b->negated || n != stbds_arrlen(b->item)) return false;
+  for (i = 0; i < n; i++) {
+    const tfmi_regex_item *p = &a->item[i], *q = &b->item[i];
+    if (p->categories != q->categories || p->first != q->first || p->last != q->last ||
+        p->word != q->word || p->negated != q->negated)
+      return false;
+  }
+  return true;
+}
+
+/* The newest set, or the earlier one that is the same: what a pattern repeats takes no room. */
+static int32_t tfmi_regex_set_done(tfmi_regex_make *x) {
+  int32_t newest = x->sets - 1, i = 0;
+  while (!tfmi_regex_same_set(&x->set[i], &x->set[newest])) i++;
+  if (i == newest) return newest;
+  stbds_arrfree(x->set[newest].item);
+  memset(&x->set[newest], 0, sizeof x->set[newest]);
+  x->sets--;
+  return i;
 }
 
 static tfmi_regex_item tfmi_regex_member(tfmi_regex_make *x) { /* within [ ] */
@@ -6085,14 +6109,13 @@ static tfmi_regex_item tfmi_regex_member(tfmi_regex_make *x) { /* within [ ] */
 /* A class, an escape, or a character: the number of its set. */
 static int32_t tfmi_regex_one(tfmi_regex_make *x) {
   static const char special[] = "^$*+?{}()|]";
-  int32_t number = tfmi_regex_set_new(x);
-  tfmi_regex_set *set = &x->set[number];
+  tfmi_regex_set *set = tfmi_regex_set_new(x);
   tfmi_regex_item item = {0, 1, 0, false, false};
   if (tfmi_regex_take(x, "[")) {
     set->negated = tfmi_regex_take(x, "^");
     if (x->at < x->end && *x->at == ']') tfmi_regex_fail(x, "an empty class");
     while (!tfmi_regex_take(x, "]")) tfmi_regex_item_add(x, set, tfmi_regex_member(x));
-    return number;
+    return tfmi_regex_set_done(x);
   }
   if (tfmi_regex_take(x, "\\")) {
     item = tfmi_regex_escape(x);
@@ -6105,7 +6128,7 @@ static int32_t tfmi_regex_one(tfmi_regex_make *x) {
     item.first = item.last = tfmi_regex_rune(x);
   }
   tfmi_regex_item_add(x, set, item);
-  return number;
+  return tfmi_regex_set_done(x);
 }
 
 /* In any case "ss" is also one letter, and so are these. */
@@ -6334,25 +6357,47 @@ static int32_t tfmi_regex_state(tfmi_regex_make *x) {
   return states;
 }
 
-/* States in a circle without a match would be gone through again from each place of the text. */
+/* Linear time. A search goes on behind its last match in the hope of a longer one; in vain, the next
+   search begins at that match and sees the same characters again. So two searches are followed, of
+   which the later begins anywhere in the earlier's vain part. No circle of states may leave the
+   later without a match meanwhile: then its matches reach to within some steps of the end of the
+   earlier's way, and no character is seen by more than two long searches. */
+static uint32_t tfmi_regex_both(const tfmi_regex_make *x, uint32_t width, uint32_t both,
+                                uint32_t class_, bool *later) { /* 0: one ends, the earlier matches */
+  uint32_t states = (uint32_t)stbds_arrlen(x->begin) - 1;
+  uint32_t a = x->next[both / states * width + class_], b = x->next[both % states * width + class_];
+  *later = (b & TFMI_REGEX_MATCH) != 0;
+  b &= TFMI_REGEX_MATCH - 1;
+  return a & TFMI_REGEX_MATCH || !a || !b ? 0 : a * states + b;
+}
+
 static void tfmi_regex_check_circles(tfmi_regex_make *x, uint32_t width) {
-  int32_t states = (int32_t)stbds_arrlen(x->begin) - 1, *into = NULL, *free_ = NULL, i, done = 0;
-  uint32_t c;
-  for (i = 0; i < states; i++) stbds_arrput(into, 0);
-  for (i = 1; i < states; i++)
-    for (c = 0; c + 1 < width; c++)
-      if (!(x->next[(uint32_t)i * width + c] & TFMI_REGEX_MATCH))
-        into[x->next[(uint32_t)i * width + c]]++;
-  for (i = 1; i < states; i++)
-    if (!into[i]) stbds_arrput(free_, i);
-  for (done = 0; done < stbds_arrlen(free_); done++)
+  uint32_t states = (uint32_t)stbds_arrlen(x->begin) - 1, *reached = NULL, *free_ = NULL, c, to;
+  int32_t *into = TFMI_NEW(int32_t, tfmi_scratch(&x->make->load, (uint64_t)states * states,
+                                                 sizeof *into)); /* 0: not reached; else + 1 */
+  bool later;
+  ptrdiff_t i;
+  for (c = 1; c < states; c++) {
+    stbds_arrput(reached, c * states + 1);
+    into[c * states + 1] = 1;
+  }
+  for (i = 0; i < stbds_arrlen(reached); i++)
     for (c = 0; c + 1 < width; c++) {
-      uint32_t to = x->next[(uint32_t)free_[done] * width + c];
-      if (!(to & TFMI_REGEX_MATCH) && to && --into[to] == 0) stbds_arrput(free_, (int32_t)to);
+      if ((to = tfmi_regex_both(x, width, reached[i], c, &later)) == 0) continue;
+      if (!into[to]) stbds_arrput(reached, to), into[to]++;
+      into[to] += !later;
     }
-  if (done + 1 < states) tfmi_regex_fail(x, "what may take more than linear time");
-  stbds_arrfree(into);
+  for (i = 0; i < stbds_arrlen(reached); i++)
+    if (into[reached[i]] == 1) stbds_arrput(free_, reached[i]);
+  for (i = 0; i < stbds_arrlen(free_); i++)
+    for (c = 0; c + 1 < width; c++)
+      if ((to = tfmi_regex_both(x, width, free_[i], c, &later)) != 0 && !later && --into[to] == 1)
+        stbds_arrput(free_, to);
+  if (stbds_arrlen(free_) < stbds_arrlen(reached))
+    tfmi_regex_fail(x, "what may take more than linear time");
+  stbds_arrfree(reached);
   stbds_arrfree(free_);
+  tfmi_release(&x->make->load, into);
 }
 
 static void tfmi_regex_automaton(tfmi_regex_make *x, uint32_t width) {
@@ -8018,7 +8063,12 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
 
 static const tfmi_split_row tfmi_tiktokens[] = {
   {"gpt2", {TFMI_GPT2_PATTERN}, false, false, true, false},
-  {"cl100k_base", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, false},
+  {"r50k_base", {TFMI_GPT2_PATTERN}, false, false, true, false},
+  {"p50k_base", {TFMI_GPT2_PATTERN}, false, false, true, false},
+  {"cl100k_base", /* the white space that a text ends with is one piece */
+   {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*"
+    "|\\s+(?![\\s\\S])|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
+   false, false, true, false},
   {"o200k_base", {TFMI_O200K_PATTERN}, false, false, true, false},
   {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"qwen", {TFMI_CL100K_PATTERN("")}, false, true, true, false},
@@ -8029,6 +8079,8 @@ static const struct tfmi_tiktoken_special { /* which the files leave out too */
   int32_t id;
 } tfmi_tiktoken_specials[] = {
   {"gpt2", "<|endoftext|>", 50256},
+  {"r50k_base", "<|endoftext|>", 50256},
+  {"p50k_base", "<|endoftext|>", 50256},
   {"cl100k_base", "<|endoftext|>", 100257},
   {"cl100k_base", "<|fim_prefix|>", 100258},
   {"cl100k_base", "<|fim_middle|>", 100259},
@@ -8081,8 +8133,8 @@ static const tfmi_split_row *tfmi_tiktoken_row(tfmi_make *m, const char *path) {
     if (strlen(tfmi_tiktokens[i].name) == n && memcmp(tfmi_tiktokens[i].name, name, n) == 0)
       return &tfmi_tiktokens[i];
   tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a tiktoken file does not say how text is split, and "
-            "\"%s\" is not known; set the config's splitting to gpt2, cl100k_base, o200k_base, "
-            "llama3 or qwen", tfmi_plain(tfmi_text_of(name)).text);
+            "\"%s\" is not known; set the config's splitting to gpt2, r50k_base, p50k_base, "
+            "cl100k_base, o200k_base, llama3 or qwen", tfmi_plain(tfmi_text_of(name)).text);
 }
 
 /* Tokens are spelled in letters for bytes, and merge by rank. */

@@ -1,24 +1,34 @@
 #!/usr/bin/env python3
-"""Compare our tokenizer with Hugging Face's on many random texts or id lists.
+"""Compare our tokenizer with its vocabulary's own library on many random texts or id lists.
 
-Needs:  pip install tokenizers sentencepiece
+Needs:  pip install tokenizers sentencepiece tiktoken
 
-  tokenizer_diff.py TOKENIZER_JSON [--mode plain|special] [-n 200000] [--seed 1]
-  tokenizer_diff.py TOKENIZER_JSON --decode
+  tokenizer_diff.py VOCABULARY [--mode plain|special|bos] [-n 200000] [--seed 1]
+  tokenizer_diff.py VOCABULARY --decode
 
-Starts one child process, `OURS TOKENIZER_JSON [--special] [--decode]`, which answers
+VOCABULARY      compared with
+*.json          Hugging Face's tokenizers
+a folder        the same, made of vocab.json, merges.txt and tokenizer_config.json (Qwen2)
+*.model*        sentencepiece, which knows only "plain"
+NAME.tiktoken   tiktoken, with the splitting and the special tokens that it calls NAME
+a GGUF file     what --against names: one of these
+--write-tiktoken VOCAB_JSON NAME.tiktoken writes such a file with GPT-2's ranks.
+
+Starts one child process, `OURS VOCABULARY [--special | --bos] [--decode]`, which answers
 on stdout each record it gets on stdin until end of file. All numbers are little-endian.
 
               record on stdin                     answer on stdout
   encoding    u32 byte length, UTF-8 bytes        u32 count, count x i32 ids
   --decode    u32 count, count x i32 ids          u32 byte length, bytes
 
-The child may keep its answers in a buffer. Encoding adds no special tokens; decoding
-skips none. Prints the first differences, each reduced to a short input that still
+The child may keep its answers in a buffer. Encoding adds special tokens with --bos only;
+decoding skips none. Prints the first differences, each reduced to a short input that still
 differs, and ends with a line such as "200000 strings, 0 differences". The exit status
 is 0 without differences, 1 with some, 2 where the comparison could not be finished.
 """
 import argparse
+import base64
+import json
 import os
 import queue
 import random
@@ -29,9 +39,13 @@ import threading
 import unicodedata
 from pathlib import Path
 
+import sentencepiece
+import tiktoken
+from tiktoken_ext import openai_public
+
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
-from make_tokenizer_goldens import NOT_WHITE, WHITE, all_texts, load_tokenizer
+from make_tokenizer_goldens import NOT_WHITE, WHITE, all_texts, load_qwen2, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CHUNK = 1000
@@ -69,8 +83,7 @@ def real_lines(shared, rng, most=20000):
     return rng.sample(lines, min(most, len(lines)))
 
 
-def special_fragments(tokenizer):
-    names = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+def special_fragments(names):
     forms = ("{0}", " {0}", "{0} ", "{0}{0}", "\n{0}\n", "\u2581{0}", "<{0}>")
     return [form.format(name) for name in names for form in forms] + [name[:-1] for name in names] + [
         name[1:] for name in names] + [name.upper() for name in names]
@@ -79,12 +92,12 @@ def special_fragments(tokenizer):
 class Texts:
     """An endless source of hard texts, the same for the same seed."""
 
-    def __init__(self, tokenizer, shared, seed):
+    def __init__(self, reference, shared, seed):
         self.rng = random.Random(seed)
         self.by_category = code_points_by_category()
         self.hard = all_texts()
         self.lines = real_lines(shared, self.rng) or self.hard
-        self.special = special_fragments(tokenizer) or FRAGMENTS
+        self.special = special_fragments(reference.special) or FRAGMENTS
         self.kinds = (self.fragments, self.code_points, self.white, self.mutated_line, self.mutated_line,
                       self.repeated, self.with_special, self.mutated_hard, self.one_script, self.joined)
 
@@ -145,11 +158,11 @@ class Texts:
 class IdLists:
     """An endless source of id lists: runs of the small ids, where the bytes are, and real encodings, cut up."""
 
-    def __init__(self, tokenizer, shared, seed):
+    def __init__(self, reference, shared, seed):
         self.rng = random.Random(seed)
-        self.texts = Texts(tokenizer, shared, seed)
-        self.tokenizer = tokenizer
-        self.ids = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
+        self.texts = Texts(reference, shared, seed)
+        self.reference = reference
+        self.ids = reference.ids
         self.kinds = (self.any, self.small, self.mixed, self.encoded)
 
     def next(self):
@@ -165,9 +178,80 @@ class IdLists:
         return [id for _ in range(self.rng.randint(1, 4)) for id in (self.any()[:3] + self.small()[:4])]
 
     def encoded(self):
-        ids = self.tokenizer.encode(self.texts.next(), add_special_tokens=False).ids
+        [ids] = self.reference.encode([self.texts.next()])
         start = self.rng.randint(0, min(3, len(ids)))
         return ids[start:len(ids) - self.rng.randint(0, 2)]
+
+
+# --- the references: ids, special, encode, decode
+
+class HuggingFace:
+    def __init__(self, path, mode):
+        self.tokenizer = load_qwen2(path) if path.is_dir() else load_tokenizer(path)
+        self.tokenizer.encode_special_tokens = mode == "plain"
+        self.adds = mode == "bos"
+        self.ids = sorted(self.tokenizer.get_vocab(with_added_tokens=True).values())
+        self.special = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
+
+    def encode(self, texts):
+        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=self.adds)]
+
+    def decode(self, lists):
+        return self.tokenizer.decode_batch(lists, skip_special_tokens=False)
+
+
+class SentencePiece:
+    def __init__(self, path, mode):
+        assert mode == "plain", "sentencepiece knows no special tokens in text"
+        self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        self.ids = list(range(self.model.vocab_size()))
+        self.special = [self.model.id_to_piece(i) for i in self.ids if self.model.is_control(i)]
+
+    def encode(self, texts):
+        return self.model.encode(texts)
+
+    def decode(self, lists):
+        return [self.model.decode(ids) for ids in lists]
+
+
+class Tiktoken:
+    def __init__(self, path, mode):
+        ranks = (line.split() for line in path.read_bytes().splitlines())
+        ranks = {base64.b64decode(token): int(rank) for token, rank in ranks}
+        openai_public.load_tiktoken_bpe = lambda *_, **__: ranks
+        made = getattr(openai_public, {"gpt2": "r50k_base"}.get(path.stem, path.stem))()
+        made.pop("explicit_n_vocab", None)
+        self.encoding = tiktoken.Encoding(**made)
+        self.plain = mode == "plain"
+        self.ids = sorted(ranks.values()) + sorted(made["special_tokens"].values())
+        self.special = sorted(made["special_tokens"])
+
+    def encode(self, texts):
+        return [self.encoding.encode(text, allowed_special=set() if self.plain else "all", disallowed_special=())
+                for text in texts]
+
+    def decode(self, lists):
+        return [self.encoding.decode(ids) for ids in lists]
+
+
+def open_reference(path, mode):
+    kinds = {".json": HuggingFace, "": HuggingFace, ".tiktoken": Tiktoken}
+    return kinds.get(path.suffix, SentencePiece)(path, mode)
+
+
+def write_tiktoken(vocabulary, path):
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    with open(path, "wb") as out:
+        for piece, rank in sorted(json.loads(vocabulary.read_text(encoding="utf-8")).items(), key=lambda row: row[1]):
+            if piece != "<|endoftext|>":  # the only one that no bytes spell
+                out.write(base64.b64encode(bytes(letters[letter] for letter in piece)) + b" %d\n" % rank)
+
+
+def bytes_to_unicode():
+    """GPT-2's letters for bytes."""
+    same = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in same]
+    return {byte: chr(byte) for byte in same} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 # --- the two sides
@@ -177,11 +261,8 @@ class Encoding:
     source = Texts
     option = []
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def expected(self, texts):
-        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+    def __init__(self, reference):
+        self.expected = reference.encode
 
     def pack(self, text):
         data = text.encode("utf-8")
@@ -197,11 +278,11 @@ class Decoding:
     source = IdLists
     option = ["--decode"]
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, reference):
+        self.reference = reference
 
     def expected(self, lists):
-        return [text.encode("utf-8") for text in self.tokenizer.decode_batch(lists, skip_special_tokens=False)]
+        return [text.encode("utf-8") for text in self.reference.decode(lists)]
 
     def pack(self, ids):
         return struct.pack(f"<I{len(ids)}i", len(ids), *ids)
@@ -314,13 +395,15 @@ def compare(command, task, source, total):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tokenizer", metavar="TOKENIZER_JSON")
+    parser.add_argument("vocabulary", type=Path, metavar="VOCABULARY")
+    parser.add_argument("--against", type=Path, metavar="REFERENCE", help="the same vocabulary in another file")
+    parser.add_argument("--write-tiktoken", type=Path, metavar="VOCAB_JSON", help="write VOCABULARY instead")
     parser.add_argument("--ours", type=Path, default=ROOT / "build" / "tests" / "encode_stream",
                         help="the child (default build/tests/encode_stream)")
     parser.add_argument("-n", type=int, default=200000, help="how many inputs (default 200000)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--mode", choices=("plain", "special"), default="plain",
-                        help="whether special tokens in a text count as such (default plain)")
+    parser.add_argument("--mode", choices=("plain", "special", "bos"), default="plain",
+                        help="special tokens in a text: text, or such (special), or such and added too (bos)")
     parser.add_argument("--decode", action="store_true", help="compare decoding instead of encoding")
     parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared",
                         help="folder with data/text (default ../shared beside the repository)")
@@ -329,12 +412,14 @@ def parse_arguments():
 
 def main():
     args = parse_arguments()
-    tokenizer = load_tokenizer(args.tokenizer)
-    tokenizer.encode_special_tokens = args.mode == "plain"
-    task = (Decoding if args.decode else Encoding)(tokenizer)
-    command = [str(args.ours.resolve()), args.tokenizer] + ["--special"] * (args.mode == "special") + task.option
+    if args.write_tiktoken:
+        return write_tiktoken(args.write_tiktoken, args.vocabulary)
+    reference = open_reference(args.against or args.vocabulary, args.mode)
+    task = (Decoding if args.decode else Encoding)(reference)
+    mode = [] if args.mode == "plain" else ["--" + args.mode]
+    command = [str(args.ours.resolve()), str(args.vocabulary)] + mode + task.option
     try:
-        differences = compare(command, task, task.source(tokenizer, args.shared, args.seed), args.n)
+        differences = compare(command, task, task.source(reference, args.shared, args.seed), args.n)
     except (ChildFailed, OSError) as error:
         print(f"tokenizer_diff.py: {error}", file=sys.stderr)
         return 2

@@ -6363,7 +6363,7 @@ static int32_t tfmi_regex_state(tfmi_regex_make *x) {
    later without a match meanwhile: then its matches reach to within some steps of the end of the
    earlier's way, and no character is seen by more than two long searches. */
 static uint32_t tfmi_regex_both(const tfmi_regex_make *x, uint32_t width, uint32_t both,
-                                uint32_t class_, bool *later) { /* 0: one ends, the earlier matches */
+                                uint32_t class_, bool *later) { /* 0: an end, or an earlier match */
   uint32_t states = (uint32_t)stbds_arrlen(x->begin) - 1;
   uint32_t a = x->next[both / states * width + class_], b = x->next[both % states * width + class_];
   *later = (b & TFMI_REGEX_MATCH) != 0;
@@ -6920,7 +6920,13 @@ static void tfmi_make_added_set(tfmi_make *m, tfmi_added_set *set, bool normalis
     tfmi_added *to = &set->token[set->count];
     if (a->normalised && !a->verbatim) /* the reference decodes it in normalised form too */
       tfmi_make_said(m, &m->t->token[a->id], a->pattern.at, a->pattern.n);
-    if (i && tfmi_text_order(list[i - 1].pattern, a->pattern) == 0) continue; /* the same by now */
+    if (i && tfmi_text_order(list[i - 1].pattern, a->pattern) == 0) {
+      if (list[i - 1].id != a->id) /* the reference takes now this one, now that */
+        tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "added tokens \"%s\" and \"%s\" are the same when "
+                  "they are normalised", tfmi_plain(list[i - 1].text).text,
+                  tfmi_plain(a->text).text);
+      continue;
+    }
     to->at = tfmi_arena_put(m, a->pattern.at, a->pattern.n);
     to->n = (uint32_t)a->pattern.n;
     to->id = a->id;
@@ -7863,10 +7869,10 @@ typedef struct tfmi_split_row { /* a name for how text is split, and for what go
   bool adds_bos;    /* unless the file says otherwise */
 } tfmi_split_row;
 
-/* tokenizer.ggml.pre: what the models of that name have in their tokenizer.json. */
+/* tokenizer.ggml.pre: what the models of that name have in their tokenizer.json. "default" is none
+   of them: converters wrote it where they did not know better. */
 static const tfmi_split_row tfmi_gguf_pres[] = {
   {"gpt-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
-  {"default", {TFMI_GPT2_PATTERN}, false, false, false, false},
   {"phi-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
   {"mpt", {TFMI_GPT2_PATTERN}, false, true, false, false},
   {"olmo", {TFMI_GPT2_PATTERN}, false, true, false, false},
@@ -7877,6 +7883,8 @@ static const tfmi_split_row tfmi_gguf_pres[] = {
   {"llama-bpe", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"llama-v3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"smaug-bpe", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, false, false},
+  {"dbrx", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, false, false},
   {"qwen2", {TFMI_CL100K_PATTERN("")}, false, true, false, false},
   {"deepseek-r1-qwen", {TFMI_CL100K_PATTERN("")}, false, true, false, true},
   {"gpt-4o", {TFMI_O200K_PATTERN}, false, false, false, false},
@@ -7956,13 +7964,15 @@ static void tfmi_gguf_merges(tfmi_make *m, const tfmi_gguf *g) {
   }
 }
 
-/* How text is split; true when such a vocabulary begins texts with BOS. */
+/* How text is split; true when such a vocabulary begins texts with BOS. Of the files that do not say
+   it, GPT-2's own is certain. */
 static bool tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
-  tfmi_text pre = tfmi_text_of("gpt-2");
+  tfmi_text pre = tfmi_text_of("default"), architecture = tfmi_text_of("");
   int i;
-  if (!tfmi_gguf_get_text(g, "tokenizer.ggml.pre", &pre))
-    tfmi_log(&m->heap.host, TFM_LOG_WARNING,
-             "%s: no tokenizer.ggml.pre; text is split as for GPT-2", m->load.object);
+  tfmi_gguf_get_text(g, "tokenizer.ggml.pre", &pre);
+  tfmi_gguf_get_text(g, "general.architecture", &architecture);
+  if (tfmi_text_is(pre, "default") && tfmi_text_is(architecture, "gpt2"))
+    pre = tfmi_text_of("gpt-2");
   for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
     if (tfmi_text_is(pre, tfmi_gguf_pres[i].name)) {
       tfmi_split_as(m, &tfmi_gguf_pres[i]);
@@ -8015,9 +8025,8 @@ static int32_t tfmi_gguf_id(const tfmi_gguf *g, const char *key) {
   return id >= 0 && id < TFMI_VOCABULARY_MAX ? (int32_t)id : -1; /* 2^32 - 1 means none */
 }
 
-static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
+static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos, bool eos) {
   tfm_tokenizer *t = m->t;
-  bool eos = false;
   tfmi_gguf_get_bool(g, "tokenizer.ggml.add_bos_token", &bos);
   tfmi_gguf_get_bool(g, "tokenizer.ggml.add_eos_token", &eos);
   t->bos = tfmi_known_id(t, tfmi_gguf_id(g, "tokenizer.ggml.bos_token_id"));
@@ -8031,11 +8040,12 @@ static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
 static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   tfmi_gguf g;
   tfmi_text model;
-  bool prefix = true, spm, bos = true, unigram;
+  bool prefix = true, spm, unigram, bos;
   tfmi_gguf_open(&g, &m->load, file.at, file.n);
   if (!tfmi_gguf_get_text(&g, "tokenizer.ggml.model", &model)) return false;
   if (tfmi_text_is(model, "no_vocab")) return false;
   unigram = tfmi_text_is(model, "t5");
+  bos = !unigram; /* T5 ends its texts with EOS instead */
   spm = unigram || tfmi_text_is(model, "llama");
   if (!spm && !tfmi_text_is(model, "gpt2"))
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.model is \"%s\", expected gpt2, llama "
@@ -8055,7 +8065,7 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   m->t->unk = tfmi_gguf_id(&g, "tokenizer.ggml.unknown_token_id");
   tfmi_make_tables(m);
   m->t->unk = tfmi_known_id(m->t, m->t->unk);
-  tfmi_gguf_adds(m, &g, bos);
+  tfmi_gguf_adds(m, &g, bos, unigram);
   return true;
 }
 
@@ -8066,8 +8076,8 @@ static const tfmi_split_row tfmi_tiktokens[] = {
   {"r50k_base", {TFMI_GPT2_PATTERN}, false, false, true, false},
   {"p50k_base", {TFMI_GPT2_PATTERN}, false, false, true, false},
   {"cl100k_base", /* the white space that a text ends with is one piece */
-   {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*"
-    "|\\s+(?![\\s\\S])|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
+   {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}"
+    "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s+(?![\\s\\S])|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
    false, false, true, false},
   {"o200k_base", {TFMI_O200K_PATTERN}, false, false, true, false},
   {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},

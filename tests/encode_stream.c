@@ -75,7 +75,8 @@ int main(int argc, char **argv) {
   if (argc < 2) die("usage: encode_stream TOKENIZER [--special | --bos] [--decode]");
   for (i = 2; i < argc; i++)
     if (strcmp(argv[i], "--special") == 0) s.flags |= TFM_ENCODE_PARSE_SPECIAL;
-    else if (strcmp(argv[i], "--bos") == 0) s.flags |= TFM_ENCODE_PARSE_SPECIAL | TFM_ENCODE_SPECIAL;
+    else if (strcmp(argv[i], "--bos") == 0)
+      s.flags |= TFM_ENCODE_PARSE_SPECIAL | TFM_ENCODE_SPECIAL;
     else if (strcmp(argv[i], "--decode") == 0) decodes = true;
     else die("unknown option");
   s.tokenizer = tfm_tokenizer_load(argv[1], NULL);

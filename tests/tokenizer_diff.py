@@ -26,6 +26,7 @@ decoding skips none. Prints the first differences, each reduced to a short input
 differs, and ends with a line such as "200000 strings, 0 differences". The exit status
 is 0 without differences, 1 with some, 2 where the comparison could not be finished.
 """
+
 import argparse
 import base64
 import json
@@ -56,12 +57,77 @@ SHOWN = 10
 # --- random texts
 
 FRAGMENTS = [
-    "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S", "'RE", "'Ll", "\u2019s", "'", "''", "\r\n", "\n\n", "\n", "\r",
-    "\t", " ", "  ", "   ", "\u00a0", "\u3000", "\u2581", "\u2581\u2581", "\u0120", "\u0301", "\ufe0f", "\u200d",
-    "\u00bd", "\u2460", "\u00b2", "123", "1234", "0", "a", "A", "_", "-", ".", "...", "!", "?!", "(", ")", "<", ">",
-    "<|", "|>", "<0x0A>", "<0xE2>", "\u4f60\u597d", "\u3042", "\uac00", "\u1100\u1161", "\u0645\u064f", "\U0001f600",
-    "\U0001f468\u200d\U0001f469", "\ufffd", "\ufeff", "\u0000", "\u0085", "\u180e", "\u001c", "\U0010ffff",
-    "\U000f0000", "\u0378", "the", " the", "ing", "\u0438\u0445",
+    "'s",
+    "'t",
+    "'re",
+    "'ve",
+    "'m",
+    "'ll",
+    "'d",
+    "'S",
+    "'RE",
+    "'Ll",
+    "\u2019s",
+    "'",
+    "''",
+    "\r\n",
+    "\n\n",
+    "\n",
+    "\r",
+    "\t",
+    " ",
+    "  ",
+    "   ",
+    "\u00a0",
+    "\u3000",
+    "\u2581",
+    "\u2581\u2581",
+    "\u0120",
+    "\u0301",
+    "\ufe0f",
+    "\u200d",
+    "\u00bd",
+    "\u2460",
+    "\u00b2",
+    "123",
+    "1234",
+    "0",
+    "a",
+    "A",
+    "_",
+    "-",
+    ".",
+    "...",
+    "!",
+    "?!",
+    "(",
+    ")",
+    "<",
+    ">",
+    "<|",
+    "|>",
+    "<0x0A>",
+    "<0xE2>",
+    "\u4f60\u597d",
+    "\u3042",
+    "\uac00",
+    "\u1100\u1161",
+    "\u0645\u064f",
+    "\U0001f600",
+    "\U0001f468\u200d\U0001f469",
+    "\ufffd",
+    "\ufeff",
+    "\u0000",
+    "\u0085",
+    "\u180e",
+    "\u001c",
+    "\U0010ffff",
+    "\U000f0000",
+    "\u0378",
+    "the",
+    " the",
+    "ing",
+    "\u0438\u0445",
 ]
 
 
@@ -85,8 +151,12 @@ def real_lines(shared, rng, most=20000):
 
 def special_fragments(names):
     forms = ("{0}", " {0}", "{0} ", "{0}{0}", "\n{0}\n", "\u2581{0}", "<{0}>")
-    return [form.format(name) for name in names for form in forms] + [name[:-1] for name in names] + [
-        name[1:] for name in names] + [name.upper() for name in names]
+    return (
+        [form.format(name) for name in names for form in forms]
+        + [name[:-1] for name in names]
+        + [name[1:] for name in names]
+        + [name.upper() for name in names]
+    )
 
 
 class Texts:
@@ -98,8 +168,18 @@ class Texts:
         self.hard = all_texts()
         self.lines = real_lines(shared, self.rng) or self.hard
         self.special = special_fragments(reference.special) or FRAGMENTS
-        self.kinds = (self.fragments, self.code_points, self.white, self.mutated_line, self.mutated_line,
-                      self.repeated, self.with_special, self.mutated_hard, self.one_script, self.joined)
+        self.kinds = (
+            self.fragments,
+            self.code_points,
+            self.white,
+            self.mutated_line,
+            self.mutated_line,
+            self.repeated,
+            self.with_special,
+            self.mutated_hard,
+            self.one_script,
+            self.joined,
+        )
 
     def next(self):
         return self.rng.choice(self.kinds)()
@@ -117,7 +197,7 @@ class Texts:
         """Neighbouring code points: the edges of ranges in character tables."""
         first = ord(self.code_point())
         near = (first + self.rng.randint(-40, 40) for _ in range(self.rng.randint(1, 16)))
-        return "".join(chr(c) for c in near if 0 <= c < 0x110000 and not 0xd800 <= c < 0xe000)
+        return "".join(chr(c) for c in near if 0 <= c < 0x110000 and not 0xD800 <= c < 0xE000)
 
     def white(self):
         pieces = list(WHITE + NOT_WHITE) + [" ", "\n", "\r\n", "\t"] * 4 + ["a", "B", "1", "!", "'s", "\u00e9"] * 3
@@ -130,7 +210,8 @@ class Texts:
 
     def with_special(self):
         pieces = self.rng.choices(self.special, k=self.rng.randint(1, 4)) + self.rng.choices(
-            FRAGMENTS, k=self.rng.randint(0, 6))
+            FRAGMENTS, k=self.rng.randint(0, 6)
+        )
         self.rng.shuffle(pieces)
         return "".join(pieces)
 
@@ -140,7 +221,7 @@ class Texts:
     def mutated_line(self):
         line = self.rng.choice(self.lines)
         start = self.rng.randrange(max(1, len(line) - 80))
-        return self.mutate(line[start:start + 160])
+        return self.mutate(line[start : start + 160])
 
     def joined(self):
         return self.mutated_hard()[:40] + self.fragments() + self.mutated_line()[:40]
@@ -149,8 +230,16 @@ class Texts:
         for _ in range(self.rng.choice((0, 1, 1, 2, 4))):
             at = self.rng.randint(0, len(text))
             end = at + self.rng.choice((0, 0, 1, 1, 3))
-            middle = self.rng.choice((self.rng.choice(FRAGMENTS), self.rng.choice(self.special), self.code_point(), "",
-                                      text[at:end].swapcase(), text[at:end] * 2))
+            middle = self.rng.choice(
+                (
+                    self.rng.choice(FRAGMENTS),
+                    self.rng.choice(self.special),
+                    self.code_point(),
+                    "",
+                    text[at:end].swapcase(),
+                    text[at:end] * 2,
+                )
+            )
             text = text[:at] + middle + text[end:]
         return text
 
@@ -180,10 +269,11 @@ class IdLists:
     def encoded(self):
         [ids] = self.reference.encode([self.texts.next()])
         start = self.rng.randint(0, min(3, len(ids)))
-        return ids[start:len(ids) - self.rng.randint(0, 2)]
+        return ids[start : len(ids) - self.rng.randint(0, 2)]
 
 
 # --- the references: ids, special, encode, decode
+
 
 class HuggingFace:
     def __init__(self, path, mode):
@@ -208,7 +298,7 @@ class SentencePiece:
         self.special = [self.model.id_to_piece(i) for i in self.ids if self.model.is_control(i)]
 
     def encode(self, texts):
-        return self.model.encode(texts)
+        return self.model.encode(texts, num_threads=1)
 
     def decode(self, lists):
         return [self.model.decode(ids) for ids in lists]
@@ -227,8 +317,10 @@ class Tiktoken:
         self.special = sorted(made["special_tokens"])
 
     def encode(self, texts):
-        return [self.encoding.encode(text, allowed_special=set() if self.plain else "all", disallowed_special=())
-                for text in texts]
+        return [
+            self.encoding.encode(text, allowed_special=set() if self.plain else "all", disallowed_special=())
+            for text in texts
+        ]
 
     def decode(self, lists):
         return [self.encoding.decode(ids) for ids in lists]
@@ -255,6 +347,7 @@ def bytes_to_unicode():
 
 
 # --- the two sides
+
 
 class Encoding:
     noun = "strings"
@@ -342,8 +435,10 @@ class ChildFailed(Exception):
         status, item = self.args
         if item is None:
             return f"the child wrote too much or failed at the end (exit status {status})"
-        return (f"the child ended (exit status {status}) without an answer to {ascii(item)}; "
-                "answers are buffered, so an input soon after this one may be the cause")
+        return (
+            f"the child ended (exit status {status}) without an answer to {ascii(item)}; "
+            "answers are buffered, so an input soon after this one may be the cause"
+        )
 
 
 def differing(command, task, items):
@@ -358,7 +453,7 @@ def reduce(command, task, item):
     """Cut pieces out, of half the length first, as long as some shorter item still differs."""
     size = len(item) // 2
     while size:
-        shorter = [item[:i] + item[i + size:] for i in range(0, len(item), size)]
+        shorter = [item[:i] + item[i + size :] for i in range(0, len(item), size)]
         found = differing(command, task, shorter)
         if found:
             item = min((f[0] for f in found), key=len)
@@ -369,6 +464,7 @@ def reduce(command, task, item):
 
 
 # --- the comparison
+
 
 def make_chunks(source, total):
     for start in range(0, total, CHUNK):
@@ -398,15 +494,27 @@ def parse_arguments():
     parser.add_argument("vocabulary", type=Path, metavar="VOCABULARY")
     parser.add_argument("--against", type=Path, metavar="REFERENCE", help="the same vocabulary in another file")
     parser.add_argument("--write-tiktoken", type=Path, metavar="VOCAB_JSON", help="write VOCABULARY instead")
-    parser.add_argument("--ours", type=Path, default=ROOT / "build" / "tests" / "encode_stream",
-                        help="the child (default build/tests/encode_stream)")
+    parser.add_argument(
+        "--ours",
+        type=Path,
+        default=ROOT / "build" / "tests" / "encode_stream",
+        help="the child (default build/tests/encode_stream)",
+    )
     parser.add_argument("-n", type=int, default=200000, help="how many inputs (default 200000)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--mode", choices=("plain", "special", "bos"), default="plain",
-                        help="special tokens in a text: text, or such (special), or such and added too (bos)")
+    parser.add_argument(
+        "--mode",
+        choices=("plain", "special", "bos"),
+        default="plain",
+        help="special tokens in a text: text, or such (special), or such and added too (bos)",
+    )
     parser.add_argument("--decode", action="store_true", help="compare decoding instead of encoding")
-    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared",
-                        help="folder with data/text (default ../shared beside the repository)")
+    parser.add_argument(
+        "--shared",
+        type=Path,
+        default=ROOT.parent / "shared",
+        help="folder with data/text (default ../shared beside the repository)",
+    )
     return parser.parse_args()
 
 

@@ -1037,7 +1037,7 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
 
 #define CPU_TABLE(of)                                                                             \
   {                                                                                               \
-    TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1,                                                  \
+    TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1, false,                                           \
     cpu_open, cpu_close, cpu_sync, cpu_alloc, cpu_release,                                        \
     cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */    \
     cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,                               \
@@ -1047,7 +1047,8 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
     NULL, NULL, /* layer decode */                                                                \
     of(loss), of(matmul_dx), of(matmul_dw), of(epilogue_bwd), of(norm_bwd), of(attn_bwd),         \
     of(glu_bwd), cpu_embed_bwd, cpu_route_bwd, cpu_combine_bwd, of(moe_dx), of(moe_dw),           \
-    of(sumsq), of(adamw), cpu_moe_bias, cpu_add_gated, cpu_moe_bias_bwd, cpu_add_gated_bwd        \
+    of(sumsq), of(adamw), cpu_moe_bias, cpu_add_gated, cpu_moe_bias_bwd, cpu_add_gated_bwd,       \
+    NULL, NULL /* mark usage: by the clock */                                                     \
   }
 #define CPU_NONE(name) NULL
 #define CPU_AVX2(name) cpu_##name##_avx2

@@ -248,7 +248,7 @@ TEST(targets_have_weights) {
   golden g;
   tfm_trainer_config c;
   tfm_trainer *t;
-  tfm_step plain, twice, some, masked;
+  tfm_step plain = {0}, twice = {0}, some = {0}, masked = {0};
   float weights[512];
   int32_t targets[512], n, i;
   if (!golden_open(&g, "gpt2-a", TFM_AUTO)) return;
@@ -350,7 +350,7 @@ TEST(dropout_is_the_same_however_it_is_computed) {
   tfm_trainer_config c;
   tfm_trainer *t, *u, *v, *w;
   double plain;
-  tfm_step s;
+  tfm_step s = {0};
   if (!golden_open(&g, "gpt2-a", TFM_AUTO) || !golden_open(&r, "gpt2-a", TFM_REF)) return;
   c = dropping(&g);
   t = tfm_trainer_create(g.model, &c);
@@ -474,7 +474,7 @@ TEST(frozen_parameters_stay) {
     freezes(&g, 0, 1, true);
     freezes(&g, 0, g.model->net.layers, true); /* the final norm, and an untied head */
     c = golden_config(&g);
-    c.freeze = ~0u;
+    c.freeze = 63;
     CHECK(!tfm_trainer_create(g.model, &c));
     CHECK_STR_HAS(tfm_error(), "frozen");
     golden_close(&g);
@@ -485,7 +485,7 @@ TEST(evaluation_learns_nothing) {
   golden g;
   tfm_trainer_config c;
   tfm_trainer *t;
-  tfm_step a, b;
+  tfm_step a = {0}, b = {0};
   if (!golden_open(&g, "llama-a", TFM_AUTO)) return;
   c = golden_config(&g);
   t = tfm_trainer_create(g.model, &c);
@@ -762,6 +762,10 @@ TEST(bad_arguments_are_told) {
   CHECK(!tfm_trainer_init(&s, &c));
   CHECK_STR_HAS(tfm_error(), "steps is 0");
   c.schedule = TFM_CONSTANT;
+  c.freeze = 64;
+  CHECK(!tfm_trainer_init(&s, &c));
+  CHECK_STR_HAS(tfm_error(), "freeze is 64");
+  c.freeze = 0;
   c.context = 25;
   CHECK(!tfm_trainer_init(&s, &c));
   CHECK_STR_HAS(tfm_error(), "context is 25");
@@ -811,7 +815,7 @@ static void exports(const tfm_model *m, const tfm_trainer_config *c, const int32
                     const int32_t *targets, float bound) {
   tfm_trainer *t = tfm_trainer_create(m, c), *u;
   int32_t n = t ? t->config.context : 1, i;
-  tfm_step a, b;
+  tfm_step a = {0}, b = {0};
   tfm_model *again;
   float *before = logits_of(m, ids, n), *after, worst = 0;
   CHECK(t != NULL);
@@ -931,6 +935,13 @@ TEST(other_and_damaged_checkpoints_are_refused) {
     saved.data[i] ^= 16;
     refused(c, saved.data, saved.bytes, "is ");
     saved.data[i] ^= 16;
+  }
+  for (i = TFMI_WORD_STEP; i <= TFMI_WORD_SEQUENCES; i++) { /* whoever knows the checksum */
+    uint64_t *word = (uint64_t *)(void *)saved.data, kept = word[i];
+    word[i] = (uint64_t)-1;
+    word[saved.bytes / 8 - 1] = tfmi_checksum(0, saved.data, saved.bytes - 8);
+    refused(c, saved.data, saved.bytes, "expected 0 to 2^48");
+    word[i] = kept;
   }
   CHECK_EQ_INT(tfm_trainer_resume(c, "build/no such file"), TFM_E_IO);
   tfm_trainer_free(a), tfm_trainer_free(b), tfm_trainer_free(c);

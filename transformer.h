@@ -6434,9 +6434,9 @@ static int32_t tfmi_regex_state(tfmi_regex_make *x) {
   return states;
 }
 
-/* Linear time. A search goes on behind its last match in the hope of a longer one; in vain, the next
-   search begins at that match and sees the same characters again. So two searches are followed, of
-   which the later begins anywhere in the earlier's vain part. No circle of states may leave the
+/* Linear time. A search goes on behind its last match in the hope of a longer one; in vain, the
+   next search begins at that match and sees the same characters again. So two searches are followed,
+   of which the later begins anywhere in the earlier's vain part. No circle of states may leave the
    later without a match meanwhile: then its matches reach to within some steps of the end of the
    earlier's way, and no character is seen by more than two long searches. */
 static uint32_t tfmi_regex_both(const tfmi_regex_make *x, uint32_t width, uint32_t both,
@@ -8041,8 +8041,8 @@ static void tfmi_gguf_merges(tfmi_make *m, const tfmi_gguf *g) {
   }
 }
 
-/* How text is split; true when such a vocabulary begins texts with BOS. Of the files that do not say
-   it, GPT-2's own is certain. */
+/* How text is split; true when such a vocabulary begins texts with BOS. Of the files that do not
+   say it, GPT-2's own is certain. */
 static bool tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
   tfmi_text pre = tfmi_text_of("default"), architecture = tfmi_text_of("");
   int i;

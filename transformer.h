@@ -6435,7 +6435,7 @@ static int32_t tfmi_regex_state(tfmi_regex_make *x) {
 }
 
 /* Linear time. A search goes on behind its last match in the hope of a longer one; in vain, the
-   next search begins at that match and sees the same characters again. So two searches are followed,
+   next search begins at that match and sees the same characters again. So two are followed,
    of which the later begins anywhere in the earlier's vain part. No circle of states may leave the
    later without a match meanwhile: then its matches reach to within some steps of the end of the
    earlier's way, and no character is seen by more than two long searches. */

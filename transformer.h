@@ -310,8 +310,9 @@ typedef struct tfm_tokenizer tfm_tokenizer; /* immutable, shared by any number o
 typedef struct tfm_tokenizer_config {
   tfm_host host;
   int32_t vocabulary; /* llama2.c's tokenizer.bin does not say its size: expect it; 0: to its end */
-  const char *splitting; /* tiktoken's files do not say how text is split: "gpt2", "cl100k_base",
-                            "o200k_base", "llama3", "qwen"; NULL: the file is named after it */
+  const char *splitting; /* tiktoken's files do not say how text is split: "gpt2", "r50k_base",
+                            "p50k_base", "cl100k_base", "o200k_base", "llama3", "qwen"; NULL: the
+                            file is named after it */
 } tfm_tokenizer_config;
 
 /* Loads tokenizer.json (byte-level BPE; BPE with byte fallback), vocab.json with merges.txt beside
@@ -6020,7 +6021,7 @@ static void tfmi_add_form(tfmi_make *m, bool composes, bool compat) {
    groups, |, greedy repetition, (?i:), and assertions about one character. */
 
 enum {
-  TFMI_REGEX_SETS = 32, TFMI_REGEX_OPS = 1000, TFMI_REGEX_STATES = 2000, TFMI_REGEX_DEPTH = 16
+  TFMI_REGEX_SETS = 32, TFMI_REGEX_OPS = 1000, TFMI_REGEX_STATES = 1000, TFMI_REGEX_DEPTH = 16
 };
 
 typedef enum tfmi_regex_op {
@@ -6132,9 +6133,9 @@ static tfmi_regex_item tfmi_regex_escape(tfmi_regex_make *x) {
   return item;
 }
 
-static int32_t tfmi_regex_set_new(tfmi_regex_make *x) {
+static tfmi_regex_set *tfmi_regex_set_new(tfmi_regex_make *x) {
   if (x->sets == TFMI_REGEX_SETS) tfmi_regex_fail(x, "too many classes");
-  return x->sets++;
+  return &x->set[x->sets++];
 }
 
 /* Adds an item, and what Onigmo takes for the same in another case. */
@@ -6148,6 +6149,29 @@ static void tfmi_regex_item_add(tfmi_regex_make *x, tfmi_regex_set *set, tfmi_re
   stbds_arrput(set->item, item);
   item.first = item.last = lower == 's' ? 0x17f : 0x212a; /* long s, the sign for kelvin */
   if (lower == 's' || lower == 'k') stbds_arrput(set->item, item);
+}
+
+static bool tfmi_regex_same_set(const tfmi_regex_set *a, const tfmi_regex_set *b) {
+  ptrdiff_t i, n = stbds_arrlen(a->item);
+  if (a->negated != b->negated || n != stbds_arrlen(b->item)) return false;
+  for (i = 0; i < n; i++) {
+    const tfmi_regex_item *p = &a->item[i], *q = &b->item[i];
+    if (p->categories != q->categories || p->first != q->first || p->last != q->last ||
+        p->word != q->word || p->negated != q->negated)
+      return false;
+  }
+  return true;
+}
+
+/* The newest set, or the earlier one that is the same: what a pattern repeats takes no room. */
+static int32_t tfmi_regex_set_done(tfmi_regex_make *x) {
+  int32_t newest = x->sets - 1, i = 0;
+  while (!tfmi_regex_same_set(&x->set[i], &x->set[newest])) i++;
+  if (i == newest) return newest;
+  stbds_arrfree(x->set[newest].item);
+  memset(&x->set[newest], 0, sizeof x->set[newest]);
+  x->sets--;
+  return i;
 }
 
 static tfmi_regex_item tfmi_regex_member(tfmi_regex_make *x) { /* within [ ] */
@@ -6171,14 +6195,13 @@ static tfmi_regex_item tfmi_regex_member(tfmi_regex_make *x) { /* within [ ] */
 /* A class, an escape, or a character: the number of its set. */
 static int32_t tfmi_regex_one(tfmi_regex_make *x) {
   static const char special[] = "^$*+?{}()|]";
-  int32_t number = tfmi_regex_set_new(x);
-  tfmi_regex_set *set = &x->set[number];
+  tfmi_regex_set *set = tfmi_regex_set_new(x);
   tfmi_regex_item item = {0, 1, 0, false, false};
   if (tfmi_regex_take(x, "[")) {
     set->negated = tfmi_regex_take(x, "^");
     if (x->at < x->end && *x->at == ']') tfmi_regex_fail(x, "an empty class");
     while (!tfmi_regex_take(x, "]")) tfmi_regex_item_add(x, set, tfmi_regex_member(x));
-    return number;
+    return tfmi_regex_set_done(x);
   }
   if (tfmi_regex_take(x, "\\")) {
     item = tfmi_regex_escape(x);
@@ -6191,7 +6214,7 @@ static int32_t tfmi_regex_one(tfmi_regex_make *x) {
     item.first = item.last = tfmi_regex_rune(x);
   }
   tfmi_regex_item_add(x, set, item);
-  return number;
+  return tfmi_regex_set_done(x);
 }
 
 /* In any case "ss" is also one letter, and so are these. */
@@ -6420,25 +6443,47 @@ static int32_t tfmi_regex_state(tfmi_regex_make *x) {
   return states;
 }
 
-/* States in a circle without a match would be gone through again from each place of the text. */
+/* Linear time. A search goes on behind its last match in the hope of a longer one; in vain, the
+   next search begins at that match and sees the same characters again. So two are followed,
+   of which the later begins anywhere in the earlier's vain part. No circle of states may leave the
+   later without a match meanwhile: then its matches reach to within some steps of the end of the
+   earlier's way, and no character is seen by more than two long searches. */
+static uint32_t tfmi_regex_both(const tfmi_regex_make *x, uint32_t width, uint32_t both,
+                                uint32_t class_, bool *later) { /* 0: an end, or an earlier match */
+  uint32_t states = (uint32_t)stbds_arrlen(x->begin) - 1;
+  uint32_t a = x->next[both / states * width + class_], b = x->next[both % states * width + class_];
+  *later = (b & TFMI_REGEX_MATCH) != 0;
+  b &= TFMI_REGEX_MATCH - 1;
+  return a & TFMI_REGEX_MATCH || !a || !b ? 0 : a * states + b;
+}
+
 static void tfmi_regex_check_circles(tfmi_regex_make *x, uint32_t width) {
-  int32_t states = (int32_t)stbds_arrlen(x->begin) - 1, *into = NULL, *free_ = NULL, i, done = 0;
-  uint32_t c;
-  for (i = 0; i < states; i++) stbds_arrput(into, 0);
-  for (i = 1; i < states; i++)
-    for (c = 0; c + 1 < width; c++)
-      if (!(x->next[(uint32_t)i * width + c] & TFMI_REGEX_MATCH))
-        into[x->next[(uint32_t)i * width + c]]++;
-  for (i = 1; i < states; i++)
-    if (!into[i]) stbds_arrput(free_, i);
-  for (done = 0; done < stbds_arrlen(free_); done++)
+  uint32_t states = (uint32_t)stbds_arrlen(x->begin) - 1, *reached = NULL, *free_ = NULL, c, to;
+  int32_t *into = TFMI_NEW(int32_t, tfmi_scratch(&x->make->load, (uint64_t)states * states,
+                                                 sizeof *into)); /* 0: not reached; else + 1 */
+  bool later;
+  ptrdiff_t i;
+  for (c = 1; c < states; c++) {
+    stbds_arrput(reached, c * states + 1);
+    into[c * states + 1] = 1;
+  }
+  for (i = 0; i < stbds_arrlen(reached); i++)
     for (c = 0; c + 1 < width; c++) {
-      uint32_t to = x->next[(uint32_t)free_[done] * width + c];
-      if (!(to & TFMI_REGEX_MATCH) && to && --into[to] == 0) stbds_arrput(free_, (int32_t)to);
+      if ((to = tfmi_regex_both(x, width, reached[i], c, &later)) == 0) continue;
+      if (!into[to]) stbds_arrput(reached, to), into[to]++;
+      into[to] += !later;
     }
-  if (done + 1 < states) tfmi_regex_fail(x, "what may take more than linear time");
-  stbds_arrfree(into);
+  for (i = 0; i < stbds_arrlen(reached); i++)
+    if (into[reached[i]] == 1) stbds_arrput(free_, reached[i]);
+  for (i = 0; i < stbds_arrlen(free_); i++)
+    for (c = 0; c + 1 < width; c++)
+      if ((to = tfmi_regex_both(x, width, free_[i], c, &later)) != 0 && !later && --into[to] == 1)
+        stbds_arrput(free_, to);
+  if (stbds_arrlen(free_) < stbds_arrlen(reached))
+    tfmi_regex_fail(x, "what may take more than linear time");
+  stbds_arrfree(reached);
   stbds_arrfree(free_);
+  tfmi_release(&x->make->load, into);
 }
 
 static void tfmi_regex_automaton(tfmi_regex_make *x, uint32_t width) {
@@ -6961,7 +7006,13 @@ static void tfmi_make_added_set(tfmi_make *m, tfmi_added_set *set, bool normalis
     tfmi_added *to = &set->token[set->count];
     if (a->normalised && !a->verbatim) /* the reference decodes it in normalised form too */
       tfmi_make_said(m, &m->t->token[a->id], a->pattern.at, a->pattern.n);
-    if (i && tfmi_text_order(list[i - 1].pattern, a->pattern) == 0) continue; /* the same by now */
+    if (i && tfmi_text_order(list[i - 1].pattern, a->pattern) == 0) {
+      if (list[i - 1].id != a->id) /* the reference takes now this one, now that */
+        tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "added tokens \"%s\" and \"%s\" are the same when "
+                  "they are normalised", tfmi_plain(list[i - 1].text).text,
+                  tfmi_plain(a->text).text);
+      continue;
+    }
     to->at = tfmi_arena_put(m, a->pattern.at, a->pattern.n);
     to->n = (uint32_t)a->pattern.n;
     to->id = a->id;
@@ -7904,10 +7955,10 @@ typedef struct tfmi_split_row { /* a name for how text is split, and for what go
   bool adds_bos;    /* unless the file says otherwise */
 } tfmi_split_row;
 
-/* tokenizer.ggml.pre: what the models of that name have in their tokenizer.json. */
+/* tokenizer.ggml.pre: what the models of that name have in their tokenizer.json. "default" is none
+   of them: converters wrote it where they did not know better. */
 static const tfmi_split_row tfmi_gguf_pres[] = {
   {"gpt-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
-  {"default", {TFMI_GPT2_PATTERN}, false, false, false, false},
   {"phi-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
   {"mpt", {TFMI_GPT2_PATTERN}, false, true, false, false},
   {"olmo", {TFMI_GPT2_PATTERN}, false, true, false, false},
@@ -7918,6 +7969,8 @@ static const tfmi_split_row tfmi_gguf_pres[] = {
   {"llama-bpe", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"llama-v3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"smaug-bpe", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, false, false},
+  {"dbrx", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, false, false},
   {"qwen2", {TFMI_CL100K_PATTERN("")}, false, true, false, false},
   {"deepseek-r1-qwen", {TFMI_CL100K_PATTERN("")}, false, true, false, true},
   {"gpt-4o", {TFMI_O200K_PATTERN}, false, false, false, false},
@@ -7997,13 +8050,15 @@ static void tfmi_gguf_merges(tfmi_make *m, const tfmi_gguf *g) {
   }
 }
 
-/* How text is split; true when such a vocabulary begins texts with BOS. */
+/* How text is split; true when such a vocabulary begins texts with BOS. Of the files that do not
+   say it, GPT-2's own is certain. */
 static bool tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
-  tfmi_text pre = tfmi_text_of("gpt-2");
+  tfmi_text pre = tfmi_text_of("default"), architecture = tfmi_text_of("");
   int i;
-  if (!tfmi_gguf_get_text(g, "tokenizer.ggml.pre", &pre))
-    tfmi_log(&m->heap.host, TFM_LOG_WARNING,
-             "%s: no tokenizer.ggml.pre; text is split as for GPT-2", m->load.object);
+  tfmi_gguf_get_text(g, "tokenizer.ggml.pre", &pre);
+  tfmi_gguf_get_text(g, "general.architecture", &architecture);
+  if (tfmi_text_is(pre, "default") && tfmi_text_is(architecture, "gpt2"))
+    pre = tfmi_text_of("gpt-2");
   for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
     if (tfmi_text_is(pre, tfmi_gguf_pres[i].name)) {
       tfmi_split_as(m, &tfmi_gguf_pres[i]);
@@ -8056,9 +8111,8 @@ static int32_t tfmi_gguf_id(const tfmi_gguf *g, const char *key) {
   return id >= 0 && id < TFMI_VOCABULARY_MAX ? (int32_t)id : -1; /* 2^32 - 1 means none */
 }
 
-static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
+static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos, bool eos) {
   tfm_tokenizer *t = m->t;
-  bool eos = false;
   tfmi_gguf_get_bool(g, "tokenizer.ggml.add_bos_token", &bos);
   tfmi_gguf_get_bool(g, "tokenizer.ggml.add_eos_token", &eos);
   t->bos = tfmi_known_id(t, tfmi_gguf_id(g, "tokenizer.ggml.bos_token_id"));
@@ -8072,11 +8126,12 @@ static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
 static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   tfmi_gguf g;
   tfmi_text model;
-  bool prefix = true, spm, bos = true, unigram;
+  bool prefix = true, spm, unigram, bos;
   tfmi_gguf_open(&g, &m->load, file.at, file.n);
   if (!tfmi_gguf_get_text(&g, "tokenizer.ggml.model", &model)) return false;
   if (tfmi_text_is(model, "no_vocab")) return false;
   unigram = tfmi_text_is(model, "t5");
+  bos = !unigram; /* T5 ends its texts with EOS instead */
   spm = unigram || tfmi_text_is(model, "llama");
   if (!spm && !tfmi_text_is(model, "gpt2"))
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.model is \"%s\", expected gpt2, llama "
@@ -8096,7 +8151,7 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   m->t->unk = tfmi_gguf_id(&g, "tokenizer.ggml.unknown_token_id");
   tfmi_make_tables(m);
   m->t->unk = tfmi_known_id(m->t, m->t->unk);
-  tfmi_gguf_adds(m, &g, bos);
+  tfmi_gguf_adds(m, &g, bos, unigram);
   return true;
 }
 
@@ -8104,7 +8159,12 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
 
 static const tfmi_split_row tfmi_tiktokens[] = {
   {"gpt2", {TFMI_GPT2_PATTERN}, false, false, true, false},
-  {"cl100k_base", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, false},
+  {"r50k_base", {TFMI_GPT2_PATTERN}, false, false, true, false},
+  {"p50k_base", {TFMI_GPT2_PATTERN}, false, false, true, false},
+  {"cl100k_base", /* the white space that a text ends with is one piece */
+   {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}"
+    "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s+(?![\\s\\S])|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
+   false, false, true, false},
   {"o200k_base", {TFMI_O200K_PATTERN}, false, false, true, false},
   {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"qwen", {TFMI_CL100K_PATTERN("")}, false, true, true, false},
@@ -8115,6 +8175,8 @@ static const struct tfmi_tiktoken_special { /* which the files leave out too */
   int32_t id;
 } tfmi_tiktoken_specials[] = {
   {"gpt2", "<|endoftext|>", 50256},
+  {"r50k_base", "<|endoftext|>", 50256},
+  {"p50k_base", "<|endoftext|>", 50256},
   {"cl100k_base", "<|endoftext|>", 100257},
   {"cl100k_base", "<|fim_prefix|>", 100258},
   {"cl100k_base", "<|fim_middle|>", 100259},
@@ -8167,8 +8229,8 @@ static const tfmi_split_row *tfmi_tiktoken_row(tfmi_make *m, const char *path) {
     if (strlen(tfmi_tiktokens[i].name) == n && memcmp(tfmi_tiktokens[i].name, name, n) == 0)
       return &tfmi_tiktokens[i];
   tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a tiktoken file does not say how text is split, and "
-            "\"%s\" is not known; set the config's splitting to gpt2, cl100k_base, o200k_base, "
-            "llama3 or qwen", tfmi_plain(tfmi_text_of(name)).text);
+            "\"%s\" is not known; set the config's splitting to gpt2, r50k_base, p50k_base, "
+            "cl100k_base, o200k_base, llama3 or qwen", tfmi_plain(tfmi_text_of(name)).text);
 }
 
 /* Tokens are spelled in letters for bytes, and merge by rank. */

@@ -22,7 +22,8 @@ EXAMPLES = $(patsubst examples/%.c,$B/%,$(wildcard examples/*.c)) $B/cpp
 UNITS    = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 CUDA_UNITS = test_kernels test_model test_session test_engine cuda_faults
 FUZZERS  = $(patsubst tests/%.c,%,$(wildcard tests/fuzz_*.c))
-TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels $B/avx2/test_gradients
+TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels $B/avx2/test_gradients \
+           $B/amx/test_kernels $B/amx/test_gradients
 LIBRARY  = $B/libtransformer.a
 
 # What the tools are linked with. A companion that declines its kernels is passed over at run time.
@@ -43,7 +44,7 @@ lib-shared: $B/libtransformer.so ## the shared library, for examples/transformer
 
 # ---- Building ----
 
-$B $B/asan $B/avx2 $B/tsan $B/fuzz:
+$B $B/asan $B/avx2 $B/amx $B/tsan $B/fuzz:
 	@mkdir -p $@
 
 $B/%: examples/%.c $(HEADERS) $(OBJECTS) | $B
@@ -63,6 +64,11 @@ $B/asan/test_%: tests/test_%.c $(HEADERS) | $B/asan
 
 $B/avx2/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/avx2
 	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AVX2_ONLY=1 -DTFM_CPU_SCRATCH=2048 -o $@ $< \
+	  transformer_cpu.c $(LIBS)
+
+# AMX's tiles in C, for processors that have AVX-512 with BF16 and no tiles.
+$B/amx/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/amx
+	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AMX_STANDIN='"tests/amx_standin.h"' -o $@ $< \
 	  transformer_cpu.c $(LIBS)
 
 $B/tsan/test_%: tests/test_%.c $(HEADERS) | $B/tsan

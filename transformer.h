@@ -310,8 +310,9 @@ typedef struct tfm_tokenizer tfm_tokenizer; /* immutable, shared by any number o
 typedef struct tfm_tokenizer_config {
   tfm_host host;
   int32_t vocabulary; /* llama2.c's tokenizer.bin does not say its size: expect it; 0: to its end */
-  const char *splitting; /* tiktoken's files do not say how text is split: "gpt2", "cl100k_base",
-                            "o200k_base", "llama3", "qwen"; NULL: the file is named after it */
+  const char *splitting; /* tiktoken's files do not say how text is split: "gpt2", "r50k_base",
+                            "p50k_base", "cl100k_base", "o200k_base", "llama3", "qwen"; NULL: the
+                            file is named after it */
 } tfm_tokenizer_config;
 
 /* Loads tokenizer.json (byte-level BPE; BPE with byte fallback), vocab.json with merges.txt beside
@@ -619,7 +620,7 @@ typedef struct tfm_trainer tfm_trainer;
 
 typedef enum tfm_schedule { /* of the learning rate after the warm-up */
   TFM_CONSTANT = 0,
-  TFM_LINEAR = 1,  /* down to min_lr at the last step */
+  TFM_LINEAR = 1,  /* down to min_lr, which the step after the last would have */
   TFM_COSINE = 2,  /* the same along half a cosine */
   TFM_WSD = 3      /* warm-up, stable, decay: linear over the last decay_steps */
 } tfm_schedule;
@@ -637,11 +638,14 @@ typedef struct tfm_trainer_config {
   tfm_host host;
   tfm_device device;     /* of tfm_trainer_init; 0: the first. tfm_trainer_create takes the model's.
                             Where that cannot train yet, the reference does */
+  /* What matrix products round their operands to; weights, sums and all else stay F32. 0: F32.
+     BF16: faster on processors with AMX; elsewhere F32 all the same, with a warning in the log */
+  tfm_type precision;
   int32_t threads;       /* workers; 0: one per core */
   int32_t batch;         /* B rows of tokens in one pass; 0: 1 */
   int32_t context;       /* T tokens of each; 0: the model's, at most 1024 */
   int32_t accumulate;    /* passes of one step, whose gradients are averaged; 0: 1 */
-  float lr, min_lr;      /* highest and last learning rate; 0: 3e-4, 0 */
+  float lr, min_lr;      /* highest learning rate, and what it falls to; 0: 3e-4, 0 */
   float beta1, beta2;    /* 0: 0.9, 0.95 */
   float eps;             /* 0: 1e-8 */
   float decay;           /* of matrices, not of vectors; 0: 0.1; below 0: none */
@@ -698,6 +702,7 @@ typedef struct tfm_trainer_info {
   int32_t batch, context, accumulate;
   int64_t step;
   int64_t sequences; /* rows that steps were given, skipped ones too: where the data goes on */
+  tfm_type precision; /* that is computed in: F32, or BF16 where the device has it */
 } tfm_trainer_info;
 
 /* Trains what the model's files hold, matrices of any type made float32. The model may be freed. */
@@ -837,6 +842,11 @@ typedef struct tfm_dev {
   void *work; /* an engine's or a trainer's: work_bytes for temporaries of entries; else NULL */
   void *state; /* the backend's own, from open to close */
   tfm_usage usage;
+  /* Training. `open` says whether products of BF16, summed up in F32, are faster here than of F32;
+     then the trainer may ask for them with BF16: of matmul and matmul_moe with weights that learn,
+     and of matmul_dx, matmul_dw, moe_dx and moe_dw. */
+  bool has_bf16;
+  tfm_type products; /* TFM_BF16, or 0: of the operands as they are */
 } tfm_dev;
 
 /* Keeps the first failure until sync. printf-like. By the thread that called the entry only. */
@@ -1618,6 +1628,7 @@ static bool tfmi_link(const char *from, const char *to) {
   return CreateHardLinkA(to, from, NULL) != 0;
 }
 static int tfmi_make_folder(const char *path) { return _mkdir(path); }
+static int tfmi_remove_folder(const char *path) { return _rmdir(path); }
 static const char *tfmi_last_slash(const char *path) {
   const char *slash = strrchr(path, '/'), *other = strrchr(path, '\\');
   return !slash || (other && other > slash) ? other : slash;
@@ -1660,6 +1671,7 @@ static void tfmi_sync_folder(const char *path) {
 static bool tfmi_rename(const char *from, const char *to) { return rename(from, to) == 0; }
 static bool tfmi_link(const char *from, const char *to) { return link(from, to) == 0; }
 static int tfmi_make_folder(const char *path) { return mkdir(path, 0777); }
+static int tfmi_remove_folder(const char *path) { return rmdir(path); }
 static const char *tfmi_last_slash(const char *path) { return strrchr(path, '/'); }
 static long tfmi_processors(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
 /* With signals blocked: they are for the application's threads. */
@@ -1913,6 +1925,12 @@ static tfm_status tfmi_out_commit(tfmi_out *o, const char *path, int32_t keep) {
   }
   unlink(o->temporary);
   return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
+}
+
+/* Instead of a commit: as if it had never begun. */
+static void tfmi_out_drop(tfmi_out *o) {
+  close(o->fd);
+  unlink(o->temporary);
 }
 
 typedef void (*tfmi_writer)(void *context, tfmi_out *o);
@@ -4012,6 +4030,7 @@ typedef struct tfmi_codes { /* code points, and TFMI_CODES + byte for bytes that
 typedef struct tfmi_work { /* memory of one call */
   tfmi_heap heap;          /* under the tokenizer's limit */
   tfm_status status;
+  bool goes_on;            /* the text does, from one before it: nothing is put before it */
   tfmi_buffer buffer[TFMI_BUFFERS]; /* two for rewriting, one for each step that cuts */
   tfmi_codes codes, sorted;
 } tfmi_work;
@@ -4120,7 +4139,7 @@ static size_t tfmi_append(char *out, size_t size, tfmi_text text) {
 }
 
 /* SentencePiece's own: `text` before it, each blank becomes `content`, and those at the ends and in
-   runs go. */
+   runs go. Where they go, a text goes on after white space. */
 static void tfmi_rewrite_blanks(tfmi_work *w, const tfmi_step *s, tfmi_text in, tfmi_buffer *out) {
   tfmi_text blank = s->content;
   size_t bound = s->text.n + in.n, i;
@@ -4129,7 +4148,7 @@ static void tfmi_rewrite_blanks(tfmi_work *w, const tfmi_step *s, tfmi_text in, 
   i = 0;
   while (s->squeeze && i < in.n && in.at[i] == ' ') i++;
   if (i == in.n || !tfmi_room(w, out, bound)) return;
-  out->n = tfmi_append(out->at, 0, s->text);
+  if (!w->goes_on || s->squeeze) out->n = tfmi_append(out->at, 0, s->text);
   for (; i < in.n; i++) {
     if (in.at[i] != ' ') out->at[out->n++] = in.at[i];
     else if (!s->squeeze || in.at[i - 1] != ' ') out->n = tfmi_append(out->at, out->n, blank);
@@ -4141,7 +4160,7 @@ static void tfmi_rewrite_blanks(tfmi_work *w, const tfmi_step *s, tfmi_text in, 
 
 static void tfmi_rewrite_prepend(tfmi_work *w, const tfmi_step *s, tfmi_text in,
                                  tfmi_buffer *out) {
-  if (in.n) tfmi_write_text(w, out, s->text);
+  if (in.n && !w->goes_on) tfmi_write_text(w, out, s->text);
   tfmi_write_text(w, out, in);
 }
 
@@ -4939,6 +4958,9 @@ typedef struct tfmi_way { /* the best way to spell a piece up to here */
   uint32_t start; /* of its last part; UINT32_MAX: there is no way yet */
 } tfmi_way;
 
+/* A flag beside those of tfm_encode: the text goes on where another ended. */
+enum { TFMI_ENCODE_GOES_ON = 4 };
+
 typedef struct tfmi_passage { /* a stretch of a text, from where the one before ends */
   size_t end;
   bool trusted; /* it may name special tokens */
@@ -5405,6 +5427,7 @@ static void tfmi_encode_cut(tfmi_encoder *e, int32_t k, const char *p, size_t n)
 static void tfmi_encode_step(tfmi_encoder *e, int32_t k, const char *p, size_t n) {
   const tfmi_step *s = &e->t->cut[k];
   if (k == e->t->cuts) {
+    e->work.goes_on = false;
     tfmi_encode_piece(e, p, n);
   } else if (s->rewrite) {
     tfmi_buffer *out = &e->work.buffer[2 + k];
@@ -5413,7 +5436,7 @@ static void tfmi_encode_step(tfmi_encoder *e, int32_t k, const char *p, size_t n
     in.at = p;
     in.n = n;
     out->n = 0;
-    if (s->left && p != e->whole) own.text.n = 0;
+    if (e->work.goes_on || (s->left && p != e->whole)) own.text.n = 0;
     s->rewrite(&e->work, &own, in, out);
     if (e->work.status == TFM_OK) tfmi_encode_step(e, k + 1, out->at, out->n);
   } else {
@@ -5516,12 +5539,13 @@ static void tfmi_encode_normal(tfmi_encoder *e, const char *p, size_t n) {
   tfmi_text text;
   text.at = p;
   text.n = n;
+  e->work.goes_on = (e->flags & TFMI_ENCODE_GOES_ON) != 0 && p == e->whole;
   text = tfmi_rewrite_all(&e->work, t->rewrite, t->rewrites, text);
   if (e->work.status == TFM_OK)
     tfmi_encode_added(e, &t->added[1], text.at, text.n, tfmi_encode_pieces);
 }
 
-/* As tfm_encode, of a text in stretches when span is not NULL. */
+/* As tfm_encode, of a text in stretches when span is not NULL, or one that goes on. */
 static int64_t tfmi_encode_text(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
                                 unsigned flags, const tfmi_passage *span, size_t spans,
                                 int32_t *ids, size_t cap) {
@@ -5997,7 +6021,7 @@ static void tfmi_add_form(tfmi_make *m, bool composes, bool compat) {
    groups, |, greedy repetition, (?i:), and assertions about one character. */
 
 enum {
-  TFMI_REGEX_SETS = 32, TFMI_REGEX_OPS = 1000, TFMI_REGEX_STATES = 2000, TFMI_REGEX_DEPTH = 16
+  TFMI_REGEX_SETS = 32, TFMI_REGEX_OPS = 1000, TFMI_REGEX_STATES = 1000, TFMI_REGEX_DEPTH = 16
 };
 
 typedef enum tfmi_regex_op {
@@ -6109,9 +6133,9 @@ static tfmi_regex_item tfmi_regex_escape(tfmi_regex_make *x) {
   return item;
 }
 
-static int32_t tfmi_regex_set_new(tfmi_regex_make *x) {
+static tfmi_regex_set *tfmi_regex_set_new(tfmi_regex_make *x) {
   if (x->sets == TFMI_REGEX_SETS) tfmi_regex_fail(x, "too many classes");
-  return x->sets++;
+  return &x->set[x->sets++];
 }
 
 /* Adds an item, and what Onigmo takes for the same in another case. */
@@ -6125,6 +6149,29 @@ static void tfmi_regex_item_add(tfmi_regex_make *x, tfmi_regex_set *set, tfmi_re
   stbds_arrput(set->item, item);
   item.first = item.last = lower == 's' ? 0x17f : 0x212a; /* long s, the sign for kelvin */
   if (lower == 's' || lower == 'k') stbds_arrput(set->item, item);
+}
+
+static bool tfmi_regex_same_set(const tfmi_regex_set *a, const tfmi_regex_set *b) {
+  ptrdiff_t i, n = stbds_arrlen(a->item);
+  if (a->negated != b->negated || n != stbds_arrlen(b->item)) return false;
+  for (i = 0; i < n; i++) {
+    const tfmi_regex_item *p = &a->item[i], *q = &b->item[i];
+    if (p->categories != q->categories || p->first != q->first || p->last != q->last ||
+        p->word != q->word || p->negated != q->negated)
+      return false;
+  }
+  return true;
+}
+
+/* The newest set, or the earlier one that is the same: what a pattern repeats takes no room. */
+static int32_t tfmi_regex_set_done(tfmi_regex_make *x) {
+  int32_t newest = x->sets - 1, i = 0;
+  while (!tfmi_regex_same_set(&x->set[i], &x->set[newest])) i++;
+  if (i == newest) return newest;
+  stbds_arrfree(x->set[newest].item);
+  memset(&x->set[newest], 0, sizeof x->set[newest]);
+  x->sets--;
+  return i;
 }
 
 static tfmi_regex_item tfmi_regex_member(tfmi_regex_make *x) { /* within [ ] */
@@ -6148,14 +6195,13 @@ static tfmi_regex_item tfmi_regex_member(tfmi_regex_make *x) { /* within [ ] */
 /* A class, an escape, or a character: the number of its set. */
 static int32_t tfmi_regex_one(tfmi_regex_make *x) {
   static const char special[] = "^$*+?{}()|]";
-  int32_t number = tfmi_regex_set_new(x);
-  tfmi_regex_set *set = &x->set[number];
+  tfmi_regex_set *set = tfmi_regex_set_new(x);
   tfmi_regex_item item = {0, 1, 0, false, false};
   if (tfmi_regex_take(x, "[")) {
     set->negated = tfmi_regex_take(x, "^");
     if (x->at < x->end && *x->at == ']') tfmi_regex_fail(x, "an empty class");
     while (!tfmi_regex_take(x, "]")) tfmi_regex_item_add(x, set, tfmi_regex_member(x));
-    return number;
+    return tfmi_regex_set_done(x);
   }
   if (tfmi_regex_take(x, "\\")) {
     item = tfmi_regex_escape(x);
@@ -6168,7 +6214,7 @@ static int32_t tfmi_regex_one(tfmi_regex_make *x) {
     item.first = item.last = tfmi_regex_rune(x);
   }
   tfmi_regex_item_add(x, set, item);
-  return number;
+  return tfmi_regex_set_done(x);
 }
 
 /* In any case "ss" is also one letter, and so are these. */
@@ -6397,25 +6443,47 @@ static int32_t tfmi_regex_state(tfmi_regex_make *x) {
   return states;
 }
 
-/* States in a circle without a match would be gone through again from each place of the text. */
+/* Linear time. A search goes on behind its last match in the hope of a longer one; in vain, the
+   next search begins at that match and sees the same characters again. So two are followed,
+   of which the later begins anywhere in the earlier's vain part. No circle of states may leave the
+   later without a match meanwhile: then its matches reach to within some steps of the end of the
+   earlier's way, and no character is seen by more than two long searches. */
+static uint32_t tfmi_regex_both(const tfmi_regex_make *x, uint32_t width, uint32_t both,
+                                uint32_t class_, bool *later) { /* 0: an end, or an earlier match */
+  uint32_t states = (uint32_t)stbds_arrlen(x->begin) - 1;
+  uint32_t a = x->next[both / states * width + class_], b = x->next[both % states * width + class_];
+  *later = (b & TFMI_REGEX_MATCH) != 0;
+  b &= TFMI_REGEX_MATCH - 1;
+  return a & TFMI_REGEX_MATCH || !a || !b ? 0 : a * states + b;
+}
+
 static void tfmi_regex_check_circles(tfmi_regex_make *x, uint32_t width) {
-  int32_t states = (int32_t)stbds_arrlen(x->begin) - 1, *into = NULL, *free_ = NULL, i, done = 0;
-  uint32_t c;
-  for (i = 0; i < states; i++) stbds_arrput(into, 0);
-  for (i = 1; i < states; i++)
-    for (c = 0; c + 1 < width; c++)
-      if (!(x->next[(uint32_t)i * width + c] & TFMI_REGEX_MATCH))
-        into[x->next[(uint32_t)i * width + c]]++;
-  for (i = 1; i < states; i++)
-    if (!into[i]) stbds_arrput(free_, i);
-  for (done = 0; done < stbds_arrlen(free_); done++)
+  uint32_t states = (uint32_t)stbds_arrlen(x->begin) - 1, *reached = NULL, *free_ = NULL, c, to;
+  int32_t *into = TFMI_NEW(int32_t, tfmi_scratch(&x->make->load, (uint64_t)states * states,
+                                                 sizeof *into)); /* 0: not reached; else + 1 */
+  bool later;
+  ptrdiff_t i;
+  for (c = 1; c < states; c++) {
+    stbds_arrput(reached, c * states + 1);
+    into[c * states + 1] = 1;
+  }
+  for (i = 0; i < stbds_arrlen(reached); i++)
     for (c = 0; c + 1 < width; c++) {
-      uint32_t to = x->next[(uint32_t)free_[done] * width + c];
-      if (!(to & TFMI_REGEX_MATCH) && to && --into[to] == 0) stbds_arrput(free_, (int32_t)to);
+      if ((to = tfmi_regex_both(x, width, reached[i], c, &later)) == 0) continue;
+      if (!into[to]) stbds_arrput(reached, to), into[to]++;
+      into[to] += !later;
     }
-  if (done + 1 < states) tfmi_regex_fail(x, "what may take more than linear time");
-  stbds_arrfree(into);
+  for (i = 0; i < stbds_arrlen(reached); i++)
+    if (into[reached[i]] == 1) stbds_arrput(free_, reached[i]);
+  for (i = 0; i < stbds_arrlen(free_); i++)
+    for (c = 0; c + 1 < width; c++)
+      if ((to = tfmi_regex_both(x, width, free_[i], c, &later)) != 0 && !later && --into[to] == 1)
+        stbds_arrput(free_, to);
+  if (stbds_arrlen(free_) < stbds_arrlen(reached))
+    tfmi_regex_fail(x, "what may take more than linear time");
+  stbds_arrfree(reached);
   stbds_arrfree(free_);
+  tfmi_release(&x->make->load, into);
 }
 
 static void tfmi_regex_automaton(tfmi_regex_make *x, uint32_t width) {
@@ -6938,7 +7006,13 @@ static void tfmi_make_added_set(tfmi_make *m, tfmi_added_set *set, bool normalis
     tfmi_added *to = &set->token[set->count];
     if (a->normalised && !a->verbatim) /* the reference decodes it in normalised form too */
       tfmi_make_said(m, &m->t->token[a->id], a->pattern.at, a->pattern.n);
-    if (i && tfmi_text_order(list[i - 1].pattern, a->pattern) == 0) continue; /* the same by now */
+    if (i && tfmi_text_order(list[i - 1].pattern, a->pattern) == 0) {
+      if (list[i - 1].id != a->id) /* the reference takes now this one, now that */
+        tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "added tokens \"%s\" and \"%s\" are the same when "
+                  "they are normalised", tfmi_plain(list[i - 1].text).text,
+                  tfmi_plain(a->text).text);
+      continue;
+    }
     to->at = tfmi_arena_put(m, a->pattern.at, a->pattern.n);
     to->n = (uint32_t)a->pattern.n;
     to->id = a->id;
@@ -7881,10 +7955,10 @@ typedef struct tfmi_split_row { /* a name for how text is split, and for what go
   bool adds_bos;    /* unless the file says otherwise */
 } tfmi_split_row;
 
-/* tokenizer.ggml.pre: what the models of that name have in their tokenizer.json. */
+/* tokenizer.ggml.pre: what the models of that name have in their tokenizer.json. "default" is none
+   of them: converters wrote it where they did not know better. */
 static const tfmi_split_row tfmi_gguf_pres[] = {
   {"gpt-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
-  {"default", {TFMI_GPT2_PATTERN}, false, false, false, false},
   {"phi-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
   {"mpt", {TFMI_GPT2_PATTERN}, false, true, false, false},
   {"olmo", {TFMI_GPT2_PATTERN}, false, true, false, false},
@@ -7895,6 +7969,8 @@ static const tfmi_split_row tfmi_gguf_pres[] = {
   {"llama-bpe", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"llama-v3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"smaug-bpe", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, false, false},
+  {"dbrx", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, false, false},
   {"qwen2", {TFMI_CL100K_PATTERN("")}, false, true, false, false},
   {"deepseek-r1-qwen", {TFMI_CL100K_PATTERN("")}, false, true, false, true},
   {"gpt-4o", {TFMI_O200K_PATTERN}, false, false, false, false},
@@ -7974,13 +8050,15 @@ static void tfmi_gguf_merges(tfmi_make *m, const tfmi_gguf *g) {
   }
 }
 
-/* How text is split; true when such a vocabulary begins texts with BOS. */
+/* How text is split; true when such a vocabulary begins texts with BOS. Of the files that do not
+   say it, GPT-2's own is certain. */
 static bool tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
-  tfmi_text pre = tfmi_text_of("gpt-2");
+  tfmi_text pre = tfmi_text_of("default"), architecture = tfmi_text_of("");
   int i;
-  if (!tfmi_gguf_get_text(g, "tokenizer.ggml.pre", &pre))
-    tfmi_log(&m->heap.host, TFM_LOG_WARNING,
-             "%s: no tokenizer.ggml.pre; text is split as for GPT-2", m->load.object);
+  tfmi_gguf_get_text(g, "tokenizer.ggml.pre", &pre);
+  tfmi_gguf_get_text(g, "general.architecture", &architecture);
+  if (tfmi_text_is(pre, "default") && tfmi_text_is(architecture, "gpt2"))
+    pre = tfmi_text_of("gpt-2");
   for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
     if (tfmi_text_is(pre, tfmi_gguf_pres[i].name)) {
       tfmi_split_as(m, &tfmi_gguf_pres[i]);
@@ -8033,9 +8111,8 @@ static int32_t tfmi_gguf_id(const tfmi_gguf *g, const char *key) {
   return id >= 0 && id < TFMI_VOCABULARY_MAX ? (int32_t)id : -1; /* 2^32 - 1 means none */
 }
 
-static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
+static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos, bool eos) {
   tfm_tokenizer *t = m->t;
-  bool eos = false;
   tfmi_gguf_get_bool(g, "tokenizer.ggml.add_bos_token", &bos);
   tfmi_gguf_get_bool(g, "tokenizer.ggml.add_eos_token", &eos);
   t->bos = tfmi_known_id(t, tfmi_gguf_id(g, "tokenizer.ggml.bos_token_id"));
@@ -8049,11 +8126,12 @@ static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
 static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   tfmi_gguf g;
   tfmi_text model;
-  bool prefix = true, spm, bos = true, unigram;
+  bool prefix = true, spm, unigram, bos;
   tfmi_gguf_open(&g, &m->load, file.at, file.n);
   if (!tfmi_gguf_get_text(&g, "tokenizer.ggml.model", &model)) return false;
   if (tfmi_text_is(model, "no_vocab")) return false;
   unigram = tfmi_text_is(model, "t5");
+  bos = !unigram; /* T5 ends its texts with EOS instead */
   spm = unigram || tfmi_text_is(model, "llama");
   if (!spm && !tfmi_text_is(model, "gpt2"))
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.model is \"%s\", expected gpt2, llama "
@@ -8073,7 +8151,7 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   m->t->unk = tfmi_gguf_id(&g, "tokenizer.ggml.unknown_token_id");
   tfmi_make_tables(m);
   m->t->unk = tfmi_known_id(m->t, m->t->unk);
-  tfmi_gguf_adds(m, &g, bos);
+  tfmi_gguf_adds(m, &g, bos, unigram);
   return true;
 }
 
@@ -8081,7 +8159,12 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
 
 static const tfmi_split_row tfmi_tiktokens[] = {
   {"gpt2", {TFMI_GPT2_PATTERN}, false, false, true, false},
-  {"cl100k_base", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, false},
+  {"r50k_base", {TFMI_GPT2_PATTERN}, false, false, true, false},
+  {"p50k_base", {TFMI_GPT2_PATTERN}, false, false, true, false},
+  {"cl100k_base", /* the white space that a text ends with is one piece */
+   {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}"
+    "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s+(?![\\s\\S])|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
+   false, false, true, false},
   {"o200k_base", {TFMI_O200K_PATTERN}, false, false, true, false},
   {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"qwen", {TFMI_CL100K_PATTERN("")}, false, true, true, false},
@@ -8092,6 +8175,8 @@ static const struct tfmi_tiktoken_special { /* which the files leave out too */
   int32_t id;
 } tfmi_tiktoken_specials[] = {
   {"gpt2", "<|endoftext|>", 50256},
+  {"r50k_base", "<|endoftext|>", 50256},
+  {"p50k_base", "<|endoftext|>", 50256},
   {"cl100k_base", "<|endoftext|>", 100257},
   {"cl100k_base", "<|fim_prefix|>", 100258},
   {"cl100k_base", "<|fim_middle|>", 100259},
@@ -8144,8 +8229,8 @@ static const tfmi_split_row *tfmi_tiktoken_row(tfmi_make *m, const char *path) {
     if (strlen(tfmi_tiktokens[i].name) == n && memcmp(tfmi_tiktokens[i].name, name, n) == 0)
       return &tfmi_tiktokens[i];
   tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a tiktoken file does not say how text is split, and "
-            "\"%s\" is not known; set the config's splitting to gpt2, cl100k_base, o200k_base, "
-            "llama3 or qwen", tfmi_plain(tfmi_text_of(name)).text);
+            "\"%s\" is not known; set the config's splitting to gpt2, r50k_base, p50k_base, "
+            "cl100k_base, o200k_base, llama3 or qwen", tfmi_plain(tfmi_text_of(name)).text);
 }
 
 /* Tokens are spelled in letters for bytes, and merge by rank. */
@@ -18613,8 +18698,9 @@ static void tfmi_conversion_chunk(tfmi_conversion *c) {
   c->sums = TFMI_NEW(double, tfmi_scratch(c->b->s->load, 2 * most, sizeof *c->sums));
 }
 
-static void tfmi_conversion_write(tfmi_conversion *c, const char *path, tfmi_writer writer) {
-  if (tfmi_out_file(path, writer, c) == TFM_OK) return;
+/* Goes on, or fails as writing did. */
+static void tfmi_conversion_wrote(tfmi_conversion *c, tfm_status status) {
+  if (status == TFM_OK) return;
   if (c->cancelled) tfmi_fail(c->b->s->load, TFM_E_CANCELLED, "the conversion was cancelled");
   tfmi_fail_again(c->b->s->load);
 }
@@ -18632,7 +18718,7 @@ static bool tfmi_rotations_agree(const tfmi_rotation *a, const tfmi_rotation *b)
 
 /* A file that others will read must say what was meant: each architecture of GGUF does some things
    in one way only, and what is not in a format is understood to be usual. So what has been written
-   is read again, all but the weights, and compared. */
+   is read again, all but the weights, and compared, before it takes the place of what was there. */
 static const char *tfmi_models_differ(const tfm_model *m, const tfm_model *again) {
   const tfm_net *x = &m->net, *y = &again->net;
   int32_t i;
@@ -18655,7 +18741,7 @@ static const char *tfmi_models_differ(const tfm_model *m, const tfm_model *again
   return NULL;
 }
 
-static void tfmi_conversion_check(tfmi_conversion *c, const char *weights, const char *config) {
+static tfm_status tfmi_conversion_check(tfmi_conversion *c, const char *path) {
   tfm_model_config plain;
   const char *untold = NULL;
   tfm_model *again;
@@ -18663,15 +18749,65 @@ static void tfmi_conversion_check(tfmi_conversion *c, const char *weights, const
   plain.host = c->config.host;
   plain.device = TFM_REF;
   plain.threads = 1;
-  again = tfmi_model_make(c->to, NULL, 0, &plain, true, NULL);
+  again = tfmi_model_make(path, NULL, 0, &plain, true, NULL);
   if (again) untold = tfmi_models_differ(c->b->m, again);
   tfm_model_free(again);
-  if (again && !untold) return;
-  unlink(weights);
-  if (config) unlink(config);
-  if (!untold) tfmi_fail_again(c->b->s->load);
-  tfmi_fail(c->b->s->load, TFM_E_UNSUPPORTED, "%s cannot tell %s of this model; convert to %s",
-            c->gguf ? "GGUF" : "config.json", untold, c->gguf ? "a folder" : ".gguf");
+  if (!again) return tfmi_error.status;
+  if (!untold) return TFM_OK;
+  return tfmi_report(TFM_E_UNSUPPORTED, "%s cannot tell %s of this model; convert to %s",
+                     c->gguf ? "GGUF" : "config.json", untold, c->gguf ? "a folder" : ".gguf");
+}
+
+static void tfmi_conversion_file(tfmi_conversion *c) {
+  tfm_status status;
+  tfmi_out o;
+  tfmi_conversion_exists(c, c->to);
+  tfmi_conversion_vocabulary(c);
+  if (tfmi_out_begin(&o, c->to) != TFM_OK) tfmi_fail_again(c->b->s->load);
+  tfmi_gguf_write(c, &o);
+  tfmi_out_flush(&o);
+  status = o.failed ? TFM_OK : tfmi_conversion_check(c, o.temporary);
+  if (status != TFM_OK) tfmi_out_drop(&o);
+  else status = tfmi_out_commit(&o, c->to, 1);
+  tfmi_conversion_wrote(c, status);
+}
+
+static void tfmi_conversion_folder_make(tfmi_conversion *c, const char *folder) {
+  if (tfmi_make_folder(folder) != 0 && errno != EEXIST)
+    tfmi_fail(c->b->s->load, TFM_E_IO, "the folder %s cannot be made; is the one that it is in "
+              "there?", folder);
+}
+
+/* Weights and config.json lie in a folder beside it until they have been read again. */
+static void tfmi_conversion_folder(tfmi_conversion *c) {
+  static const char *const name[] = {"model.safetensors", "config.json"};
+  static const tfmi_writer write[] = {tfmi_folder_weights_write, tfmi_folder_config_write};
+  tfmi_load *l = c->b->s->load;
+  char *part = (char *)tfmi_scratch(l, strlen(c->to) + sizeof ".part", 1), *from[2], *to[2];
+  tfm_status status = TFM_OK;
+  size_t n = strlen(c->to);
+  int i;
+  while (n > 1 && c->to[n - 1] == '/') n--;
+  snprintf(part, n + sizeof ".part", "%.*s.part", (int)n, c->to);
+  for (i = 0; i < 2; i++) {
+    from[i] = tfmi_join(l, part, name[i]);
+    to[i] = tfmi_join(l, c->to, name[i]);
+    tfmi_conversion_exists(c, to[i]);
+  }
+  tfmi_folder_copies(c, tfmi_folder_copy_check);
+  tfmi_conversion_lines(c);
+  tfmi_conversion_folder_make(c, c->to);
+  tfmi_conversion_folder_make(c, part);
+  for (i = 0; i < 2 && status == TFM_OK; i++) status = tfmi_out_file(from[i], write[i], c);
+  if (status == TFM_OK) status = tfmi_conversion_check(c, part);
+  for (i = 0; i < 2; i++) {
+    if (status == TFM_OK && !tfmi_rename(from[i], to[i]))
+      status = tfmi_report(TFM_E_IO, "%s cannot be written; is it a folder?", to[i]);
+    unlink(from[i]);
+  }
+  tfmi_remove_folder(part);
+  tfmi_conversion_wrote(c, status);
+  tfmi_folder_copies(c, tfmi_folder_copy_write);
 }
 
 /* What GGUF takes a family for: itself, or one that differs in the order of rows only (Mistral is
@@ -18688,36 +18824,17 @@ static const tfmi_family *tfmi_family_there(const tfmi_family *f) {
 
 static void tfmi_conversion_run(tfmi_model_request *r) {
   tfmi_conversion *c = r->conversion;
-  tfmi_load *l = &r->load;
-  const char *weights, *config;
   c->b = &r->builder;
   c->there = tfmi_family_there(c->b->f);
   tfmi_builder_measure(c->b);
   if (c->gguf && !c->there)
-    tfmi_fail(l, TFM_E_UNSUPPORTED, "GGUF has no architecture for %s", c->b->f->name);
+    tfmi_fail(&r->load, TFM_E_UNSUPPORTED, "GGUF has no architecture for %s", c->b->f->name);
   tfmi_conversion_apart(c);
   tfmi_conversion_type(c);
   tfmi_conversion_items(c);
   tfmi_conversion_chunk(c);
-  if (c->gguf) {
-    tfmi_conversion_exists(c, c->to);
-    tfmi_conversion_vocabulary(c);
-    tfmi_conversion_write(c, c->to, tfmi_gguf_write);
-    tfmi_conversion_check(c, c->to, NULL);
-    return;
-  }
-  weights = tfmi_join(l, c->to, "model.safetensors");
-  config = tfmi_join(l, c->to, "config.json");
-  tfmi_conversion_exists(c, weights);
-  tfmi_conversion_exists(c, config);
-  tfmi_folder_copies(c, tfmi_folder_copy_check);
-  tfmi_conversion_lines(c);
-  if (tfmi_make_folder(c->to) != 0 && errno != EEXIST)
-    tfmi_fail(l, TFM_E_IO, "the folder %s cannot be made; is the one that it is in there?", c->to);
-  tfmi_conversion_write(c, weights, tfmi_folder_weights_write);
-  tfmi_folder_copies(c, tfmi_folder_copy_write);
-  tfmi_conversion_write(c, config, tfmi_folder_config_write);
-  tfmi_conversion_check(c, weights, config);
+  if (c->gguf) tfmi_conversion_file(c);
+  else tfmi_conversion_folder(c);
 }
 
 static tfm_status tfmi_conversion_make(tfmi_conversion *c, const char *from) {
@@ -18785,10 +18902,10 @@ TFM_API tfm_status tfm_convert(const char *from, const char *to, const tfm_conve
 
    A pass is >>forward with buffers of its own for every layer, then the same in reverse. `d`
    carries the gradient of the residual stream down through the layers: each branch adds to it
-   through its norm. The head runs over TFMI_HEAD_ROWS rows at a time, so that logits are never held
-   for all. */
+   through its norm. The head runs over some rows at a time, so that logits are never held for
+   all. */
 
-enum { TFMI_HEAD_ROWS = 256 };
+enum { TFMI_HEAD_ROWS = 256, TFMI_HEAD_LOGITS = 1 << 22 }; /* as many at a time: at least, about */
 
 typedef struct tfmi_parameter {
   tfmi_slot slot;
@@ -18837,7 +18954,7 @@ struct tfm_trainer {
   uint8_t *packed_device;
   float *w, *g, *m, *v, *frequencies, *sumsq, *losses, *hits, *weights, *head_stats;
   int32_t *id, *pos, *seq, *target;
-  tfm_mat normed, logits;                     /* [N, C], [TFMI_HEAD_ROWS, V] */
+  tfm_mat normed, logits;                     /* [N, C], [rows at a time, V] */
   tfm_mat uncapped;                           /* logits before their cap, where they have one */
   float *balance_count;                       /* [2, E] of all layers: slots, and probabilities */
   tfmi_buffers d_slots;                       /* gradients of what experts need; their routing's
@@ -19142,7 +19259,10 @@ static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
   t->seq = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
   t->target = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
   t->normed = tfmi_take_mat(a, type, t->rows, net->width);
-  t->logits = tfmi_take_mat(a, TFM_F32, tfmi_min32(t->rows, TFMI_HEAD_ROWS), net->vocabulary);
+  t->logits = tfmi_take_mat(a, TFM_F32,
+                            tfmi_min32(t->rows, tfmi_max32(TFMI_HEAD_ROWS,
+                                                           TFMI_HEAD_LOGITS / net->vocabulary)),
+                            net->vocabulary);
   if (net->logit_softcap != 0)
     t->uncapped = tfmi_take_mat(a, TFM_F32, t->logits.rows, net->vocabulary);
   if (net->experts) t->balance_count = tfmi_take_floats(a, 2 * (int64_t)net->experts);
@@ -19318,8 +19438,8 @@ static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, const tfmi
 
 static void tfmi_train_loss(tfm_trainer *t, const tfmi_loss *how) {
   int32_t first;
-  for (first = 0; first < t->rows; first += TFMI_HEAD_ROWS)
-    tfmi_train_head(t, first, tfmi_min32(TFMI_HEAD_ROWS, t->rows - first), how);
+  for (first = 0; first < t->rows; first += t->logits.rows)
+    tfmi_train_head(t, first, tfmi_min32(t->logits.rows, t->rows - first), how);
 }
 
 /* d += the gradient of d_norm through a norm whose input was x. */
@@ -19695,6 +19815,9 @@ static tfm_status tfmi_bad_training(const char *field, double value, const char 
 }
 
 static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
+  if (c->precision != TFM_TYPE_DEFAULT && c->precision != TFM_F32 && c->precision != TFM_BF16)
+    return tfmi_report(TFM_E_ARG, "tfm_trainer_config.precision is %s; expected F32 or BF16",
+                       tfm_type_name(c->precision));
   if (c->batch < 1 || c->batch > 65536) return tfmi_bad_training("batch", c->batch, "1 to 65536");
   if (c->accumulate < 1) return tfmi_bad_training("accumulate", c->accumulate, "1 or more");
   if (!(c->lr > 0 && c->lr < FLT_MAX)) return tfmi_bad_training("lr", (double)c->lr, "above 0");
@@ -19720,6 +19843,8 @@ static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
     return tfmi_bad_training("drop_attn", (double)c->drop_attn, "0 to below 1");
   if (!(c->drop_residual >= 0 && c->drop_residual < 1))
     return tfmi_bad_training("drop_residual", (double)c->drop_residual, "0 to below 1");
+  if (c->freeze >= 2u * TFM_EXPERTS)
+    return tfmi_bad_training("freeze", c->freeze, "TFM_EMBEDDINGS to TFM_EXPERTS, added up");
   if (c->keep < 1 || c->keep > 1000) return tfmi_bad_training("keep", c->keep, "1 to 1000");
   return TFM_OK;
 }
@@ -19947,6 +20072,15 @@ static tfm_status tfmi_trainer_open(tfm_trainer *t, const tfmi_origin *from) {
                      "TFM_REF", t->dev.table->name, missing);
 }
 
+/* Products in BF16 where that was asked for and is faster. */
+static void tfmi_trainer_precision(tfm_trainer *t) {
+  if (t->config.precision != TFM_BF16) return;
+  if (t->dev.has_bf16) t->dev.products = TFM_BF16;
+  else
+    tfmi_log(&t->heap.host, TFM_LOG_WARNING, "precision BF16: device %s has no products of BF16 "
+             "here that are faster than those of F32; it trains in F32", t->dev.table->name);
+}
+
 static tfm_status tfmi_trainer_net(tfm_trainer *t, const tfmi_origin *from) {
   const tfm_model *m = from->model;
   tfm_status status;
@@ -20039,6 +20173,7 @@ static tfm_status tfmi_trainer_make(tfm_trainer *t, const tfmi_origin *from) {
   if (status == TFM_OK) status = tfmi_trainer_configure(t);
   if (status == TFM_OK) status = tfmi_trainer_open(t, from);
   if (status != TFM_OK) return status;
+  tfmi_trainer_precision(t);
   tfmi_parameters(t);
   if (!t->trained)
     return tfmi_report(TFM_E_ARG, "trainer: every parameter is frozen; nothing is left to train");
@@ -20102,6 +20237,7 @@ TFM_API tfm_status tfm_trainer_describe(const tfm_trainer *trainer, tfm_trainer_
   out->accumulate = trainer->config.accumulate;
   out->step = trainer->step;
   out->sequences = trainer->sequences;
+  out->precision = trainer->dev.products == TFM_BF16 ? TFM_BF16 : TFM_F32;
   return TFM_OK;
 }
 
@@ -20338,6 +20474,7 @@ enum { /* the words of a checkpoint's head */
   TFMI_WORD_DATA, TFMI_WORD_STEP, TFMI_WORD_SEQUENCES, TFMI_WORDS
 };
 enum { TFMI_CHECKPOINT_FORMAT = 2 };
+#define TFMI_STEP_MOST (UINT64_C(1) << 48)
 
 static void tfmi_checkpoint_head(const tfm_trainer *t, uint64_t *word) {
   const tfm_net *net = &t->net;
@@ -20416,6 +20553,10 @@ static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, const c
   if (bytes == end + sizeof sum) memcpy(&sum, data + end, sizeof sum);
   if (bytes != end + sizeof sum || sum != tfmi_checksum(0, data, end))
     return tfmi_report(TFM_E_FORMAT, "%s is damaged: its checksum does not fit", path);
+  if (found[TFMI_WORD_STEP] > TFMI_STEP_MOST || found[TFMI_WORD_SEQUENCES] > TFMI_STEP_MOST)
+    return tfmi_report(TFM_E_FORMAT, "%s is damaged: step %lld after %lld sequences; expected 0 to "
+                       "2^48", path, (long long)found[TFMI_WORD_STEP],
+                       (long long)found[TFMI_WORD_SEQUENCES]);
   data += sizeof word;
   t->dev.table->put(&t->dev, t->w, data, arena);
   t->dev.table->put(&t->dev, t->m, data + arena, arena);
@@ -20460,7 +20601,7 @@ TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
 enum {
   TFMI_TEXT_PIECE = 1 << 20, TFMI_TEXT_SAMPLE = 1 << 16,
   TFMI_FOLDERS_DEEP = 32,
-  TFMI_DATA_FORMAT = 1,
+  TFMI_DATA_FORMAT = 2,
   TFMI_DATA_HEAD = 16, TFMI_DATA_TAIL = 24 /* bytes of a cache around its ids */
 };
 
@@ -20593,14 +20734,15 @@ static size_t tfmi_text_cut(const char *text, size_t n, size_t most) {
   return at;
 }
 
-/* Encodes into m->piece; returns how many. */
-static int64_t tfmi_data_encode(tfmi_data_make *m, const char *text, size_t bytes) {
-  int64_t n = tfm_encode(m->tokenizer, text, bytes, 0, m->piece, m->piece_room);
+/* Encodes into m->piece; returns how many. flags: 0, or TFMI_ENCODE_GOES_ON. */
+static int64_t tfmi_data_encode(tfmi_data_make *m, const char *text, size_t bytes, unsigned flags) {
+  const tfm_tokenizer *t = m->tokenizer;
+  int64_t n = tfmi_encode_text(t, text, bytes, flags, NULL, 0, m->piece, m->piece_room);
   if (n > (int64_t)m->piece_room) {
     tfmi_release(&m->load, m->piece);
     m->piece_room = (size_t)n + 1024;
     m->piece = TFMI_NEW(int32_t, tfmi_scratch(&m->load, m->piece_room, sizeof *m->piece));
-    n = tfm_encode(m->tokenizer, text, bytes, 0, m->piece, m->piece_room);
+    n = tfmi_encode_text(t, text, bytes, flags, NULL, 0, m->piece, m->piece_room);
   }
   if (n < 0) tfmi_fail_again(&m->load);
   return n;
@@ -20632,12 +20774,14 @@ static void tfmi_data_put(tfmi_data_make *m, const int32_t *ids, int64_t n) {
 
 static void tfmi_data_document(tfmi_data_make *m, const char *text, size_t bytes) {
   const tfm_tokenizer_info *v = &m->vocabulary;
+  unsigned flags = 0;
   if (!bytes) return;
   m->data->front.documents++;
   if (v->bos >= 0 && v->bos != v->eos) tfmi_data_put(m, &v->bos, 1);
   while (bytes) {
     size_t n = tfmi_text_cut(text, bytes, TFMI_TEXT_PIECE);
-    tfmi_data_put(m, m->piece, tfmi_data_encode(m, text, n));
+    tfmi_data_put(m, m->piece, tfmi_data_encode(m, text, n, flags));
+    flags = TFMI_ENCODE_GOES_ON;
     text += n;
     bytes -= n;
     m->done += n;
@@ -20765,7 +20909,7 @@ static uint64_t tfmi_mark_tokenizer(tfmi_data_make *m, uint64_t sum) {
   }
   tfmi_file_open(&m->load, m->files[0].path, &m->text);
   bytes = tfmi_text_cut((const char *)m->text.data, m->text.bytes, TFMI_TEXT_SAMPLE);
-  n = tfmi_data_encode(m, (const char *)m->text.data, bytes);
+  n = tfmi_data_encode(m, (const char *)m->text.data, bytes, 0);
   tfmi_file_close(&m->heap, &m->text);
   return tfmi_checksum(sum, m->piece, (size_t)n * sizeof *m->piece);
 }
@@ -20903,10 +21047,7 @@ static void tfmi_data_release(tfmi_heap *heap, tfmi_data *d) {
 static void tfmi_data_close(tfmi_data_make *m) {
   if (m->dir) closedir(m->dir);
   tfmi_file_close(&m->heap, &m->text);
-  if (m->writing) {
-    close(m->out.fd);
-    unlink(m->out.temporary);
-  }
+  if (m->writing) tfmi_out_drop(&m->out);
   tfmi_ring_free(&m->heap, &m->load.scratch);
   if (m->finished) return;
   if (m->data) tfmi_data_release(&m->heap, m->data);

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# cuda.sh FOLDER: the figures of a GPU that bench/results keeps, as lines of JSON, by the programs in
-# FOLDER, and PyTorch's where python3 has it. REPEAT=3; WORK=/tmp/...: where 16 GB may be written.
+# cuda.sh FOLDER: the figures of a GPU that bench/results keeps, as lines of JSON, by the programs
+# in FOLDER, and PyTorch's where python3 has it. REPEAT=3; WORK=/tmp: where 16 GB may be written.
 set -u
 bin=${1:?the folder of bench and entries}
 run() { "$bin/bench" -d cuda --json --repeat "${REPEAT:-3}" "$@"; }

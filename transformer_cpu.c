@@ -11,9 +11,10 @@
    instruction set, by including the file into itself: on x86-64 for AVX2 with FMA and F16C, and for
    AVX-512 with VNNI; on AArch64 for NEON, which all have, with its products of bytes (DotProd), and
    of matrices of bytes (I8MM). An instruction set is a vocabulary of vectors, sums of products of
-   bytes, and a list of tiles; all else is common. tfm_backend_cpu asks the processor, or its system,
-   which to hand out. On a processor that has none the table lacks its matmul, and TFM_AUTO passes
-   it over, with a line in the log. Define TFM_CPU_AVX2_ONLY as 1 to hide AVX-512, as a test does.
+   bytes, and a list of tiles; all else is common. tfm_backend_cpu asks the processor, or the
+   system, which to hand out. On a processor that has none the table lacks its matmul, and TFM_AUTO
+   passes it over, with a line in the log. Define TFM_CPU_AVX2_ONLY as 1 to hide AVX-512, as a test
+   does.
 
    Weights. A matrix lies in panels of 32 rows, dealt out like cards: unit 0 of each of the 32 rows,
    then unit 1, and so on; a unit is a value of a float type, or four bytes of a quantised block. So
@@ -63,6 +64,9 @@ enum {
   CPU_PANELS = 8,         /* panels of a product that are packed together, */
   CPU_BLOCK = 264,        /* rows whose sums are kept meanwhile, */
   CPU_TURNED = 1 << 15,   /* floats of a matrix that are transposed at a time, */
+  CPU_SIDE = 4 << 20,     /* in bf16: bytes of an operand that are packed together, */
+  CPU_DEEP = 2048,        /* terms that are, of the backward products */
+  CPU_ABREAST = 256,      /* columns that an item may have */
   CPU_TRAIN_BYTES = 4 * (CPU_PANELS * CPU_ROWS * (CPU_DEPTH + CPU_BLOCK) + CPU_TURNED), /* of all */
   CPU_HUGE = 4 << 20      /* bytes from which memory is worth huge pages */
 };
@@ -108,8 +112,11 @@ static void cpu_release(tfm_dev *d, void *p, size_t bytes) {
   cpu_realloc(d->host, raw, bytes + 2 * CPU_ALIGN, 0);
 }
 
+static bool cpu_has_amx(void);
+
 static tfm_status cpu_open(tfm_dev *d) {
   d->state = NULL;
+  d->has_bf16 = cpu_has_amx();
   return TFM_OK;
 }
 
@@ -179,6 +186,7 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
   }
   if (net->embed.roles & TFM_ROLE_GRADIENT && most < (size_t)d->threads * CPU_TRAIN_BYTES)
     most = (size_t)d->threads * CPU_TRAIN_BYTES;
+  if (d->products == TFM_BF16 && most < 2 * CPU_SIDE) most = 2 * CPU_SIDE;
   return (size_t)d->threads * CPU_TILE_BYTES + most;
 }
 
@@ -1023,6 +1031,20 @@ typedef struct cpu_attn_bwd_job {
 #pragma GCC diagnostic pop
 #endif
 
+/* Tiles of AMX, which Linux saves for a process that asked for them; or a test's own, in C. */
+#if defined(TFM_CPU_AMX_STANDIN)
+#define CPU_AMX 1
+#elif defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 12) && \
+    (defined(__clang__) || __GNUC__ >= 11)
+#define CPU_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define CPU_AMX 0
+#endif
+
+static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t);
+
 #define CPU_LEVEL avx2
 #define CPU_LANES 8
 CPU_TARGET_BEGIN("avx2,fma,f16c")
@@ -1040,31 +1062,313 @@ CPU_TARGET_END
 #undef CPU_LANES
 
 typedef struct cpu_features { /* bits of cpuid and of xgetbv that a level needs */
-  uint32_t leaf1_ecx, leaf7_ebx, leaf7_ecx, state;
+  uint32_t leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, more_eax, state; /* more: leaf 7, 1 */
 } cpu_features;
 
 /* FMA, OSXSAVE, AVX, F16C; AVX2; registers of 256 bits saved. */
-static const cpu_features cpu_avx2 = {1u << 12 | 1u << 27 | 1u << 28 | 1u << 29, 1u << 5, 0, 0x06};
+static const cpu_features cpu_avx2 = {1u << 12 | 1u << 27 | 1u << 28 | 1u << 29, 1u << 5, 0, 0, 0,
+                                      0x06};
 /* and AVX512 F, DQ, BW, VL; VNNI; masks and registers of 512 bits saved. */
-static const cpu_features cpu_avx512 = {0, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, 1u << 11,
-                                        0xe6};
+static const cpu_features cpu_avx512 = {0, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, 1u << 11, 0,
+                                        0, 0xe6};
+#if defined(TFM_CPU_AMX_STANDIN)
+static const cpu_features cpu_amx = {0, 0, 0, 0, 1u << 5, 0xe6};
+#else
+/* and AVX512 BF16; AMX BF16, TILE, INT8; tiles saved. */
+static const cpu_features cpu_amx = {0, 0, 0, 1u << 22 | 1u << 24 | 1u << 25, 1u << 5, 0x600e6};
+#endif
 
 static cpu_features cpu_detect(void) {
-  cpu_features f = {0, 0, 0, 0};
+  cpu_features f = {0, 0, 0, 0, 0, 0};
   uint32_t a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &f.leaf1_ecx, &d)) return f;
   if (f.leaf1_ecx & 1u << 27) __asm__ volatile("xgetbv" : "=a"(f.state), "=d"(d) : "c"(0));
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) f.leaf7_ebx = b, f.leaf7_ecx = c;
+  if (!__get_cpuid_count(7, 0, &a, &f.leaf7_ebx, &f.leaf7_ecx, &f.leaf7_edx) || a < 1) return f;
+  __get_cpuid_count(7, 1, &f.more_eax, &b, &c, &d);
   return f;
 }
 
 static bool cpu_has(cpu_features f, cpu_features wanted) {
   return !(wanted.leaf1_ecx & ~f.leaf1_ecx) && !(wanted.leaf7_ebx & ~f.leaf7_ebx) &&
-         !(wanted.leaf7_ecx & ~f.leaf7_ecx) && !(wanted.state & ~f.state);
+         !(wanted.leaf7_ecx & ~f.leaf7_ecx) && !(wanted.leaf7_edx & ~f.leaf7_edx) &&
+         !(wanted.more_eax & ~f.more_eax) && !(wanted.state & ~f.state);
 }
+
+/* The system saves tiles for processes that asked; its answer holds for all their threads. */
+static bool cpu_tiles_permitted(void) {
+#if defined(TFM_CPU_AMX_STANDIN) || !CPU_AMX
+  return CPU_AMX;
+#else
+  enum { REQUEST = 0x1023, TILE_DATA = 18 };
+  return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#endif
+}
+
+static bool cpu_has_amx(void) {
+  cpu_features f = cpu_detect();
+  return CPU_AMX && !TFM_CPU_AVX2_ONLY && cpu_has(f, cpu_avx2) && cpu_has(f, cpu_avx512) &&
+         cpu_has(f, cpu_amx) && cpu_tiles_permitted();
+}
+
+/* ---- Products of bf16, in tiles ---- */
+
+#if !CPU_AMX
+static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
+  (void)d, (void)t;
+  return false;
+}
+#else
+#define CPU_LEVEL avx512 /* V(...): what is taken from there */
+CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
+#if defined(TFM_CPU_AMX_STANDIN)
+#include TFM_CPU_AMX_STANDIN
+#endif
+
+/* A tile holds 16 rows of 64 bytes. One of a has 16 rows of 32 terms; one of b has 16 pairs of
+   terms of 16 columns, so the terms of a pair lie side by side. Both operands are packed so, each
+   tile in one piece, by all threads, before all threads multiply: 32 rows by 32 columns are four
+   tiles of sums. Terms that are missing are zeros. An element's sum has the same order whatever the
+   block, the item and the thread. */
+enum { CPU_TILE_ROWS = 16, CPU_TERMS = 32, CPU_TILE_SIZE = 1024, CPU_GROUPS = 4 };
+
+typedef struct cpu_tiled { /* a block of a product: these rows and columns of c, these terms */
+  const cpu_gemm *t;
+  int32_t row, rows, col, cols, k, depth;
+  int32_t steps;     /* tiles along depth */
+  int32_t wide;      /* columns of an item */
+  uint8_t *a, *b;    /* [rows / 16][steps] and [cols / 16][steps] tiles */
+} cpu_tiled;
+
+/* 32 terms of a row, n of them there: 16 pairs. */
+CPU_INLINE __m512i cpu_pairs_along(const float *row, int32_t n) {
+  __m512 low = _mm512_setzero_ps(), high = low;
+  if (row) low = V(load_some)(row, n);
+  if (row && n > 16) high = V(load_some)(row + 16, n - 16);
+  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+}
+
+/* Of 16 columns, n of them there: a term of each, from one row, beside the next, from another. */
+CPU_INLINE __m512i cpu_pairs_across(const float *first, const float *second, int32_t n) {
+  const __m512i deal = _mm512_set_epi16(
+      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
+      3, 18, 2, 17, 1, 16, 0);
+  __m512 low = first ? V(load_some)(first, n) : _mm512_setzero_ps();
+  __m512 high = second ? V(load_some)(second, n) : _mm512_setzero_ps();
+  return _mm512_permutexvar_epi16(deal, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+/* 16 vectors of 16 dwords are transposed: by pairs, by fours, then whole quarters. */
+CPU_INLINE void cpu_turn_pairs(__m512i *v) {
+  __m512i a[16], b[16];
+  int i;
+  for (i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (i = 0; i < 16; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (i = 0; i < 4; i++) { /* column 4 q + i of all rows lies in the quarters q */
+    __m512i even = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
+    __m512i odd = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
+    __m512i even2 = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
+    __m512i odd2 = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
+    v[i] = _mm512_shuffle_i32x4(even, even2, 0x88);
+    v[i + 4] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
+    v[i + 8] = _mm512_shuffle_i32x4(even, even2, 0xdd);
+    v[i + 12] = _mm512_shuffle_i32x4(odd, odd2, 0xdd);
+  }
+}
+
+/* A row in memory of operand a, or b: of its terms, or (see below) of its rows or columns. */
+CPU_INLINE const float *cpu_tiled_line(const cpu_gemm *t, bool a, int32_t i) {
+  return a ? cpu_gemm_a(t, i) : cpu_gemm_b(t, i, 0);
+}
+
+/* Whether terms run along a row in memory, or from row to row. */
+CPU_INLINE bool cpu_terms_run_along(const cpu_gemm *t, bool a) {
+  return a ? t->form != CPU_DW : t->form == CPU_FORWARD;
+}
+
+/* Rows or columns first .. first + n - 1, terms k .. k + depth - 1; the rest of the tile is 0. */
+static void cpu_pack_tile(uint8_t *to, const cpu_gemm *t, bool a, int32_t first, int32_t n,
+                          int32_t k, int32_t depth) {
+  const bool along = cpu_terms_run_along(t, a);
+  __m512i v[CPU_TILE_ROWS];
+  int i;
+  for (i = 0; i < CPU_TILE_ROWS; i++)
+    if (along) v[i] = cpu_pairs_along(i < n ? cpu_tiled_line(t, a, first + i) + k : NULL, depth);
+    else
+      v[i] = cpu_pairs_across(
+          2 * i < depth && n > 0 ? cpu_tiled_line(t, a, k + 2 * i) + first : NULL,
+          2 * i + 1 < depth && n > 0 ? cpu_tiled_line(t, a, k + 2 * i + 1) + first : NULL, n);
+  if (along != a) cpu_turn_pairs(v);
+  for (i = 0; i < CPU_TILE_ROWS; i++) _mm512_store_si512(to + 64 * i, v[i]);
+}
+
+/* Four groups of 16 rows or columns, in the order in which they lie in memory. */
+static void cpu_pack_groups(const cpu_tiled *p, bool a, int32_t first) {
+  const bool along = cpu_terms_run_along(p->t, a);
+  const int32_t count = a ? p->rows : p->cols, from = a ? p->row : p->col;
+  uint8_t *to = a ? p->a : p->b;
+  int32_t i, group, step, n;
+  for (i = 0; i < CPU_GROUPS * p->steps; i++) {
+    group = first + (along ? i / p->steps : i % CPU_GROUPS);
+    step = along ? i % p->steps : i / CPU_GROUPS;
+    n = cpu_min(CPU_TILE_ROWS, count - group * CPU_TILE_ROWS);
+    cpu_pack_tile(to + ((int64_t)group * p->steps + step) * CPU_TILE_SIZE, p->t, a,
+                  from + group * CPU_TILE_ROWS, n, p->k + step * CPU_TERMS,
+                  cpu_min(CPU_TERMS, p->depth - step * CPU_TERMS));
+  }
+}
+
+static int32_t cpu_pack_items_of(int32_t n) { /* rows or columns */
+  return (n + CPU_GROUPS * CPU_TILE_ROWS - 1) / (CPU_GROUPS * CPU_TILE_ROWS);
+}
+
+/* Items of a, then of b. */
+static void cpu_pack_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_tiled *p = (const cpu_tiled *)context;
+  int32_t of_a = cpu_pack_items_of(p->rows), i;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    cpu_pack_groups(p, i < of_a, (i < of_a ? i : i - of_a) * CPU_GROUPS);
+}
+
+static void cpu_tiles_begin(void) { /* eight tiles of 16 rows of 64 bytes */
+  uint8_t config[64] __attribute__((aligned(64))) = {1}; /* palette; [16]: bytes; [48]: rows */
+  int i;
+  for (i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = CPU_TILE_ROWS;
+  _tile_loadconfig(config);
+}
+
+/* out [32][32], of rows `stride` floats apart. */
+CPU_INLINE void cpu_tiles_multiply(float *out, int32_t stride, const uint8_t *a, const uint8_t *b,
+                                   int32_t steps) {
+  const size_t next = (size_t)steps * CPU_TILE_SIZE, bytes = (size_t)stride * sizeof *out;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (; steps; steps--, a += CPU_TILE_SIZE, b += CPU_TILE_SIZE) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, b, 64);
+    _tile_loadd(5, a + next, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b + next, 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, out, bytes);
+  _tile_stored(1, out + CPU_TILE_ROWS, bytes);
+  _tile_stored(2, out + CPU_TILE_ROWS * (int64_t)stride, bytes);
+  _tile_stored(3, out + CPU_TILE_ROWS * (int64_t)stride + CPU_TILE_ROWS, bytes);
+}
+
+/* Where the sums of 32 rows will go to is asked for. */
+static void cpu_tiles_expect(const cpu_tiled *p, int32_t row, int32_t rows, int32_t col,
+                             int32_t cols) {
+  int32_t i, j;
+  for (i = 0; i < rows; i++) {
+    float *c = cpu_row(p->t->c, cpu_gemm_c(p->t, p->row + row + i)) + p->col + col;
+    for (j = 0; j < cols; j += CPU_ALIGN / 4) __builtin_prefetch(c + j, 1);
+  }
+}
+
+static int32_t cpu_tiled_rows(const cpu_tiled *p) { return (p->rows + CPU_ROWS - 1) / CPU_ROWS; }
+
+/* Items are (some columns, 32 rows), rows running fastest. */
+static void cpu_tiles_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_tiled *p = (const cpu_tiled *)context;
+  const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
+  float *out = (float *)(void *)((uint8_t *)p->t->d->work + (size_t)worker * CPU_TILE_BYTES);
+  int32_t item, row, rows, col, cols, i;
+  cpu_tiles_begin();
+  for (item = begin; item < end; item++) {
+    row = item % cpu_tiled_rows(p) * CPU_ROWS;
+    rows = cpu_min(CPU_ROWS, p->rows - row);
+    col = item / cpu_tiled_rows(p) * p->wide;
+    cols = cpu_min(p->wide, p->cols - col);
+    cpu_tiles_expect(p, row, rows, col, cols);
+    for (i = 0; i < cols; i += CPU_ROWS)
+      cpu_tiles_multiply(out + i, CPU_ABREAST, p->a + row / CPU_TILE_ROWS * group,
+                         p->b + (col + i) / CPU_TILE_ROWS * group, p->steps);
+    for (i = 0; i < rows; i++)
+      V(finish)(p->t, cpu_gemm_c(p->t, p->row + row + i), p->col + col, out + i * CPU_ABREAST,
+                cols);
+  }
+  _tile_release();
+}
+
+/* a: whether that is not packed yet. */
+static void cpu_tiles_block(cpu_tiled *p, bool a) {
+  tfm_dev *d = p->t->d;
+  int32_t of_a = cpu_pack_items_of(p->rows), items;
+  p->steps = (p->depth + CPU_TERMS - 1) / CPU_TERMS;
+  p->a = cpu_quantised_at(d);
+  p->b = p->a + CPU_SIDE;
+  if (a) tfm_parallel_for(d, of_a + cpu_pack_items_of(p->cols), 1, cpu_pack_items, p);
+  else {
+    cpu_tiled only = *p;
+    only.rows = 0;
+    tfm_parallel_for(d, cpu_pack_items_of(p->cols), 1, cpu_pack_items, &only);
+  }
+  for (p->wide = CPU_ABREAST;; p->wide /= 2) { /* several items for each thread */
+    items = cpu_tiled_rows(p) * ((p->cols + p->wide - 1) / p->wide);
+    if (items >= 4 * d->threads || p->wide == CPU_ROWS) break;
+  }
+  tfm_parallel_for(d, items, 1, cpu_tiles_items, p);
+}
+
+/* Rows, or columns, of as many terms that fit a side: whole items of packing. */
+static int32_t cpu_side_lines(int32_t depth) {
+  const int32_t item = CPU_GROUPS * CPU_TILE_ROWS;
+  int64_t bytes = (int64_t)(depth + CPU_TERMS - 1) / CPU_TERMS * CPU_TERMS * 2 * item;
+  return (int32_t)(CPU_SIDE / bytes) * item;
+}
+
+/* False: its operands are not floats in rows, or too long. */
+static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *g) {
+  int32_t deepest = g->form == CPU_FORWARD ? g->depth : cpu_min(g->depth, CPU_DEEP);
+  int32_t most = cpu_side_lines(deepest);
+  cpu_gemm t = *g;
+  cpu_tiled p;
+  if (most == 0 || (g->w && !cpu_weight_floats(g->w, g->first, 0))) return false;
+  t.d = d;
+  p.t = &t;
+  for (p.k = 0; p.k < g->depth; p.k += p.depth) {
+    p.depth = cpu_min(deepest, g->depth - p.k);
+    t.beta = p.k ? 1 : g->beta;
+    t.e = p.k + p.depth == g->depth ? g->e : NULL;
+    for (p.row = 0; p.row < g->rows; p.row += p.rows) {
+      p.rows = cpu_min(most, g->rows - p.row);
+      for (p.col = 0; p.col < g->cols; p.col += p.cols) {
+        p.cols = cpu_min(most, g->cols - p.col);
+        cpu_tiles_block(&p, p.col == 0);
+      }
+    }
+  }
+  return true;
+}
+CPU_TARGET_END
+#undef CPU_LEVEL
+#endif
+#endif
+
+#if !defined(CPU_X86)
+static bool cpu_has_amx(void) { return false; }
 #endif
 
 #if defined(CPU_ARM)
+static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
+  (void)d, (void)t;
+  return false;
+}
+
 #include <arm_neon.h>
 #if defined(__linux__)
 #include <sys/auxv.h>
@@ -1129,7 +1433,7 @@ static cpu_features cpu_detect(void) {
 
 #define CPU_TABLE(of)                                                                             \
   {                                                                                               \
-    TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1,                                                  \
+    TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1, false,                                           \
     cpu_open, cpu_close, cpu_sync, cpu_alloc, cpu_release,                                        \
     cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */    \
     cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,                               \
@@ -1139,7 +1443,8 @@ static cpu_features cpu_detect(void) {
     NULL, NULL, /* layer decode */                                                                \
     of(loss), of(matmul_dx), of(matmul_dw), of(epilogue_bwd), of(norm_bwd), of(attn_bwd),         \
     of(glu_bwd), cpu_embed_bwd, cpu_route_bwd, cpu_combine_bwd, of(moe_dx), of(moe_dw),           \
-    of(sumsq), of(adamw), cpu_moe_bias, cpu_add_gated, cpu_moe_bias_bwd, cpu_add_gated_bwd        \
+    of(sumsq), of(adamw), cpu_moe_bias, cpu_add_gated, cpu_moe_bias_bwd, cpu_add_gated_bwd,       \
+    NULL, NULL /* mark usage: by the clock */                                                     \
   }
 #define CPU_NONE(name) NULL
 #define CPU_AVX2(name) cpu_##name##_avx2
@@ -2600,6 +2905,7 @@ static void V(gemm_items)(void *context, int32_t begin, int32_t end, int32_t wor
 
 static void V(gemm)(tfm_dev *d, cpu_gemm *t) {
   int32_t chunks;
+  if (d->products == TFM_BF16 && cpu_tiles_gemm(d, t)) return;
   t->d = d;
   t->work = cpu_quantised_at(d);
   t->pairs = (cpu_panels(t->cols) + 1) / 2;

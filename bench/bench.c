@@ -815,11 +815,11 @@ static void print_training(const options *o, const training *g, const double *ms
                  multiply_ceiling(cores_or(o->model.threads));
   printf(o->json ? "{\"workload\": \"train:%s\", \"ms\": %.2f, \"forward\": %.2f, \"backward\": "
                    "%.2f, \"clip\": %.2f, \"adamw\": %.2f, \"tokens_per_s\": %.0f, "
-                   "\"percent_of_fma\": %.0f, \"memory_bytes\": %llu}\n"
+                   "\"percent_of_fma\": %.0f, \"memory_bytes\": %llu, \"precision\": \"%s\"}\n"
                  : "train:%s  %.2f ms a step: forward %.2f, backward %.2f, clip %.2f, AdamW %.2f; "
-                   "%.0f tokens/s, %.0f%% of FMA's peak, %llu bytes\n",
+                   "%.0f tokens/s, %.0f%% of FMA's peak, %llu bytes, %s\n",
          g->name, ms[WHOLE], ms[FORWARD], ms[BACKWARD], ms[CLIP], ms[UPDATE], rate, share,
-         (unsigned long long)info->memory_bytes);
+         (unsigned long long)info->memory_bytes, tfm_type_name(info->precision));
 }
 
 /* Medians of each phase. */
@@ -849,6 +849,7 @@ static int measure_training(const options *o, const training *g) {
   memset(&c, 0, sizeof c);
   c.device = o->model.device;
   c.threads = o->model.threads;
+  c.precision = o->model.weights;
   c.batch = g->batch;
   c.context = g->context;
   t = ids ? tfm_trainer_init(&g->shape, &c) : NULL;
@@ -942,7 +943,7 @@ static const struct argp_option option_list[] = {
   {"repeat", KEY_REPEAT, "N", 0, "Measure N times, default 5; median and best are printed", 0},
   {"rows", KEY_ROWS, "N", 0, "Run prompts in passes of up to N tokens, default 256", 0},
   {"depth", KEY_DEPTH, "N", 0, "Write after prompts of N tokens, default 1", 0},
-  {"type", 'w', "TYPE", 0, "The same as --weights", 0},
+  {"type", 'w', "TYPE", 0, "The same as --weights; of training, its precision", 0},
   {"cache", KEY_CACHE, "TYPE", 0, "Keep keys and values as f32, f16 or bf16", 0},
   {"check", KEY_CHECK, NULL, 0, "Also compare logits with the reference's on the same weights", 0},
   {"json", KEY_JSON, NULL, 0, "One JSON object per line", 0},

@@ -307,10 +307,8 @@ static void embed_plain(device *t, tfm_type type) {
 }
 
 static void test_more_types(device *t) {
-  bool declined = !strcmp(t->b->name, "cuda"); /* the CUDA table has Q8_0 and Q4_0 only */
   tfm_type to;
   int i, m;
-  if (declined) return;
   for (i = 0; i < TFMI_COUNT(more_types); i++) {
     if (!computes(t, more_types[i], TFM_TYPE_DEFAULT)) continue;
     for (m = 1; m < 40; m = 3 * m + 1) matmul_plain(t, m, 45, 512, more_types[i], 3, m % 4);

@@ -53,7 +53,7 @@ $B/%: examples/%.c $(HEADERS) $(OBJECTS) | $B
 $B/cpp: examples/cpp.cpp $(HEADERS) $(OBJECTS) | $B
 	$(CXX) -std=c++17 $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
 
-$B/bench: bench/bench.c $(HEADERS) $(OBJECTS) | $B
+$B/bench $B/entries: $B/%: bench/%.c $(HEADERS) $(OBJECTS) | $B
 	$(CC) $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
 
 $B/test_%: tests/test_%.c $(HEADERS) $(OBJECTS) | $B
@@ -143,9 +143,9 @@ test-cuda: ## the tests that use a GPU, on a GPU: needs nvcc, a C compiler, stb_
 	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda cuda-tests
 cuda-tests: $(CUDA_UNITS:%=$B/%)
 	@tests/run.sh $^ tests/cuda_sanitize.sh
-bench-cuda: ## the benchmark on a GPU: shapes of 124M, 1B and 8B; REPEAT=3
-	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda $B/cuda/bench
-	@bench/cuda.sh $B/cuda/bench
+bench-cuda: ## the benchmark on a GPU, beside PyTorch: shapes of 124M, 1B and 8B; REPEAT=3
+	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda $B/cuda/bench $B/cuda/entries
+	@bench/cuda.sh $B/cuda
 cuda-check: $B/transformer_cuda.o $B/cuda_host ## the CUDA companion's host side, no GPU needed
 format: ## clang-format on the lines that differ from the last commit
 	git clang-format --extensions c,h,cu,cpp

@@ -186,7 +186,7 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
   }
   if (net->embed.roles & TFM_ROLE_GRADIENT && most < (size_t)d->threads * CPU_TRAIN_BYTES)
     most = (size_t)d->threads * CPU_TRAIN_BYTES;
-  if (d->products == TFM_BF16 && most < 2 * CPU_SIDE) most = 2 * CPU_SIDE;
+  if (d->products == TFM_BF16) most += 2 * CPU_SIDE;
   return (size_t)d->threads * CPU_TILE_BYTES + most;
 }
 
@@ -1125,10 +1125,11 @@ CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-
 #endif
 
 /* A tile holds 16 rows of 64 bytes. One of a has 16 rows of 32 terms; one of b has 16 pairs of
-   terms of 16 columns, so the terms of a pair lie side by side. Both operands are packed so, each
-   tile in one piece, by all threads, before all threads multiply: 32 rows by 32 columns are four
-   tiles of sums. Terms that are missing are zeros. An element's sum has the same order whatever the
-   block, the item and the thread. */
+   terms of 16 columns, so the terms of a pair lie side by side. b is packed so, each tile in one
+   piece, by all threads; a too where it is used column by column (dw), else 32 rows at a time by
+   the thread that multiplies them. 32 rows by 32 columns are four tiles of sums. Terms that are
+   missing are zeros. An element's sum has the same order whatever the block, the item and the
+   thread. */
 enum { CPU_TILE_ROWS = 16, CPU_TERMS = 32, CPU_TILE_SIZE = 1024, CPU_GROUPS = 4 };
 
 typedef struct cpu_tiled { /* a block of a product: these rows and columns of c, these terms */
@@ -1136,24 +1137,30 @@ typedef struct cpu_tiled { /* a block of a product: these rows and columns of c,
   int32_t row, rows, col, cols, k, depth;
   int32_t steps;     /* tiles along depth */
   int32_t wide;      /* columns of an item */
-  uint8_t *a, *b;    /* [rows / 16][steps] and [cols / 16][steps] tiles */
+  uint8_t *a, *b;    /* [rows / 16][steps] and [cols / 16][steps] tiles; a NULL: by the items */
 } cpu_tiled;
+
+/* 16 floats, n of them there, which may be none. */
+CPU_INLINE __m512 cpu_sixteen(const float *p, int32_t n) {
+  if (n >= 16) return V(load)(p);
+  return n > 0 ? V(load_some)(p, n) : _mm512_setzero_ps();
+}
 
 /* 32 terms of a row, n of them there: 16 pairs. */
 CPU_INLINE __m512i cpu_pairs_along(const float *row, int32_t n) {
-  __m512 low = _mm512_setzero_ps(), high = low;
-  if (row) low = V(load_some)(row, n);
-  if (row && n > 16) high = V(load_some)(row + 16, n - 16);
-  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  if (!row) return _mm512_setzero_si512();
+  return (__m512i)_mm512_cvtne2ps_pbh(cpu_sixteen(row + 16, n - 16), cpu_sixteen(row, n));
 }
 
-/* Of 16 columns, n of them there: a term of each, from one row, beside the next, from another. */
-CPU_INLINE __m512i cpu_pairs_across(const float *first, const float *second, int32_t n) {
+/* Of 16 columns from col on, n of them there: a term of each, from one row, beside the next, from
+   another. */
+CPU_INLINE __m512i cpu_pairs_across(const float *first, const float *second, int32_t col,
+                                    int32_t n) {
   const __m512i deal = _mm512_set_epi16(
       31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
       3, 18, 2, 17, 1, 16, 0);
-  __m512 low = first ? V(load_some)(first, n) : _mm512_setzero_ps();
-  __m512 high = second ? V(load_some)(second, n) : _mm512_setzero_ps();
+  __m512 low = cpu_sixteen(first + col, first ? n : 0);
+  __m512 high = cpu_sixteen(second + col, second ? n : 0);
   return _mm512_permutexvar_epi16(deal, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
@@ -1183,7 +1190,7 @@ CPU_INLINE void cpu_turn_pairs(__m512i *v) {
   }
 }
 
-/* A row in memory of operand a, or b: of its terms, or (see below) of its rows or columns. */
+/* A row in memory of operand a, or b: of its terms, or of its rows or columns. */
 CPU_INLINE const float *cpu_tiled_line(const cpu_gemm *t, bool a, int32_t i) {
   return a ? cpu_gemm_a(t, i) : cpu_gemm_b(t, i, 0);
 }
@@ -1193,49 +1200,71 @@ CPU_INLINE bool cpu_terms_run_along(const cpu_gemm *t, bool a) {
   return a ? t->form != CPU_DW : t->form == CPU_FORWARD;
 }
 
-/* Rows or columns first .. first + n - 1, terms k .. k + depth - 1; the rest of the tile is 0. */
-static void cpu_pack_tile(uint8_t *to, const cpu_gemm *t, bool a, int32_t first, int32_t n,
-                          int32_t k, int32_t depth) {
-  const bool along = cpu_terms_run_along(t, a);
-  __m512i v[CPU_TILE_ROWS];
+CPU_INLINE void cpu_tile_store(uint8_t *to, const __m512i *v) {
   int i;
-  for (i = 0; i < CPU_TILE_ROWS; i++)
-    if (along) v[i] = cpu_pairs_along(i < n ? cpu_tiled_line(t, a, first + i) + k : NULL, depth);
-    else
-      v[i] = cpu_pairs_across(
-          2 * i < depth && n > 0 ? cpu_tiled_line(t, a, k + 2 * i) + first : NULL,
-          2 * i + 1 < depth && n > 0 ? cpu_tiled_line(t, a, k + 2 * i + 1) + first : NULL, n);
-  if (along != a) cpu_turn_pairs(v);
   for (i = 0; i < CPU_TILE_ROWS; i++) _mm512_store_si512(to + 64 * i, v[i]);
 }
 
-/* Four groups of 16 rows or columns, in the order in which they lie in memory. */
-static void cpu_pack_groups(const cpu_tiled *p, bool a, int32_t first) {
-  const bool along = cpu_terms_run_along(p->t, a);
-  const int32_t count = a ? p->rows : p->cols, from = a ? p->row : p->col;
-  uint8_t *to = a ? p->a : p->b;
-  int32_t i, group, step, n;
-  for (i = 0; i < CPU_GROUPS * p->steps; i++) {
-    group = first + (along ? i / p->steps : i % CPU_GROUPS);
-    step = along ? i % p->steps : i / CPU_GROUPS;
-    n = cpu_min(CPU_TILE_ROWS, count - group * CPU_TILE_ROWS);
-    cpu_pack_tile(to + ((int64_t)group * p->steps + step) * CPU_TILE_SIZE, p->t, a,
-                  from + group * CPU_TILE_ROWS, n, p->k + step * CPU_TERMS,
-                  cpu_min(CPU_TERMS, p->depth - step * CPU_TERMS));
+/* Rows or columns first .. first + n - 1, 16 at most, where terms run along: all their tiles. */
+static void cpu_pack_along(uint8_t *to, const cpu_tiled *p, bool a, int32_t first, int32_t n) {
+  const float *line[CPU_TILE_ROWS];
+  __m512i v[CPU_TILE_ROWS];
+  int32_t step, left;
+  int i;
+  for (i = 0; i < CPU_TILE_ROWS; i++)
+    line[i] = i < n ? cpu_tiled_line(p->t, a, first + i) + p->k : NULL;
+  for (step = 0; step < p->steps; step++, to += CPU_TILE_SIZE) {
+    left = p->depth - step * CPU_TERMS;
+    for (i = 0; i < CPU_TILE_ROWS; i++)
+      v[i] = cpu_pairs_along(line[i] ? line[i] + step * CPU_TERMS : NULL, left);
+    if (!a) cpu_turn_pairs(v);
+    cpu_tile_store(to, v);
   }
+}
+
+/* The same where terms run across, of four groups of 16, n rows or columns altogether. */
+static void cpu_pack_across(uint8_t *to, const cpu_tiled *p, bool a, int32_t first, int32_t n) {
+  const float *line[CPU_TERMS];
+  __m512i v[CPU_TILE_ROWS];
+  int32_t step, group, left;
+  int i;
+  for (step = 0; step < p->steps; step++)
+    for (group = 0; group < CPU_GROUPS; group++) {
+      for (i = 0; i < CPU_TERMS && group == 0; i++) {
+        int32_t k = step * CPU_TERMS + i;
+        line[i] = k < p->depth ? cpu_tiled_line(p->t, a, p->k + k) + first : NULL;
+      }
+      left = n - group * CPU_TILE_ROWS;
+      for (i = 0; i < CPU_TILE_ROWS; i++)
+        v[i] = cpu_pairs_across(line[2 * i], line[2 * i + 1], group * CPU_TILE_ROWS, left);
+      if (a) cpu_turn_pairs(v);
+      cpu_tile_store(to + ((int64_t)group * p->steps + step) * CPU_TILE_SIZE, v);
+    }
+}
+
+/* Four groups of 16 rows or columns. */
+static void cpu_pack_groups(const cpu_tiled *p, bool a, int32_t first) {
+  const int32_t from = (a ? p->row : p->col) + first;
+  const int32_t n = cpu_min(CPU_GROUPS * CPU_TILE_ROWS, (a ? p->rows : p->cols) - first);
+  uint8_t *to = (a ? p->a : p->b) + (int64_t)(first / CPU_TILE_ROWS) * p->steps * CPU_TILE_SIZE;
+  int32_t i;
+  if (!cpu_terms_run_along(p->t, a)) cpu_pack_across(to, p, a, from, n);
+  else
+    for (i = 0; i < CPU_GROUPS; i++, to += (int64_t)p->steps * CPU_TILE_SIZE)
+      cpu_pack_along(to, p, a, from + i * CPU_TILE_ROWS, n - i * CPU_TILE_ROWS);
 }
 
 static int32_t cpu_pack_items_of(int32_t n) { /* rows or columns */
   return (n + CPU_GROUPS * CPU_TILE_ROWS - 1) / (CPU_GROUPS * CPU_TILE_ROWS);
 }
 
-/* Items of a, then of b. */
+/* Items of b, then of a. */
 static void cpu_pack_items(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_tiled *p = (const cpu_tiled *)context;
-  int32_t of_a = cpu_pack_items_of(p->rows), i;
+  int32_t of_b = cpu_pack_items_of(p->cols), i;
   (void)worker;
   for (i = begin; i < end; i++)
-    cpu_pack_groups(p, i < of_a, (i < of_a ? i : i - of_a) * CPU_GROUPS);
+    cpu_pack_groups(p, i >= of_b, (i < of_b ? i : i - of_b) * CPU_GROUPS * CPU_TILE_ROWS);
 }
 
 static void cpu_tiles_begin(void) { /* eight tiles of 16 rows of 64 bytes */
@@ -1281,47 +1310,67 @@ static void cpu_tiles_expect(const cpu_tiled *p, int32_t row, int32_t rows, int3
 
 static int32_t cpu_tiled_rows(const cpu_tiled *p) { return (p->rows + CPU_ROWS - 1) / CPU_ROWS; }
 
-/* Items are (some columns, 32 rows), rows running fastest. */
+/* The tiles of 32 rows of a: packed by all threads, or now. */
+static const uint8_t *cpu_tiles_of_a(const cpu_tiled *p, int32_t row, int32_t worker) {
+  const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
+  uint8_t *own = cpu_quantised_at(p->t->d) + (size_t)worker * CPU_TRAIN_BYTES;
+  if (p->a) return p->a + row / CPU_TILE_ROWS * group;
+  cpu_pack_along(own, p, true, p->row + row, p->rows - row);
+  cpu_pack_along(own + group, p, true, p->row + row + CPU_TILE_ROWS,
+                 p->rows - row - CPU_TILE_ROWS);
+  return own;
+}
+
+/* 32 rows of a times columns col .. col + cols - 1, as many as an item may have at a time. */
+static void cpu_tiles_run(const cpu_tiled *p, const uint8_t *a, float *out, int32_t row,
+                          int32_t col, int32_t cols) {
+  const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
+  int32_t rows = cpu_min(CPU_ROWS, p->rows - row), i;
+  cpu_tiles_expect(p, row, rows, col, cols);
+  for (i = 0; i < cols; i += CPU_ROWS)
+    cpu_tiles_multiply(out + i, CPU_ABREAST, a, p->b + (col + i) / CPU_TILE_ROWS * group,
+                       p->steps);
+  for (i = 0; i < rows; i++)
+    V(finish)(p->t, cpu_gemm_c(p->t, p->row + row + i), p->col + col, out + i * CPU_ABREAST, cols);
+}
+
+/* Items are (some columns, 32 rows), rows running fastest, so that b's part stays near. */
 static void cpu_tiles_items(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_tiled *p = (const cpu_tiled *)context;
-  const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
   float *out = (float *)(void *)((uint8_t *)p->t->d->work + (size_t)worker * CPU_TILE_BYTES);
-  int32_t item, row, rows, col, cols, i;
+  int32_t item, row, col, last;
+  const uint8_t *a;
   cpu_tiles_begin();
   for (item = begin; item < end; item++) {
     row = item % cpu_tiled_rows(p) * CPU_ROWS;
-    rows = cpu_min(CPU_ROWS, p->rows - row);
     col = item / cpu_tiled_rows(p) * p->wide;
-    cols = cpu_min(p->wide, p->cols - col);
-    cpu_tiles_expect(p, row, rows, col, cols);
-    for (i = 0; i < cols; i += CPU_ROWS)
-      cpu_tiles_multiply(out + i, CPU_ABREAST, p->a + row / CPU_TILE_ROWS * group,
-                         p->b + (col + i) / CPU_TILE_ROWS * group, p->steps);
-    for (i = 0; i < rows; i++)
-      V(finish)(p->t, cpu_gemm_c(p->t, p->row + row + i), p->col + col, out + i * CPU_ABREAST,
-                cols);
+    last = cpu_min(col + p->wide, p->cols);
+    a = cpu_tiles_of_a(p, row, worker);
+    for (; col < last; col += CPU_ABREAST)
+      cpu_tiles_run(p, a, out, row, col, cpu_min(CPU_ABREAST, last - col));
   }
   _tile_release();
 }
 
-/* a: whether that is not packed yet. */
-static void cpu_tiles_block(cpu_tiled *p, bool a) {
+/* Columns of an item: what of b stays in the second cache, but several items for each thread. */
+static int32_t cpu_tiles_wide(const cpu_tiled *p) {
+  int32_t panels = cpu_min(cpu_panels(p->cols), CPU_SIDE / 4 / (2 * CPU_TILE_SIZE) / p->steps);
+  while (panels > 1 && cpu_tiled_rows(p) * (cpu_panels(p->cols) / panels) < 3 * p->t->d->threads)
+    panels = (panels + 1) / 2;
+  return (panels > 0 ? panels : 1) * CPU_ROWS;
+}
+
+/* packed: whether what of a is packed beforehand is already. */
+static void cpu_tiles_block(cpu_tiled *p, bool packed) {
   tfm_dev *d = p->t->d;
-  int32_t of_a = cpu_pack_items_of(p->rows), items;
+  int32_t of_a = packed || p->t->form != CPU_DW ? 0 : cpu_pack_items_of(p->rows);
   p->steps = (p->depth + CPU_TERMS - 1) / CPU_TERMS;
-  p->a = cpu_quantised_at(d);
-  p->b = p->a + CPU_SIDE;
-  if (a) tfm_parallel_for(d, of_a + cpu_pack_items_of(p->cols), 1, cpu_pack_items, p);
-  else {
-    cpu_tiled only = *p;
-    only.rows = 0;
-    tfm_parallel_for(d, cpu_pack_items_of(p->cols), 1, cpu_pack_items, &only);
-  }
-  for (p->wide = CPU_ABREAST;; p->wide /= 2) { /* several items for each thread */
-    items = cpu_tiled_rows(p) * ((p->cols + p->wide - 1) / p->wide);
-    if (items >= 4 * d->threads || p->wide == CPU_ROWS) break;
-  }
-  tfm_parallel_for(d, items, 1, cpu_tiles_items, p);
+  p->b = cpu_quantised_at(d) + (size_t)d->threads * CPU_TRAIN_BYTES;
+  p->a = p->t->form == CPU_DW ? p->b + CPU_SIDE : NULL;
+  p->wide = cpu_tiles_wide(p);
+  tfm_parallel_for(d, cpu_pack_items_of(p->cols) + of_a, 1, cpu_pack_items, p);
+  tfm_parallel_for(d, cpu_tiled_rows(p) * ((p->cols + p->wide - 1) / p->wide), 1, cpu_tiles_items,
+                   p);
 }
 
 /* Rows, or columns, of as many terms that fit a side: whole items of packing. */
@@ -1348,7 +1397,7 @@ static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *g) {
       p.rows = cpu_min(most, g->rows - p.row);
       for (p.col = 0; p.col < g->cols; p.col += p.cols) {
         p.cols = cpu_min(most, g->cols - p.col);
-        cpu_tiles_block(&p, p.col == 0);
+        cpu_tiles_block(&p, p.col > 0);
       }
     }
   }

@@ -1300,7 +1300,10 @@ static void cpu_tiles_begin(int bytes) {
   uint8_t config[64] __attribute__((aligned(64))) = {1}; /* palette; [16]: bytes; [48]: rows */
   int i;
   for (i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = CPU_TILE_ROWS;
-  for (i = 4; i < 6; i++) config[16 + 2 * i] = (uint8_t)bytes, config[50 + i] = (uint8_t)(bytes / 4);
+  for (i = 4; i < 6; i++) {
+    config[16 + 2 * i] = (uint8_t)bytes;
+    config[50 + i] = (uint8_t)(bytes / 4);
+  }
   _tile_loadconfig(config);
 }
 
@@ -1648,10 +1651,11 @@ static void cpu_block_tiles(const cpu_product *t, float *out, const uint8_t *x, 
   for (k = 0; k < t->x.cols; k += cols) {
     cols = cpu_min(CPU_CHUNK, t->x.cols - k);
     cpu_tiles_unpack(room, w + cpu_panel_span((int)stripe->type, k), cols, stripe->type, &low);
-    for (i = 0; i < n; i += CPU_ROWS)
-      cpu_tiles_blocks(out + i * CPU_ROWS, dots,
-                       x + (size_t)i * t->quantised_bytes + (size_t)(k / CPU_GROUP) * sizeof(cpu_group),
+    for (i = 0; i < n; i += CPU_ROWS) {
+      const uint8_t *from = x + (size_t)i * t->quantised_bytes;
+      cpu_tiles_blocks(out + i * CPU_ROWS, dots, from + (size_t)(k / CPU_GROUP) * sizeof(cpu_group),
                        t->quantised_bytes, cpu_min(CPU_ROWS, n - i), room, cols, low);
+    }
   }
 }
 
@@ -1665,7 +1669,7 @@ static void cpu_lines(const cpu_product *t, const cpu_stripe *stripe, int32_t pa
   V(write)(t, out, cols, t->first, col);
 }
 
-/* n panels of a stripe times the rows of x, which are no expert's. False: they are not for tiles. */
+/* n panels of a stripe times the rows of x, which are no expert's. False: not for tiles. */
 static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
                              int32_t n, int32_t col, int32_t worker) {
   float *out = (float *)(void *)(t->work + (size_t)worker * CPU_TILE_BYTES);

@@ -21,8 +21,9 @@ static double rounding_halves(const float *x, const float *w, int n) {
 
 /* What the tuned CPU table may be off by, as it multiplies weights of BF16 by activations of BF16
    where it has tiles: each is off by 2^-8 of itself at most; 6 deviations of a sum of these. And
-   quantised weights by activations rounded to 8 bits: 6 deviations of a sum whose terms are off by up to half a step each. A group of 128
-   values has steps of a 127th of its largest. In units of `tolerance`. */
+   quantised weights by activations rounded to 8 bits: 6 deviations of a sum whose terms are off by
+   up to half a step each. A group of 128 values has steps of a 127th of its largest. In units of
+   `tolerance`. */
 static double rounding(const device *t, tfm_type type, const float *x, const float *w, int n) {
   double variance = 0, top = 0, squares = 0;
   int i;

@@ -20,9 +20,10 @@ B        = build
 HEADERS  = transformer.h $(wildcard examples/*.h) $(wildcard tests/*.h)
 EXAMPLES = $(patsubst examples/%.c,$B/%,$(wildcard examples/*.c)) $B/cpp
 UNITS    = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
-CUDA_UNITS = test_kernels test_model test_session test_engine
+CUDA_UNITS = test_kernels test_model test_session test_engine cuda_faults
 FUZZERS  = $(patsubst tests/%.c,%,$(wildcard tests/fuzz_*.c))
-TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels $B/avx2/test_gradients
+TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels $B/avx2/test_gradients \
+           $B/amx/test_kernels $B/amx/test_gradients
 LIBRARY  = $B/libtransformer.a
 
 # What the tools are linked with. A companion that declines its kernels is passed over at run time.
@@ -31,7 +32,7 @@ OBJECTS  = $B/transformer_cpu.o
 ifdef CUDA
 USE     += -DTFM_USE_CUDA
 OBJECTS += $B/transformer_cuda.o
-LIBS    += -L$(CUDA_HOME)/lib64 -lcudart -lcublasLt -lstdc++
+LIBS    += -L$(CUDA_HOME)/lib64 -Wl,-rpath,$(CUDA_HOME)/lib64 -lcudart -lcublasLt -lstdc++
 endif
 
 all: examples tests bench ## the tools, the tests and the benchmark, in build/
@@ -43,7 +44,7 @@ lib-shared: $B/libtransformer.so ## the shared library, for examples/transformer
 
 # ---- Building ----
 
-$B $B/asan $B/avx2 $B/tsan $B/fuzz:
+$B $B/asan $B/avx2 $B/amx $B/tsan $B/fuzz:
 	@mkdir -p $@
 
 $B/%: examples/%.c $(HEADERS) $(OBJECTS) | $B
@@ -52,7 +53,7 @@ $B/%: examples/%.c $(HEADERS) $(OBJECTS) | $B
 $B/cpp: examples/cpp.cpp $(HEADERS) $(OBJECTS) | $B
 	$(CXX) -std=c++17 $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
 
-$B/bench: bench/bench.c $(HEADERS) $(OBJECTS) | $B
+$B/bench $B/entries: $B/%: bench/%.c $(HEADERS) $(OBJECTS) | $B
 	$(CC) $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
 
 $B/test_%: tests/test_%.c $(HEADERS) $(OBJECTS) | $B
@@ -63,6 +64,11 @@ $B/asan/test_%: tests/test_%.c $(HEADERS) | $B/asan
 
 $B/avx2/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/avx2
 	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AVX2_ONLY=1 -DTFM_CPU_SCRATCH=2048 -o $@ $< \
+	  transformer_cpu.c $(LIBS)
+
+# AMX's tiles in C, for processors that have AVX-512 with BF16 and no tiles.
+$B/amx/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/amx
+	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AMX_STANDIN='"tests/amx_standin.h"' -o $@ $< \
 	  transformer_cpu.c $(LIBS)
 
 $B/tsan/test_%: tests/test_%.c $(HEADERS) | $B/tsan
@@ -83,6 +89,10 @@ $B/transformer_cuda.o: transformer_cuda.cu transformer.h | $B
 $B/cuda_host: tests/cuda_host.c tests/cuda_standin.c tests/cuda_standin.h $B/transformer_cuda.o
 	$(CC) -O1 -g -fsanitize=address,undefined $(WARN) -I$(CUDA_HOME)/include -o $@ \
 	  tests/cuda_host.c tests/cuda_standin.c $B/transformer_cuda.o -lm -lpthread -lstdc++
+
+$B/cuda_faults: tests/cuda_host.c tests/cuda_real.c tests/cuda_standin.h $(HEADERS) $(OBJECTS)
+	$(CC) $(CFLAGS) $(WARN) $(USE) -I$(CUDA_HOME)/include -o $@ tests/cuda_host.c \
+	  tests/cuda_real.c $(OBJECTS) $(LIBS) -ldl
 
 $(LIBRARY): $B/transformer.o $(OBJECTS)
 	@rm -f $@
@@ -129,13 +139,13 @@ tsan: $(UNITS:%=$B/tsan/%) ## the unit tests under the thread sanitizer
 	@tests/run.sh $^
 fuzz: ## every fuzzer for T=60 seconds
 	@tests/fuzz.sh run $(T) $(FUZZERS)
-test-cuda: ## the tests that use a GPU, on a GPU
-	@$(MAKE) --no-print-directory CUDA=1 B=$B/cuda cuda-tests
+test-cuda: ## the tests that use a GPU, on a GPU: needs nvcc, a C compiler, stb_ds.h
+	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda cuda-tests
 cuda-tests: $(CUDA_UNITS:%=$B/%)
-	@tests/run.sh $^
-bench-cuda: ## the benchmark on a GPU: shapes of 124M, 1B and 8B; REPEAT=3
-	@$(MAKE) --no-print-directory CUDA=1 B=$B/cuda $B/cuda/bench
-	@bench/cuda.sh $B/cuda/bench
+	@tests/run.sh $^ tests/cuda_sanitize.sh
+bench-cuda: ## the benchmark on a GPU, beside PyTorch: shapes of 124M, 1B and 8B; REPEAT=3
+	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda $B/cuda/bench $B/cuda/entries
+	@bench/cuda.sh $B/cuda
 cuda-check: $B/transformer_cuda.o $B/cuda_host ## the CUDA companion's host side, no GPU needed
 format: ## clang-format on the lines that differ from the last commit
 	git clang-format --extensions c,h,cu,cpp

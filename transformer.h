@@ -263,6 +263,8 @@ typedef struct tfm_model_info {
   uint64_t mapped_bytes; /* of files that stay mapped */
   uint64_t memory_bytes; /* held now from the allocator and the device, mapped files not counted */
   uint64_t peak_bytes;   /* high-water mark of the load */
+  int32_t converted;     /* matrices that `weights` gave another type, once, while loading; */
+  uint64_t converted_from, converted_to; /* their bytes in the file, and now */
 } tfm_model_info;
 
 TFM_API tfm_status tfm_model_describe(const tfm_model *model, tfm_model_info *out);
@@ -308,8 +310,9 @@ typedef struct tfm_tokenizer tfm_tokenizer; /* immutable, shared by any number o
 typedef struct tfm_tokenizer_config {
   tfm_host host;
   int32_t vocabulary; /* llama2.c's tokenizer.bin does not say its size: expect it; 0: to its end */
-  const char *splitting; /* tiktoken's files do not say how text is split: "gpt2", "cl100k_base",
-                            "o200k_base", "llama3", "qwen"; NULL: the file is named after it */
+  const char *splitting; /* tiktoken's files do not say how text is split: "gpt2", "r50k_base",
+                            "p50k_base", "cl100k_base", "o200k_base", "llama3", "qwen"; NULL: the
+                            file is named after it */
 } tfm_tokenizer_config;
 
 /* Loads tokenizer.json (byte-level BPE; BPE with byte fallback), vocab.json with merges.txt beside
@@ -468,10 +471,16 @@ typedef struct tfm_engine_config {
   int32_t page_tokens; /* positions per cache page; 0: 64. context: one page, contiguous */
   /* of the cache, shared by the sequences; 0: enough for all at full context */
   int32_t pages;
-  tfm_type cache;      /* keys and values; 0: the device's activation type */
+  /* of keys and values; 0: the device's activation type, but on a GPU that of weights of 16 bits or
+     fewer: BF16, else F16 */
+  tfm_type cache;
   int32_t threads;     /* workers; 0: one per core */
   tfm_tap tap;         /* NULL: none. Slows everything down */
   void *tap_user;
+  /* A sequence's bits do not depend on what else is in the batch, nor on how its prompt is cut. The
+     CPU's tables always keep that; a GPU then does without its fastest ways. */
+  bool deterministic;
+  bool profile;        /* tell kinds of work apart in tfm_stats.work_seconds; slows a GPU down */
 } tfm_engine_config;
 
 TFM_API tfm_engine *tfm_engine_create(const tfm_model *model, const tfm_engine_config *config);
@@ -553,12 +562,34 @@ typedef struct tfm_generate_config {
 TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenizer,
                              const char *prompt, const tfm_generate_config *config);
 
+typedef enum tfm_work { /* what a device spends its time on */
+  TFM_WORK_NONE,         /* nothing: it waits */
+  TFM_WORK_PASS,         /* a whole pass through the layers, unless tfm_engine_config.profile: */
+  TFM_WORK_EMBED,
+  TFM_WORK_ATTENTION,    /* with its norms and projections */
+  TFM_WORK_FEED_FORWARD,
+  TFM_WORK_LAYER,        /* both at once, where the device has them fused */
+  TFM_WORK_HEAD,         /* final norm and logits */
+  TFM_WORK_SAMPLE,
+  TFM_WORK_DECODE,       /* whole steps that a device takes by itself */
+  TFM_WORK_COUNT
+} tfm_work;
+
 typedef struct tfm_stats { /* of a session's engine since its creation */
   uint64_t prompt_tokens, generated_tokens;
   double prompt_seconds, generate_seconds;
   uint64_t memory_bytes, peak_bytes; /* held by the engine now, and at most */
   uint64_t pages, pages_used;        /* of the cache */
   int32_t threads;
+  double seconds;                    /* the engine's age */
+  double first_token_seconds;        /* from the beginning of the latest feed to a token of it */
+  double last_seconds, slowest_seconds; /* of calls for the next token: the latest; ever */
+  /* The device's time by kind of work, by events where it is a GPU; the sum over `seconds` is the
+     share that it was busy. */
+  double work_seconds[TFM_WORK_COUNT];
+  /* Of a GPU's own memory, else 0: the engine's part, now and at most; all that is there, all that
+     is free. */
+  uint64_t device_bytes, device_peak_bytes, device_total_bytes, device_free_bytes;
 } tfm_stats;
 
 TFM_API tfm_status tfm_session_stats(const tfm_session *session, tfm_stats *out);
@@ -589,7 +620,7 @@ typedef struct tfm_trainer tfm_trainer;
 
 typedef enum tfm_schedule { /* of the learning rate after the warm-up */
   TFM_CONSTANT = 0,
-  TFM_LINEAR = 1,  /* down to min_lr at the last step */
+  TFM_LINEAR = 1,  /* down to min_lr, which the step after the last would have */
   TFM_COSINE = 2,  /* the same along half a cosine */
   TFM_WSD = 3      /* warm-up, stable, decay: linear over the last decay_steps */
 } tfm_schedule;
@@ -607,11 +638,14 @@ typedef struct tfm_trainer_config {
   tfm_host host;
   tfm_device device;     /* of tfm_trainer_init; 0: the first. tfm_trainer_create takes the model's.
                             Where that cannot train yet, the reference does */
+  /* What matrix products round their operands to; weights, sums and all else stay F32. 0: F32.
+     BF16: faster on processors with AMX; elsewhere F32 all the same, with a warning in the log */
+  tfm_type precision;
   int32_t threads;       /* workers; 0: one per core */
   int32_t batch;         /* B rows of tokens in one pass; 0: 1 */
   int32_t context;       /* T tokens of each; 0: the model's, at most 1024 */
   int32_t accumulate;    /* passes of one step, whose gradients are averaged; 0: 1 */
-  float lr, min_lr;      /* highest and last learning rate; 0: 3e-4, 0 */
+  float lr, min_lr;      /* highest learning rate, and what it falls to; 0: 3e-4, 0 */
   float beta1, beta2;    /* 0: 0.9, 0.95 */
   float eps;             /* 0: 1e-8 */
   float decay;           /* of matrices, not of vectors; 0: 0.1; below 0: none */
@@ -668,6 +702,7 @@ typedef struct tfm_trainer_info {
   int32_t batch, context, accumulate;
   int64_t step;
   int64_t sequences; /* rows that steps were given, skipped ones too: where the data goes on */
+  tfm_type precision; /* that is computed in: F32, or BF16 where the device has it */
 } tfm_trainer_info;
 
 /* Trains what the model's files hold, matrices of any type made float32. The model may be freed. */
@@ -763,8 +798,9 @@ TFM_API tfm_status tfm_data_read(const tfm_data *data, bool held_out, int64_t fi
       norm weights and biases are F32. The residual stream (what layers add to) has type `residual`.
       Gradients of weights accumulate; other outputs overwrite.
    7. Rows are independent: the bits of a row may depend on neither the other rows of the call nor
-      the number of threads. The reference keeps this exactly; a table that offers a faster mode
-      without it says so and does not make it the default.
+      the number of threads. The reference keeps this exactly. A table that has faster ways without
+      it says so at its top, and takes none of them while tfm_dev.deterministic is set; `layer` is
+      not called then.
    8. An entry that is NULL is declined. Required for inference: device (all), pack, and forward but
       `layer` and `decode`; required by the trainer: backward and optimiser. Loading and the trainer
       name what is missing (TFM_E_UNSUPPORTED), never later. A table in host memory may forward an
@@ -783,6 +819,13 @@ typedef struct tfm_mat { /* a view; owns nothing */
 
 /* ---- The device ---- */
 
+typedef struct tfm_usage { /* what tfm_stats tells of a device */
+  double seconds[TFM_WORK_COUNT];
+  uint64_t bytes, peak_bytes, total_bytes, free_bytes;
+  tfm_work now;          /* what runs, and since when: where `mark` is not the table's */
+  double since;
+} tfm_usage;
+
 /* Opened twice in a program's life as a rule: by the model, to hold weights, and by each engine,
    for its queue and workspace. The front part is the library's. */
 typedef struct tfm_dev {
@@ -793,10 +836,17 @@ typedef struct tfm_dev {
   int32_t index;          /* which GPU */
   uint64_t override_mask; /* bit i: entry i of the table is the reference's */
   bool host_visible;      /* memory from `alloc` must be addressable by the host (for override) */
+  bool deterministic;     /* rule 7 without exceptions; set before `open` */
   tfm_status status;      /* sticky until sync */
   char message[256];
   void *work; /* an engine's or a trainer's: work_bytes for temporaries of entries; else NULL */
   void *state; /* the backend's own, from open to close */
+  tfm_usage usage;
+  /* Training. `open` says whether products of BF16, summed up in F32, are faster here than of F32;
+     then the trainer may ask for them with BF16: of matmul and matmul_moe with weights that learn,
+     and of matmul_dx, matmul_dw, moe_dx and moe_dw. */
+  bool has_bf16;
+  tfm_type products; /* TFM_BF16, or 0: of the operands as they are */
 } tfm_dev;
 
 /* Keeps the first failure until sync. printf-like. By the thread that called the entry only. */
@@ -1012,7 +1062,7 @@ typedef struct tfm_run_ahead {
 
 /* ---- The table ---- */
 
-#define TFM_BACKEND_ABI 2
+#define TFM_BACKEND_ABI 3
 
 struct tfm_backend {
   uint32_t abi; /* TFM_BACKEND_ABI */
@@ -1020,6 +1070,7 @@ struct tfm_backend {
   tfm_type activation;  /* type of activations */
   tfm_type residual;    /* of the residual stream; the same, or wider */
   int32_t row_multiple; /* passes are padded to a multiple of this many rows; 1: never */
+  bool half_cache;      /* caches have 16 bits by default where weights have no more */
 
   /* Device. All may be called at any time after open; memory is zeroed by nobody. */
   /* fills d->state; on failure calls tfm_dev_fail and returns why */
@@ -1166,12 +1217,18 @@ struct tfm_backend {
   void (*moe_bias_bwd)(tfm_dev *d, float *db, tfm_mat dy, const tfm_routing *r);
   /* Backward of add_gated: dx and dgate overwrite; y's gradient is dy. */
   void (*add_gated_bwd)(tfm_dev *d, tfm_mat dx, tfm_mat dgate, tfm_mat dy, tfm_mat x, tfm_mat gate);
+
+  /* Measuring; NULL: the library looks at its clock, which is right where entries compute at once.
+     mark: what is enqueued from here on is work of this kind. usage: d->usage is to be up to date
+     as far as the device has come. Neither waits. */
+  void (*mark)(tfm_dev *d, tfm_work kind);
+  void (*usage)(tfm_dev *d);
 };
 
 /* The reference; and the companions, when they are linked (TFM_USE_CPU, TFM_USE_CUDA). A companion
    built against another layout of the table does not link: its name carries the number. */
-#define tfm_backend_cpu tfm_backend_cpu_abi2
-#define tfm_backend_cuda tfm_backend_cuda_abi2
+#define tfm_backend_cpu tfm_backend_cpu_abi3
+#define tfm_backend_cuda tfm_backend_cuda_abi3
 TFM_API const tfm_backend *tfm_backend_ref(void);
 extern const tfm_backend *tfm_backend_cpu(void);
 extern const tfm_backend *tfm_backend_cuda(void);
@@ -1571,6 +1628,7 @@ static bool tfmi_link(const char *from, const char *to) {
   return CreateHardLinkA(to, from, NULL) != 0;
 }
 static int tfmi_make_folder(const char *path) { return _mkdir(path); }
+static int tfmi_remove_folder(const char *path) { return _rmdir(path); }
 static const char *tfmi_last_slash(const char *path) {
   const char *slash = strrchr(path, '/'), *other = strrchr(path, '\\');
   return !slash || (other && other > slash) ? other : slash;
@@ -1613,6 +1671,7 @@ static void tfmi_sync_folder(const char *path) {
 static bool tfmi_rename(const char *from, const char *to) { return rename(from, to) == 0; }
 static bool tfmi_link(const char *from, const char *to) { return link(from, to) == 0; }
 static int tfmi_make_folder(const char *path) { return mkdir(path, 0777); }
+static int tfmi_remove_folder(const char *path) { return rmdir(path); }
 static const char *tfmi_last_slash(const char *path) { return strrchr(path, '/'); }
 static long tfmi_processors(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
 /* With signals blocked: they are for the application's threads. */
@@ -1868,6 +1927,12 @@ static tfm_status tfmi_out_commit(tfmi_out *o, const char *path, int32_t keep) {
   return tfmi_report(TFM_E_IO, "%s cannot be written to its end; is the disk full?", path);
 }
 
+/* Instead of a commit: as if it had never begun. */
+static void tfmi_out_drop(tfmi_out *o) {
+  close(o->fd);
+  unlink(o->temporary);
+}
+
 typedef void (*tfmi_writer)(void *context, tfmi_out *o);
 
 static tfm_status tfmi_out_file(const char *path, tfmi_writer writer, void *context) {
@@ -2121,6 +2186,8 @@ struct tfm_model {
   int32_t bos;        /* -1: none */
   int32_t end[16], end_count;
   uint64_t parameters, token_bytes, mapped_bytes;
+  int32_t converted;  /* matrices that got another type; their bytes in the file, and now */
+  uint64_t converted_from, converted_to;
   tfmi_file *files;   /* that the weights lie in */
   int32_t file_count;
   tfmi_file text;     /* a config.json, open only while it is copied */
@@ -2157,6 +2224,20 @@ static bool tfmi_dev_wait(tfm_dev *d) {
   tfm_status status = d->table->sync(d);
   if (status != TFM_OK) d->status = status;
   return status == TFM_OK;
+}
+
+/* What follows is work of this kind, for tfm_stats. */
+static void tfmi_mark(tfm_dev *d, tfm_work kind) {
+  tfm_usage *u = &d->usage;
+  double now;
+  if (d->table->mark) {
+    d->table->mark(d, kind);
+    return;
+  }
+  now = tfmi_seconds();
+  if (u->now != TFM_WORK_NONE) u->seconds[u->now] += now - u->since;
+  u->now = kind;
+  u->since = now;
 }
 
 /* The reference's table, once the device has finished what it reads. */
@@ -3949,6 +4030,7 @@ typedef struct tfmi_codes { /* code points, and TFMI_CODES + byte for bytes that
 typedef struct tfmi_work { /* memory of one call */
   tfmi_heap heap;          /* under the tokenizer's limit */
   tfm_status status;
+  bool goes_on;            /* the text does, from one before it: nothing is put before it */
   tfmi_buffer buffer[TFMI_BUFFERS]; /* two for rewriting, one for each step that cuts */
   tfmi_codes codes, sorted;
 } tfmi_work;
@@ -4057,7 +4139,7 @@ static size_t tfmi_append(char *out, size_t size, tfmi_text text) {
 }
 
 /* SentencePiece's own: `text` before it, each blank becomes `content`, and those at the ends and in
-   runs go. */
+   runs go. Where they go, a text goes on after white space. */
 static void tfmi_rewrite_blanks(tfmi_work *w, const tfmi_step *s, tfmi_text in, tfmi_buffer *out) {
   tfmi_text blank = s->content;
   size_t bound = s->text.n + in.n, i;
@@ -4066,7 +4148,7 @@ static void tfmi_rewrite_blanks(tfmi_work *w, const tfmi_step *s, tfmi_text in, 
   i = 0;
   while (s->squeeze && i < in.n && in.at[i] == ' ') i++;
   if (i == in.n || !tfmi_room(w, out, bound)) return;
-  out->n = tfmi_append(out->at, 0, s->text);
+  if (!w->goes_on || s->squeeze) out->n = tfmi_append(out->at, 0, s->text);
   for (; i < in.n; i++) {
     if (in.at[i] != ' ') out->at[out->n++] = in.at[i];
     else if (!s->squeeze || in.at[i - 1] != ' ') out->n = tfmi_append(out->at, out->n, blank);
@@ -4078,7 +4160,7 @@ static void tfmi_rewrite_blanks(tfmi_work *w, const tfmi_step *s, tfmi_text in, 
 
 static void tfmi_rewrite_prepend(tfmi_work *w, const tfmi_step *s, tfmi_text in,
                                  tfmi_buffer *out) {
-  if (in.n) tfmi_write_text(w, out, s->text);
+  if (in.n && !w->goes_on) tfmi_write_text(w, out, s->text);
   tfmi_write_text(w, out, in);
 }
 
@@ -4876,6 +4958,9 @@ typedef struct tfmi_way { /* the best way to spell a piece up to here */
   uint32_t start; /* of its last part; UINT32_MAX: there is no way yet */
 } tfmi_way;
 
+/* A flag beside those of tfm_encode: the text goes on where another ended. */
+enum { TFMI_ENCODE_GOES_ON = 4 };
+
 typedef struct tfmi_passage { /* a stretch of a text, from where the one before ends */
   size_t end;
   bool trusted; /* it may name special tokens */
@@ -5342,6 +5427,7 @@ static void tfmi_encode_cut(tfmi_encoder *e, int32_t k, const char *p, size_t n)
 static void tfmi_encode_step(tfmi_encoder *e, int32_t k, const char *p, size_t n) {
   const tfmi_step *s = &e->t->cut[k];
   if (k == e->t->cuts) {
+    e->work.goes_on = false;
     tfmi_encode_piece(e, p, n);
   } else if (s->rewrite) {
     tfmi_buffer *out = &e->work.buffer[2 + k];
@@ -5350,7 +5436,7 @@ static void tfmi_encode_step(tfmi_encoder *e, int32_t k, const char *p, size_t n
     in.at = p;
     in.n = n;
     out->n = 0;
-    if (s->left && p != e->whole) own.text.n = 0;
+    if (e->work.goes_on || (s->left && p != e->whole)) own.text.n = 0;
     s->rewrite(&e->work, &own, in, out);
     if (e->work.status == TFM_OK) tfmi_encode_step(e, k + 1, out->at, out->n);
   } else {
@@ -5453,12 +5539,13 @@ static void tfmi_encode_normal(tfmi_encoder *e, const char *p, size_t n) {
   tfmi_text text;
   text.at = p;
   text.n = n;
+  e->work.goes_on = (e->flags & TFMI_ENCODE_GOES_ON) != 0 && p == e->whole;
   text = tfmi_rewrite_all(&e->work, t->rewrite, t->rewrites, text);
   if (e->work.status == TFM_OK)
     tfmi_encode_added(e, &t->added[1], text.at, text.n, tfmi_encode_pieces);
 }
 
-/* As tfm_encode, of a text in stretches when span is not NULL. */
+/* As tfm_encode, of a text in stretches when span is not NULL, or one that goes on. */
 static int64_t tfmi_encode_text(const tfm_tokenizer *tokenizer, const char *text, size_t bytes,
                                 unsigned flags, const tfmi_passage *span, size_t spans,
                                 int32_t *ids, size_t cap) {
@@ -5934,7 +6021,7 @@ static void tfmi_add_form(tfmi_make *m, bool composes, bool compat) {
    groups, |, greedy repetition, (?i:), and assertions about one character. */
 
 enum {
-  TFMI_REGEX_SETS = 32, TFMI_REGEX_OPS = 1000, TFMI_REGEX_STATES = 2000, TFMI_REGEX_DEPTH = 16
+  TFMI_REGEX_SETS = 32, TFMI_REGEX_OPS = 1000, TFMI_REGEX_STATES = 1000, TFMI_REGEX_DEPTH = 16
 };
 
 typedef enum tfmi_regex_op {
@@ -6046,9 +6133,9 @@ static tfmi_regex_item tfmi_regex_escape(tfmi_regex_make *x) {
   return item;
 }
 
-static int32_t tfmi_regex_set_new(tfmi_regex_make *x) {
+static tfmi_regex_set *tfmi_regex_set_new(tfmi_regex_make *x) {
   if (x->sets == TFMI_REGEX_SETS) tfmi_regex_fail(x, "too many classes");
-  return x->sets++;
+  return &x->set[x->sets++];
 }
 
 /* Adds an item, and what Onigmo takes for the same in another case. */
@@ -6062,6 +6149,29 @@ static void tfmi_regex_item_add(tfmi_regex_make *x, tfmi_regex_set *set, tfmi_re
   stbds_arrput(set->item, item);
   item.first = item.last = lower == 's' ? 0x17f : 0x212a; /* long s, the sign for kelvin */
   if (lower == 's' || lower == 'k') stbds_arrput(set->item, item);
+}
+
+static bool tfmi_regex_same_set(const tfmi_regex_set *a, const tfmi_regex_set *b) {
+  ptrdiff_t i, n = stbds_arrlen(a->item);
+  if (a->negated != b->negated || n != stbds_arrlen(b->item)) return false;
+  for (i = 0; i < n; i++) {
+    const tfmi_regex_item *p = &a->item[i], *q = &b->item[i];
+    if (p->categories != q->categories || p->first != q->first || p->last != q->last ||
+        p->word != q->word || p->negated != q->negated)
+      return false;
+  }
+  return true;
+}
+
+/* The newest set, or the earlier one that is the same: what a pattern repeats takes no room. */
+static int32_t tfmi_regex_set_done(tfmi_regex_make *x) {
+  int32_t newest = x->sets - 1, i = 0;
+  while (!tfmi_regex_same_set(&x->set[i], &x->set[newest])) i++;
+  if (i == newest) return newest;
+  stbds_arrfree(x->set[newest].item);
+  memset(&x->set[newest], 0, sizeof x->set[newest]);
+  x->sets--;
+  return i;
 }
 
 static tfmi_regex_item tfmi_regex_member(tfmi_regex_make *x) { /* within [ ] */
@@ -6085,14 +6195,13 @@ static tfmi_regex_item tfmi_regex_member(tfmi_regex_make *x) { /* within [ ] */
 /* A class, an escape, or a character: the number of its set. */
 static int32_t tfmi_regex_one(tfmi_regex_make *x) {
   static const char special[] = "^$*+?{}()|]";
-  int32_t number = tfmi_regex_set_new(x);
-  tfmi_regex_set *set = &x->set[number];
+  tfmi_regex_set *set = tfmi_regex_set_new(x);
   tfmi_regex_item item = {0, 1, 0, false, false};
   if (tfmi_regex_take(x, "[")) {
     set->negated = tfmi_regex_take(x, "^");
     if (x->at < x->end && *x->at == ']') tfmi_regex_fail(x, "an empty class");
     while (!tfmi_regex_take(x, "]")) tfmi_regex_item_add(x, set, tfmi_regex_member(x));
-    return number;
+    return tfmi_regex_set_done(x);
   }
   if (tfmi_regex_take(x, "\\")) {
     item = tfmi_regex_escape(x);
@@ -6105,7 +6214,7 @@ static int32_t tfmi_regex_one(tfmi_regex_make *x) {
     item.first = item.last = tfmi_regex_rune(x);
   }
   tfmi_regex_item_add(x, set, item);
-  return number;
+  return tfmi_regex_set_done(x);
 }
 
 /* In any case "ss" is also one letter, and so are these. */
@@ -6334,25 +6443,47 @@ static int32_t tfmi_regex_state(tfmi_regex_make *x) {
   return states;
 }
 
-/* States in a circle without a match would be gone through again from each place of the text. */
+/* Linear time. A search goes on behind its last match in the hope of a longer one; in vain, the
+   next search begins at that match and sees the same characters again. So two are followed,
+   of which the later begins anywhere in the earlier's vain part. No circle of states may leave the
+   later without a match meanwhile: then its matches reach to within some steps of the end of the
+   earlier's way, and no character is seen by more than two long searches. */
+static uint32_t tfmi_regex_both(const tfmi_regex_make *x, uint32_t width, uint32_t both,
+                                uint32_t class_, bool *later) { /* 0: an end, or an earlier match */
+  uint32_t states = (uint32_t)stbds_arrlen(x->begin) - 1;
+  uint32_t a = x->next[both / states * width + class_], b = x->next[both % states * width + class_];
+  *later = (b & TFMI_REGEX_MATCH) != 0;
+  b &= TFMI_REGEX_MATCH - 1;
+  return a & TFMI_REGEX_MATCH || !a || !b ? 0 : a * states + b;
+}
+
 static void tfmi_regex_check_circles(tfmi_regex_make *x, uint32_t width) {
-  int32_t states = (int32_t)stbds_arrlen(x->begin) - 1, *into = NULL, *free_ = NULL, i, done = 0;
-  uint32_t c;
-  for (i = 0; i < states; i++) stbds_arrput(into, 0);
-  for (i = 1; i < states; i++)
-    for (c = 0; c + 1 < width; c++)
-      if (!(x->next[(uint32_t)i * width + c] & TFMI_REGEX_MATCH))
-        into[x->next[(uint32_t)i * width + c]]++;
-  for (i = 1; i < states; i++)
-    if (!into[i]) stbds_arrput(free_, i);
-  for (done = 0; done < stbds_arrlen(free_); done++)
+  uint32_t states = (uint32_t)stbds_arrlen(x->begin) - 1, *reached = NULL, *free_ = NULL, c, to;
+  int32_t *into = TFMI_NEW(int32_t, tfmi_scratch(&x->make->load, (uint64_t)states * states,
+                                                 sizeof *into)); /* 0: not reached; else + 1 */
+  bool later;
+  ptrdiff_t i;
+  for (c = 1; c < states; c++) {
+    stbds_arrput(reached, c * states + 1);
+    into[c * states + 1] = 1;
+  }
+  for (i = 0; i < stbds_arrlen(reached); i++)
     for (c = 0; c + 1 < width; c++) {
-      uint32_t to = x->next[(uint32_t)free_[done] * width + c];
-      if (!(to & TFMI_REGEX_MATCH) && to && --into[to] == 0) stbds_arrput(free_, (int32_t)to);
+      if ((to = tfmi_regex_both(x, width, reached[i], c, &later)) == 0) continue;
+      if (!into[to]) stbds_arrput(reached, to), into[to]++;
+      into[to] += !later;
     }
-  if (done + 1 < states) tfmi_regex_fail(x, "what may take more than linear time");
-  stbds_arrfree(into);
+  for (i = 0; i < stbds_arrlen(reached); i++)
+    if (into[reached[i]] == 1) stbds_arrput(free_, reached[i]);
+  for (i = 0; i < stbds_arrlen(free_); i++)
+    for (c = 0; c + 1 < width; c++)
+      if ((to = tfmi_regex_both(x, width, free_[i], c, &later)) != 0 && !later && --into[to] == 1)
+        stbds_arrput(free_, to);
+  if (stbds_arrlen(free_) < stbds_arrlen(reached))
+    tfmi_regex_fail(x, "what may take more than linear time");
+  stbds_arrfree(reached);
   stbds_arrfree(free_);
+  tfmi_release(&x->make->load, into);
 }
 
 static void tfmi_regex_automaton(tfmi_regex_make *x, uint32_t width) {
@@ -6875,7 +7006,13 @@ static void tfmi_make_added_set(tfmi_make *m, tfmi_added_set *set, bool normalis
     tfmi_added *to = &set->token[set->count];
     if (a->normalised && !a->verbatim) /* the reference decodes it in normalised form too */
       tfmi_make_said(m, &m->t->token[a->id], a->pattern.at, a->pattern.n);
-    if (i && tfmi_text_order(list[i - 1].pattern, a->pattern) == 0) continue; /* the same by now */
+    if (i && tfmi_text_order(list[i - 1].pattern, a->pattern) == 0) {
+      if (list[i - 1].id != a->id) /* the reference takes now this one, now that */
+        tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "added tokens \"%s\" and \"%s\" are the same when "
+                  "they are normalised", tfmi_plain(list[i - 1].text).text,
+                  tfmi_plain(a->text).text);
+      continue;
+    }
     to->at = tfmi_arena_put(m, a->pattern.at, a->pattern.n);
     to->n = (uint32_t)a->pattern.n;
     to->id = a->id;
@@ -7818,10 +7955,10 @@ typedef struct tfmi_split_row { /* a name for how text is split, and for what go
   bool adds_bos;    /* unless the file says otherwise */
 } tfmi_split_row;
 
-/* tokenizer.ggml.pre: what the models of that name have in their tokenizer.json. */
+/* tokenizer.ggml.pre: what the models of that name have in their tokenizer.json. "default" is none
+   of them: converters wrote it where they did not know better. */
 static const tfmi_split_row tfmi_gguf_pres[] = {
   {"gpt-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
-  {"default", {TFMI_GPT2_PATTERN}, false, false, false, false},
   {"phi-2", {TFMI_GPT2_PATTERN}, false, false, false, false},
   {"mpt", {TFMI_GPT2_PATTERN}, false, true, false, false},
   {"olmo", {TFMI_GPT2_PATTERN}, false, true, false, false},
@@ -7832,6 +7969,8 @@ static const tfmi_split_row tfmi_gguf_pres[] = {
   {"llama-bpe", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"llama-v3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
+  {"smaug-bpe", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, false, false},
+  {"dbrx", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, false, false},
   {"qwen2", {TFMI_CL100K_PATTERN("")}, false, true, false, false},
   {"deepseek-r1-qwen", {TFMI_CL100K_PATTERN("")}, false, true, false, true},
   {"gpt-4o", {TFMI_O200K_PATTERN}, false, false, false, false},
@@ -7911,13 +8050,15 @@ static void tfmi_gguf_merges(tfmi_make *m, const tfmi_gguf *g) {
   }
 }
 
-/* How text is split; true when such a vocabulary begins texts with BOS. */
+/* How text is split; true when such a vocabulary begins texts with BOS. Of the files that do not
+   say it, GPT-2's own is certain. */
 static bool tfmi_gguf_pre(tfmi_make *m, const tfmi_gguf *g) {
-  tfmi_text pre = tfmi_text_of("gpt-2");
+  tfmi_text pre = tfmi_text_of("default"), architecture = tfmi_text_of("");
   int i;
-  if (!tfmi_gguf_get_text(g, "tokenizer.ggml.pre", &pre))
-    tfmi_log(&m->heap.host, TFM_LOG_WARNING,
-             "%s: no tokenizer.ggml.pre; text is split as for GPT-2", m->load.object);
+  tfmi_gguf_get_text(g, "tokenizer.ggml.pre", &pre);
+  tfmi_gguf_get_text(g, "general.architecture", &architecture);
+  if (tfmi_text_is(pre, "default") && tfmi_text_is(architecture, "gpt2"))
+    pre = tfmi_text_of("gpt-2");
   for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
     if (tfmi_text_is(pre, tfmi_gguf_pres[i].name)) {
       tfmi_split_as(m, &tfmi_gguf_pres[i]);
@@ -7970,9 +8111,8 @@ static int32_t tfmi_gguf_id(const tfmi_gguf *g, const char *key) {
   return id >= 0 && id < TFMI_VOCABULARY_MAX ? (int32_t)id : -1; /* 2^32 - 1 means none */
 }
 
-static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
+static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos, bool eos) {
   tfm_tokenizer *t = m->t;
-  bool eos = false;
   tfmi_gguf_get_bool(g, "tokenizer.ggml.add_bos_token", &bos);
   tfmi_gguf_get_bool(g, "tokenizer.ggml.add_eos_token", &eos);
   t->bos = tfmi_known_id(t, tfmi_gguf_id(g, "tokenizer.ggml.bos_token_id"));
@@ -7986,11 +8126,12 @@ static void tfmi_gguf_adds(tfmi_make *m, const tfmi_gguf *g, bool bos) {
 static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   tfmi_gguf g;
   tfmi_text model;
-  bool prefix = true, spm, bos = true, unigram;
+  bool prefix = true, spm, unigram, bos;
   tfmi_gguf_open(&g, &m->load, file.at, file.n);
   if (!tfmi_gguf_get_text(&g, "tokenizer.ggml.model", &model)) return false;
   if (tfmi_text_is(model, "no_vocab")) return false;
   unigram = tfmi_text_is(model, "t5");
+  bos = !unigram; /* T5 ends its texts with EOS instead */
   spm = unigram || tfmi_text_is(model, "llama");
   if (!spm && !tfmi_text_is(model, "gpt2"))
     tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "tokenizer.ggml.model is \"%s\", expected gpt2, llama "
@@ -8010,7 +8151,7 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
   m->t->unk = tfmi_gguf_id(&g, "tokenizer.ggml.unknown_token_id");
   tfmi_make_tables(m);
   m->t->unk = tfmi_known_id(m->t, m->t->unk);
-  tfmi_gguf_adds(m, &g, bos);
+  tfmi_gguf_adds(m, &g, bos, unigram);
   return true;
 }
 
@@ -8018,7 +8159,12 @@ static bool tfmi_read_gguf(tfmi_make *m, tfmi_text file) {
 
 static const tfmi_split_row tfmi_tiktokens[] = {
   {"gpt2", {TFMI_GPT2_PATTERN}, false, false, true, false},
-  {"cl100k_base", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, false},
+  {"r50k_base", {TFMI_GPT2_PATTERN}, false, false, true, false},
+  {"p50k_base", {TFMI_GPT2_PATTERN}, false, false, true, false},
+  {"cl100k_base", /* the white space that a text ends with is one piece */
+   {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}"
+    "| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|\\s+(?![\\s\\S])|\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+"},
+   false, false, true, false},
   {"o200k_base", {TFMI_O200K_PATTERN}, false, false, true, false},
   {"llama3", {TFMI_CL100K_PATTERN("{1,3}")}, false, false, true, true},
   {"qwen", {TFMI_CL100K_PATTERN("")}, false, true, true, false},
@@ -8029,6 +8175,8 @@ static const struct tfmi_tiktoken_special { /* which the files leave out too */
   int32_t id;
 } tfmi_tiktoken_specials[] = {
   {"gpt2", "<|endoftext|>", 50256},
+  {"r50k_base", "<|endoftext|>", 50256},
+  {"p50k_base", "<|endoftext|>", 50256},
   {"cl100k_base", "<|endoftext|>", 100257},
   {"cl100k_base", "<|fim_prefix|>", 100258},
   {"cl100k_base", "<|fim_middle|>", 100259},
@@ -8081,8 +8229,8 @@ static const tfmi_split_row *tfmi_tiktoken_row(tfmi_make *m, const char *path) {
     if (strlen(tfmi_tiktokens[i].name) == n && memcmp(tfmi_tiktokens[i].name, name, n) == 0)
       return &tfmi_tiktokens[i];
   tfmi_fail(&m->load, TFM_E_UNSUPPORTED, "a tiktoken file does not say how text is split, and "
-            "\"%s\" is not known; set the config's splitting to gpt2, cl100k_base, o200k_base, "
-            "llama3 or qwen", tfmi_plain(tfmi_text_of(name)).text);
+            "\"%s\" is not known; set the config's splitting to gpt2, r50k_base, p50k_base, "
+            "cl100k_base, o200k_base, llama3 or qwen", tfmi_plain(tfmi_text_of(name)).text);
 }
 
 /* Tokens are spelled in letters for bytes, and merge by rank. */
@@ -11961,6 +12109,10 @@ static void tfmi_count_part(tfmi_builder *b, const tfm_part *part, const tfm_wei
   b->total_bytes += in_file;
   b->type_bytes[type] += bytes;
   b->m->parameters += values;
+  if (type == part->type) return;
+  b->m->converted++;
+  b->m->converted_from += in_file;
+  b->m->converted_to += bytes;
 }
 
 /* Tables do not compute with F8: it becomes the shortest float that holds all parts exactly. */
@@ -12313,6 +12465,10 @@ static void tfmi_builder_measure(tfmi_builder *b) {
   tfmi_builder_report(b);
   for (type = 1, b->m->weights = TFM_F32; type < TFM_TYPE_COUNT; type++)
     if (b->type_bytes[type] > b->type_bytes[b->m->weights]) b->m->weights = (tfm_type)type;
+  if (b->m->converted)
+    tfmi_log(&b->m->heap.host, TFM_LOG_INFO, "%s: %d matrices converted, from %llu bytes to %llu",
+             b->s->load->object, (int)b->m->converted,
+             (unsigned long long)b->m->converted_from, (unsigned long long)b->m->converted_to);
 }
 
 static void tfmi_builder_run(tfmi_builder *b) {
@@ -12479,6 +12635,9 @@ TFM_API tfm_status tfm_model_describe(const tfm_model *model, tfm_model_info *ou
   out->mapped_bytes = model->mapped_bytes;
   out->memory_bytes = model->heap.used;
   out->peak_bytes = model->heap.peak;
+  out->converted = model->converted;
+  out->converted_from = model->converted_from;
+  out->converted_to = model->converted_to;
   return TFM_OK;
 }
 
@@ -12789,7 +12948,8 @@ static const tfmi_entry tfmi_entries[] = {
   TFMI_ENTRY(route_bwd, BACKWARD), TFMI_ENTRY(combine_bwd, BACKWARD),
   TFMI_ENTRY(moe_dx, BACKWARD), TFMI_ENTRY(moe_dw, BACKWARD), TFMI_ENTRY(sumsq, BACKWARD),
   TFMI_ENTRY(adamw, BACKWARD), TFMI_ENTRY(moe_bias, EXPERTS), TFMI_ENTRY(add_gated, EXPERTS),
-  TFMI_ENTRY(moe_bias_bwd, BACKWARD), TFMI_ENTRY(add_gated_bwd, BACKWARD)};
+  TFMI_ENTRY(moe_bias_bwd, BACKWARD), TFMI_ENTRY(add_gated_bwd, BACKWARD),
+  TFMI_ENTRY(mark, OPTIONAL), TFMI_ENTRY(usage, OPTIONAL)};
 #undef TFMI_ENTRY
 
 static bool tfmi_entry_present(const tfm_backend *table, const tfmi_entry *e) {
@@ -15746,6 +15906,7 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   TFM_F32, /* activation */
   TFM_F32, /* residual */
   1,       /* row_multiple */
+  false,   /* half_cache */
   tfmi_ref_open,
   tfmi_ref_close,
   tfmi_ref_sync,
@@ -15801,10 +15962,12 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   tfmi_ref_add_gated,
 #ifndef TFM_NO_TRAINING
   tfmi_ref_moe_bias_bwd,
-  tfmi_ref_add_gated_bwd
+  tfmi_ref_add_gated_bwd,
 #else
-  NULL, NULL
+  NULL, NULL,
 #endif
+  NULL, /* mark */
+  NULL  /* usage */
 };
 
 TFM_API const tfm_backend *tfm_backend_ref(void) { return &tfmi_ref_table; }
@@ -15863,6 +16026,7 @@ typedef struct tfmi_pass { /* what one forward pass needs beside the network */
   bool again;                  /* the layer's result is known: only what its backward reads */
   float *probs;                /* [T * H, context] when tapped, else NULL */
   int32_t context;
+  bool profile;                /* the parts of the pass are timed apart */
   const int32_t *cancel; /* the engine's, looked at before every layer; may be NULL, as the next */
   const volatile int32_t *host_cancel;
   tfm_tap tap;
@@ -16091,6 +16255,18 @@ static void tfmi_feed_forward(tfmi_pass *p, int32_t index) {
   tfmi_tell(p, "out", index, b->out);
 }
 
+static void tfmi_profile(const tfmi_pass *p, tfm_work kind) {
+  if (p->profile) tfmi_mark(p->dev, kind);
+}
+
+/* The whole layer at once, where the device has that. */
+static bool tfmi_fused(tfmi_pass *p, int32_t layer) {
+  tfm_dev *d = p->dev;
+  if (p->tap || p->kept || d->override_mask || d->deterministic || !d->table->layer) return false;
+  tfmi_profile(p, TFM_WORK_LAYER);
+  return d->table->layer(d, p->buffers.out, p->net, layer, &p->kv[layer], &p->rows);
+}
+
 static bool tfmi_cancelled(const tfmi_pass *p) {
   return (p->cancel && __atomic_load_n(p->cancel, __ATOMIC_RELAXED)) ||
          (p->host_cancel && __atomic_load_n(p->host_cancel, __ATOMIC_RELAXED));
@@ -16101,6 +16277,7 @@ static bool tfmi_forward(tfmi_pass *p) {
   const tfm_net *net = p->net;
   tfm_dev *d = p->dev;
   int32_t layer;
+  tfmi_profile(p, TFM_WORK_EMBED);
   TFMI_OP(d, embed)(d, p->buffers.in, &net->embed, net->positions.rows ? &net->positions : NULL,
                     &p->rows, net->embed_scale != 0 ? net->embed_scale : 1.0f);
   if (p->drop && p->drop->rate[TFMI_DROP_EMBED] > 0)
@@ -16110,9 +16287,10 @@ static bool tfmi_forward(tfmi_pass *p) {
   for (layer = 0; layer < net->layers; layer++) {
     if (tfmi_cancelled(p)) return false;
     if (p->kept) p->buffers = p->kept[layer];
-    if (!p->tap && !p->kept && !d->override_mask && d->table->layer &&
-        d->table->layer(d, p->buffers.out, net, layer, &p->kv[layer], &p->rows)) continue;
+    if (tfmi_fused(p, layer)) continue;
+    tfmi_profile(p, TFM_WORK_ATTENTION);
     tfmi_attention(p, layer);
+    tfmi_profile(p, TFM_WORK_FEED_FORWARD);
     tfmi_feed_forward(p, layer);
   }
   return true;
@@ -16124,9 +16302,11 @@ static void tfmi_head(tfmi_pass *p, tfm_mat logits, tfm_mat h, tfm_mat x) {
   memset(&e, 0, sizeof e);
   e.bias = p->net->head_bias;
   e.softcap = p->net->logit_softcap;
+  tfmi_mark(p->dev, TFM_WORK_HEAD);
   tfmi_apply_norm(p, h, x, p->net->final_norm, p->net->final_norm_bias, NULL);
   tfmi_tell(p, "norm", -1, h);
   TFMI_OP(p->dev, matmul)(p->dev, logits, h, &p->net->head, &e);
+  tfmi_mark(p->dev, TFM_WORK_NONE);
   tfmi_tell(p, "logits", -1, logits);
 }
 
@@ -16195,6 +16375,7 @@ struct tfm_engine {
   uint64_t epoch;           /* counts what overwrote the logits */
   uint64_t calls;           /* of tfm_next_batch */
   tfm_stats stats;
+  double born, fed;         /* its birth; the latest feed, until a token of it */
   tfmi_ahead ahead;
   size_t host_bytes, device_bytes, cache_bytes;
   void *host_block, *device_block;
@@ -16398,9 +16579,10 @@ static void tfmi_lay_out_host(tfm_engine *e, tfmi_arena *a) {
 
 /* Opens for an engine the device that its model was loaded on, with a pool of its own. */
 static tfm_status tfmi_dev_open_like(tfm_dev *d, tfmi_heap *heap, const tfm_dev *model,
-                                     int32_t threads) {
+                                     int32_t threads, bool deterministic) {
   tfm_status status;
   memset(d, 0, sizeof *d);
+  d->deterministic = deterministic;
   d->host = &heap->host;
   d->index = model->index;
   d->override_mask = model->override_mask;
@@ -16423,6 +16605,12 @@ static tfm_status tfmi_bad_config(const char *field, int64_t value, const char *
 
 static int32_t tfmi_round_up(int32_t n, int32_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
+}
+
+static tfm_type tfmi_cache_default(const tfm_engine *e) {
+  tfm_type weights = e->model->weights;
+  if (!e->dev.table->half_cache || weights == TFM_F32) return e->dev.table->activation;
+  return weights == TFM_BF16 ? TFM_BF16 : TFM_F16;
 }
 
 /* Fills in the defaults: every 0 becomes what the comments of tfm_engine_config say. */
@@ -16452,7 +16640,7 @@ static tfm_status tfmi_engine_configure(tfm_engine *e) {
                            "fewer, or larger pages: they cannot be counted");
   if (c->pages == 0 || c->pages > e->max_pages * c->sequences)
     c->pages = e->max_pages * c->sequences;
-  if (c->cache == TFM_TYPE_DEFAULT) c->cache = e->dev.table->activation;
+  if (c->cache == TFM_TYPE_DEFAULT) c->cache = tfmi_cache_default(e);
   if (c->cache != TFM_F32 && c->cache != TFM_F16 && c->cache != TFM_BF16)
     return tfmi_report(TFM_E_UNSUPPORTED,
                        "tfm_engine_config.cache is %s; expected F32, F16 or BF16",
@@ -16479,7 +16667,8 @@ static tfm_status tfmi_engine_begin(tfm_engine *e, const tfm_model *model,
   e->net = model->net;
   status = tfmi_heap_charge(&e->heap, sizeof *e);
   if (status == TFM_OK)
-    status = tfmi_dev_open_like(&e->dev, &e->heap, &model->dev, e->config.threads);
+    status = tfmi_dev_open_like(&e->dev, &e->heap, &model->dev, e->config.threads,
+                                e->config.deterministic);
   if (status != TFM_OK) return status;
   status = tfmi_engine_configure(e);
   if (status == TFM_OK) tfmi_lay_out_device(e, &device);
@@ -16534,6 +16723,7 @@ static tfm_status tfmi_engine_allocate(tfm_engine *e) {
     e->sessions[i].slot = i;
   }
   e->epoch = 1;
+  e->born = tfmi_seconds();
   if (e->dev.table->decode && !e->config.tap && !e->dev.override_mask)
     e->ahead.ids = (int32_t *)e->dev.table->alloc_shared(&e->dev, TFMI_AHEAD_BYTES);
   return TFM_OK;
@@ -16634,6 +16824,7 @@ static tfmi_pass tfmi_engine_pass(tfm_engine *e, int32_t rows) {
   tfmi_buffers_trim(&p.buffers, rows);
   p.probs = e->d_probs;
   p.context = e->config.context;
+  p.profile = e->config.profile;
   p.cancel = &e->cancel;
   p.host_cancel = e->heap.host.cancel;
   p.tap = e->config.tap;
@@ -16707,12 +16898,24 @@ static void tfmi_put_aside(tfm_engine *e) {
   }
 }
 
-/* Runs the rows that have been put together, as a recorded graph where the device keeps some.
-   False: cancelled. */
+/* The pass, as a recorded graph where the device keeps some. False: cancelled. */
+static bool tfmi_engine_replay(tfm_engine *e, tfmi_pass *p) {
+  const tfm_backend *table = e->dev.table;
+  uint64_t key = (uint64_t)p->rows.n;
+  bool plain = !p->tap && !p->profile, recording, done;
+  if (plain && table->replay(&e->dev, key)) return true;
+  recording = plain && table->record(&e->dev, key, true);
+  if (recording) p->cancel = NULL, p->host_cancel = NULL; /* half a graph is none */
+  done = tfmi_forward(p);
+  if (recording) table->record(&e->dev, key, false);
+  return done;
+}
+
+/* Runs the rows that have been put together. False: cancelled. */
 static bool tfmi_engine_run(tfm_engine *e, tfmi_pass *p, int32_t rows) {
   const tfm_backend *table = e->dev.table;
   int32_t padded = tfmi_round_up(rows, table->row_multiple), i;
-  bool recording, done;
+  bool done;
   for (i = rows; i < padded; i++) {
     e->id[i] = e->pos[i] = 0;
     e->seq[i] = -1;
@@ -16721,11 +16924,9 @@ static bool tfmi_engine_run(tfm_engine *e, tfmi_pass *p, int32_t rows) {
   table->put(&e->dev, e->d_pass, e->id, (2 * (size_t)e->rows + (size_t)padded) * sizeof *e->id);
   *p = tfmi_engine_pass(e, padded);
   if (tfmi_cancelled(p)) return false;
-  if (!p->tap && table->replay(&e->dev, (uint64_t)padded)) return true;
-  recording = !p->tap && table->record(&e->dev, (uint64_t)padded, true);
-  if (recording) p->cancel = NULL, p->host_cancel = NULL; /* half a graph is none */
-  done = tfmi_forward(p);
-  if (recording) table->record(&e->dev, (uint64_t)padded, false);
+  tfmi_mark(&e->dev, TFM_WORK_PASS);
+  done = tfmi_engine_replay(e, p);
+  tfmi_mark(&e->dev, TFM_WORK_NONE);
   return done;
 }
 
@@ -16958,6 +17159,7 @@ static tfm_status tfmi_feed_ids(tfm_session *s, const int32_t *ids, size_t n, fl
     return status;
   }
   s->chosen = false;
+  e->fed = start;
   e->stats.prompt_tokens += n;
   e->stats.prompt_seconds += tfmi_seconds() - start;
   return TFM_OK;
@@ -17116,8 +17318,10 @@ static tfm_sampler tfmi_sampler_of(tfm_engine *e, size_t n, const tfm_sampling *
 /* Samples rows 0 .. n-1 of the logits that tfmi_logits_of has just computed into e->chosen. */
 static tfm_status tfmi_sample(tfm_engine *e, size_t n, const tfm_sampling *sampling) {
   tfm_sampler sampler = tfmi_sampler_of(e, n, sampling);
+  tfmi_mark(&e->dev, TFM_WORK_SAMPLE);
   TFMI_OP(&e->dev, sample)(&e->dev, e->d_chosen, NULL, tfmi_rows_of(e->logits, 0, (int32_t)n),
                            &sampler);
+  tfmi_mark(&e->dev, TFM_WORK_NONE);
   e->dev.table->get(&e->dev, e->chosen, e->d_chosen, n * sizeof *e->chosen);
   return tfmi_engine_sync(e);
 }
@@ -17149,9 +17353,11 @@ static bool tfmi_ahead_queue(tfm_engine *e, tfm_session *s, tfm_sampler sampler)
   run.rows = tfmi_engine_pass(e, 1).rows;
   run.sampler = sampler;
   run.ids = a->ids + slot;
-  if (!e->dev.table->decode(&e->dev, &run, steps)) return false;
-  a->queued += steps;
-  return true;
+  tfmi_mark(&e->dev, TFM_WORK_DECODE);
+  if (e->dev.table->decode(&e->dev, &run, steps)) a->queued += steps;
+  else steps = 0;
+  tfmi_mark(&e->dev, TFM_WORK_NONE);
+  return steps > 0;
 }
 
 /* Puts the session's last token, which has not been run, where the device goes on from. */
@@ -17274,6 +17480,14 @@ static tfm_status tfmi_choose_next(tfm_engine *e, tfm_session *const *sessions, 
   return status == TFM_OK ? tfmi_sample(e, n, sampling) : status;
 }
 
+static void tfmi_time_call(tfm_engine *e, double start, double end) {
+  tfm_stats *s = &e->stats;
+  s->generate_seconds += s->last_seconds = end - start;
+  if (s->last_seconds > s->slowest_seconds) s->slowest_seconds = s->last_seconds;
+  if (e->fed > 0) s->first_token_seconds = end - e->fed;
+  e->fed = 0;
+}
+
 TFM_API tfm_status tfm_next_batch(tfm_session *const *sessions, size_t n,
                                   const tfm_sampling *sampling, int32_t *ids) {
   tfm_status status = tfmi_check_batch(sessions, n, sampling);
@@ -17291,7 +17505,7 @@ TFM_API tfm_status tfm_next_batch(tfm_session *const *sessions, size_t n,
     if (ids[i] >= 0) e->stats.generated_tokens++;
     else if (e->ahead.session) tfmi_ahead_stop(e);
   }
-  e->stats.generate_seconds += tfmi_seconds() - start;
+  tfmi_time_call(e, start, tfmi_seconds());
   return TFM_OK;
 }
 
@@ -17384,10 +17598,19 @@ TFM_API void tfm_cancel(tfm_session *session) {
 }
 
 TFM_API tfm_status tfm_session_stats(const tfm_session *session, tfm_stats *out) {
-  const tfm_engine *e;
+  tfm_engine *e;
+  tfm_usage *u;
   if (!session || !out) return tfmi_null_object("tfm_session_stats");
   e = session->engine;
+  u = &e->dev.usage;
+  if (e->dev.table->usage) e->dev.table->usage(&e->dev);
   *out = e->stats;
+  out->seconds = tfmi_seconds() - e->born;
+  memcpy(out->work_seconds, u->seconds, sizeof out->work_seconds);
+  out->device_bytes = u->bytes;
+  out->device_peak_bytes = u->peak_bytes;
+  out->device_total_bytes = u->total_bytes;
+  out->device_free_bytes = u->free_bytes;
   out->memory_bytes = e->heap.used;
   out->peak_bytes = e->heap.peak;
   out->pages = (uint64_t)e->config.pages;
@@ -18475,8 +18698,9 @@ static void tfmi_conversion_chunk(tfmi_conversion *c) {
   c->sums = TFMI_NEW(double, tfmi_scratch(c->b->s->load, 2 * most, sizeof *c->sums));
 }
 
-static void tfmi_conversion_write(tfmi_conversion *c, const char *path, tfmi_writer writer) {
-  if (tfmi_out_file(path, writer, c) == TFM_OK) return;
+/* Goes on, or fails as writing did. */
+static void tfmi_conversion_wrote(tfmi_conversion *c, tfm_status status) {
+  if (status == TFM_OK) return;
   if (c->cancelled) tfmi_fail(c->b->s->load, TFM_E_CANCELLED, "the conversion was cancelled");
   tfmi_fail_again(c->b->s->load);
 }
@@ -18494,7 +18718,7 @@ static bool tfmi_rotations_agree(const tfmi_rotation *a, const tfmi_rotation *b)
 
 /* A file that others will read must say what was meant: each architecture of GGUF does some things
    in one way only, and what is not in a format is understood to be usual. So what has been written
-   is read again, all but the weights, and compared. */
+   is read again, all but the weights, and compared, before it takes the place of what was there. */
 static const char *tfmi_models_differ(const tfm_model *m, const tfm_model *again) {
   const tfm_net *x = &m->net, *y = &again->net;
   int32_t i;
@@ -18517,7 +18741,7 @@ static const char *tfmi_models_differ(const tfm_model *m, const tfm_model *again
   return NULL;
 }
 
-static void tfmi_conversion_check(tfmi_conversion *c, const char *weights, const char *config) {
+static tfm_status tfmi_conversion_check(tfmi_conversion *c, const char *path) {
   tfm_model_config plain;
   const char *untold = NULL;
   tfm_model *again;
@@ -18525,15 +18749,65 @@ static void tfmi_conversion_check(tfmi_conversion *c, const char *weights, const
   plain.host = c->config.host;
   plain.device = TFM_REF;
   plain.threads = 1;
-  again = tfmi_model_make(c->to, NULL, 0, &plain, true, NULL);
+  again = tfmi_model_make(path, NULL, 0, &plain, true, NULL);
   if (again) untold = tfmi_models_differ(c->b->m, again);
   tfm_model_free(again);
-  if (again && !untold) return;
-  unlink(weights);
-  if (config) unlink(config);
-  if (!untold) tfmi_fail_again(c->b->s->load);
-  tfmi_fail(c->b->s->load, TFM_E_UNSUPPORTED, "%s cannot tell %s of this model; convert to %s",
-            c->gguf ? "GGUF" : "config.json", untold, c->gguf ? "a folder" : ".gguf");
+  if (!again) return tfmi_error.status;
+  if (!untold) return TFM_OK;
+  return tfmi_report(TFM_E_UNSUPPORTED, "%s cannot tell %s of this model; convert to %s",
+                     c->gguf ? "GGUF" : "config.json", untold, c->gguf ? "a folder" : ".gguf");
+}
+
+static void tfmi_conversion_file(tfmi_conversion *c) {
+  tfm_status status;
+  tfmi_out o;
+  tfmi_conversion_exists(c, c->to);
+  tfmi_conversion_vocabulary(c);
+  if (tfmi_out_begin(&o, c->to) != TFM_OK) tfmi_fail_again(c->b->s->load);
+  tfmi_gguf_write(c, &o);
+  tfmi_out_flush(&o);
+  status = o.failed ? TFM_OK : tfmi_conversion_check(c, o.temporary);
+  if (status != TFM_OK) tfmi_out_drop(&o);
+  else status = tfmi_out_commit(&o, c->to, 1);
+  tfmi_conversion_wrote(c, status);
+}
+
+static void tfmi_conversion_folder_make(tfmi_conversion *c, const char *folder) {
+  if (tfmi_make_folder(folder) != 0 && errno != EEXIST)
+    tfmi_fail(c->b->s->load, TFM_E_IO, "the folder %s cannot be made; is the one that it is in "
+              "there?", folder);
+}
+
+/* Weights and config.json lie in a folder beside it until they have been read again. */
+static void tfmi_conversion_folder(tfmi_conversion *c) {
+  static const char *const name[] = {"model.safetensors", "config.json"};
+  static const tfmi_writer write[] = {tfmi_folder_weights_write, tfmi_folder_config_write};
+  tfmi_load *l = c->b->s->load;
+  char *part = (char *)tfmi_scratch(l, strlen(c->to) + sizeof ".part", 1), *from[2], *to[2];
+  tfm_status status = TFM_OK;
+  size_t n = strlen(c->to);
+  int i;
+  while (n > 1 && c->to[n - 1] == '/') n--;
+  snprintf(part, n + sizeof ".part", "%.*s.part", (int)n, c->to);
+  for (i = 0; i < 2; i++) {
+    from[i] = tfmi_join(l, part, name[i]);
+    to[i] = tfmi_join(l, c->to, name[i]);
+    tfmi_conversion_exists(c, to[i]);
+  }
+  tfmi_folder_copies(c, tfmi_folder_copy_check);
+  tfmi_conversion_lines(c);
+  tfmi_conversion_folder_make(c, c->to);
+  tfmi_conversion_folder_make(c, part);
+  for (i = 0; i < 2 && status == TFM_OK; i++) status = tfmi_out_file(from[i], write[i], c);
+  if (status == TFM_OK) status = tfmi_conversion_check(c, part);
+  for (i = 0; i < 2; i++) {
+    if (status == TFM_OK && !tfmi_rename(from[i], to[i]))
+      status = tfmi_report(TFM_E_IO, "%s cannot be written; is it a folder?", to[i]);
+    unlink(from[i]);
+  }
+  tfmi_remove_folder(part);
+  tfmi_conversion_wrote(c, status);
+  tfmi_folder_copies(c, tfmi_folder_copy_write);
 }
 
 /* What GGUF takes a family for: itself, or one that differs in the order of rows only (Mistral is
@@ -18550,36 +18824,17 @@ static const tfmi_family *tfmi_family_there(const tfmi_family *f) {
 
 static void tfmi_conversion_run(tfmi_model_request *r) {
   tfmi_conversion *c = r->conversion;
-  tfmi_load *l = &r->load;
-  const char *weights, *config;
   c->b = &r->builder;
   c->there = tfmi_family_there(c->b->f);
   tfmi_builder_measure(c->b);
   if (c->gguf && !c->there)
-    tfmi_fail(l, TFM_E_UNSUPPORTED, "GGUF has no architecture for %s", c->b->f->name);
+    tfmi_fail(&r->load, TFM_E_UNSUPPORTED, "GGUF has no architecture for %s", c->b->f->name);
   tfmi_conversion_apart(c);
   tfmi_conversion_type(c);
   tfmi_conversion_items(c);
   tfmi_conversion_chunk(c);
-  if (c->gguf) {
-    tfmi_conversion_exists(c, c->to);
-    tfmi_conversion_vocabulary(c);
-    tfmi_conversion_write(c, c->to, tfmi_gguf_write);
-    tfmi_conversion_check(c, c->to, NULL);
-    return;
-  }
-  weights = tfmi_join(l, c->to, "model.safetensors");
-  config = tfmi_join(l, c->to, "config.json");
-  tfmi_conversion_exists(c, weights);
-  tfmi_conversion_exists(c, config);
-  tfmi_folder_copies(c, tfmi_folder_copy_check);
-  tfmi_conversion_lines(c);
-  if (tfmi_make_folder(c->to) != 0 && errno != EEXIST)
-    tfmi_fail(l, TFM_E_IO, "the folder %s cannot be made; is the one that it is in there?", c->to);
-  tfmi_conversion_write(c, weights, tfmi_folder_weights_write);
-  tfmi_folder_copies(c, tfmi_folder_copy_write);
-  tfmi_conversion_write(c, config, tfmi_folder_config_write);
-  tfmi_conversion_check(c, weights, config);
+  if (c->gguf) tfmi_conversion_file(c);
+  else tfmi_conversion_folder(c);
 }
 
 static tfm_status tfmi_conversion_make(tfmi_conversion *c, const char *from) {
@@ -18647,10 +18902,10 @@ TFM_API tfm_status tfm_convert(const char *from, const char *to, const tfm_conve
 
    A pass is >>forward with buffers of its own for every layer, then the same in reverse. `d`
    carries the gradient of the residual stream down through the layers: each branch adds to it
-   through its norm. The head runs over TFMI_HEAD_ROWS rows at a time, so that logits are never held
-   for all. */
+   through its norm. The head runs over some rows at a time, so that logits are never held for
+   all. */
 
-enum { TFMI_HEAD_ROWS = 256 };
+enum { TFMI_HEAD_ROWS = 256, TFMI_HEAD_LOGITS = 1 << 22 }; /* as many at a time: at least, about */
 
 typedef struct tfmi_parameter {
   tfmi_slot slot;
@@ -18699,7 +18954,7 @@ struct tfm_trainer {
   uint8_t *packed_device;
   float *w, *g, *m, *v, *frequencies, *sumsq, *losses, *hits, *weights, *head_stats;
   int32_t *id, *pos, *seq, *target;
-  tfm_mat normed, logits;                     /* [N, C], [TFMI_HEAD_ROWS, V] */
+  tfm_mat normed, logits;                     /* [N, C], [rows at a time, V] */
   tfm_mat uncapped;                           /* logits before their cap, where they have one */
   float *balance_count;                       /* [2, E] of all layers: slots, and probabilities */
   tfmi_buffers d_slots;                       /* gradients of what experts need; their routing's
@@ -19004,7 +19259,10 @@ static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
   t->seq = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
   t->target = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
   t->normed = tfmi_take_mat(a, type, t->rows, net->width);
-  t->logits = tfmi_take_mat(a, TFM_F32, tfmi_min32(t->rows, TFMI_HEAD_ROWS), net->vocabulary);
+  t->logits = tfmi_take_mat(a, TFM_F32,
+                            tfmi_min32(t->rows, tfmi_max32(TFMI_HEAD_ROWS,
+                                                           TFMI_HEAD_LOGITS / net->vocabulary)),
+                            net->vocabulary);
   if (net->logit_softcap != 0)
     t->uncapped = tfmi_take_mat(a, TFM_F32, t->logits.rows, net->vocabulary);
   if (net->experts) t->balance_count = tfmi_take_floats(a, 2 * (int64_t)net->experts);
@@ -19180,8 +19438,8 @@ static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, const tfmi
 
 static void tfmi_train_loss(tfm_trainer *t, const tfmi_loss *how) {
   int32_t first;
-  for (first = 0; first < t->rows; first += TFMI_HEAD_ROWS)
-    tfmi_train_head(t, first, tfmi_min32(TFMI_HEAD_ROWS, t->rows - first), how);
+  for (first = 0; first < t->rows; first += t->logits.rows)
+    tfmi_train_head(t, first, tfmi_min32(t->logits.rows, t->rows - first), how);
 }
 
 /* d += the gradient of d_norm through a norm whose input was x. */
@@ -19557,6 +19815,9 @@ static tfm_status tfmi_bad_training(const char *field, double value, const char 
 }
 
 static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
+  if (c->precision != TFM_TYPE_DEFAULT && c->precision != TFM_F32 && c->precision != TFM_BF16)
+    return tfmi_report(TFM_E_ARG, "tfm_trainer_config.precision is %s; expected F32 or BF16",
+                       tfm_type_name(c->precision));
   if (c->batch < 1 || c->batch > 65536) return tfmi_bad_training("batch", c->batch, "1 to 65536");
   if (c->accumulate < 1) return tfmi_bad_training("accumulate", c->accumulate, "1 or more");
   if (!(c->lr > 0 && c->lr < FLT_MAX)) return tfmi_bad_training("lr", (double)c->lr, "above 0");
@@ -19582,6 +19843,8 @@ static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
     return tfmi_bad_training("drop_attn", (double)c->drop_attn, "0 to below 1");
   if (!(c->drop_residual >= 0 && c->drop_residual < 1))
     return tfmi_bad_training("drop_residual", (double)c->drop_residual, "0 to below 1");
+  if (c->freeze >= 2u * TFM_EXPERTS)
+    return tfmi_bad_training("freeze", c->freeze, "TFM_EMBEDDINGS to TFM_EXPERTS, added up");
   if (c->keep < 1 || c->keep > 1000) return tfmi_bad_training("keep", c->keep, "1 to 1000");
   return TFM_OK;
 }
@@ -19793,7 +20056,8 @@ static tfm_status tfmi_trainer_open(tfm_trainer *t, const tfmi_origin *from) {
   const char *missing;
   tfm_device which = t->config.device;
   tfm_status status =
-      from->model ? tfmi_dev_open_like(&t->dev, &t->heap, &from->model->dev, t->config.threads)
+      from->model ? tfmi_dev_open_like(&t->dev, &t->heap, &from->model->dev, t->config.threads,
+                                       false)
                   : tfmi_dev_open(&t->dev, &t->heap, which, 0, t->config.threads, NULL, which != 0);
   if (status != TFM_OK) return status;
   missing = tfmi_entry_missing(t->dev.table, TFMI_ENTRY_BACKWARD);
@@ -19806,6 +20070,15 @@ static tfm_status tfmi_trainer_open(tfm_trainer *t, const tfmi_origin *from) {
   }
   return tfmi_report(TFM_E_UNSUPPORTED, "device %s cannot train: it lacks the entry %s; use "
                      "TFM_REF", t->dev.table->name, missing);
+}
+
+/* Products in BF16 where that was asked for and is faster. */
+static void tfmi_trainer_precision(tfm_trainer *t) {
+  if (t->config.precision != TFM_BF16) return;
+  if (t->dev.has_bf16) t->dev.products = TFM_BF16;
+  else
+    tfmi_log(&t->heap.host, TFM_LOG_WARNING, "precision BF16: device %s has no products of BF16 "
+             "here that are faster than those of F32; it trains in F32", t->dev.table->name);
 }
 
 static tfm_status tfmi_trainer_net(tfm_trainer *t, const tfmi_origin *from) {
@@ -19900,6 +20173,7 @@ static tfm_status tfmi_trainer_make(tfm_trainer *t, const tfmi_origin *from) {
   if (status == TFM_OK) status = tfmi_trainer_configure(t);
   if (status == TFM_OK) status = tfmi_trainer_open(t, from);
   if (status != TFM_OK) return status;
+  tfmi_trainer_precision(t);
   tfmi_parameters(t);
   if (!t->trained)
     return tfmi_report(TFM_E_ARG, "trainer: every parameter is frozen; nothing is left to train");
@@ -19963,6 +20237,7 @@ TFM_API tfm_status tfm_trainer_describe(const tfm_trainer *trainer, tfm_trainer_
   out->accumulate = trainer->config.accumulate;
   out->step = trainer->step;
   out->sequences = trainer->sequences;
+  out->precision = trainer->dev.products == TFM_BF16 ? TFM_BF16 : TFM_F32;
   return TFM_OK;
 }
 
@@ -20199,6 +20474,7 @@ enum { /* the words of a checkpoint's head */
   TFMI_WORD_DATA, TFMI_WORD_STEP, TFMI_WORD_SEQUENCES, TFMI_WORDS
 };
 enum { TFMI_CHECKPOINT_FORMAT = 2 };
+#define TFMI_STEP_MOST (UINT64_C(1) << 48)
 
 static void tfmi_checkpoint_head(const tfm_trainer *t, uint64_t *word) {
   const tfm_net *net = &t->net;
@@ -20277,6 +20553,10 @@ static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, const c
   if (bytes == end + sizeof sum) memcpy(&sum, data + end, sizeof sum);
   if (bytes != end + sizeof sum || sum != tfmi_checksum(0, data, end))
     return tfmi_report(TFM_E_FORMAT, "%s is damaged: its checksum does not fit", path);
+  if (found[TFMI_WORD_STEP] > TFMI_STEP_MOST || found[TFMI_WORD_SEQUENCES] > TFMI_STEP_MOST)
+    return tfmi_report(TFM_E_FORMAT, "%s is damaged: step %lld after %lld sequences; expected 0 to "
+                       "2^48", path, (long long)found[TFMI_WORD_STEP],
+                       (long long)found[TFMI_WORD_SEQUENCES]);
   data += sizeof word;
   t->dev.table->put(&t->dev, t->w, data, arena);
   t->dev.table->put(&t->dev, t->m, data + arena, arena);
@@ -20321,7 +20601,7 @@ TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
 enum {
   TFMI_TEXT_PIECE = 1 << 20, TFMI_TEXT_SAMPLE = 1 << 16,
   TFMI_FOLDERS_DEEP = 32,
-  TFMI_DATA_FORMAT = 1,
+  TFMI_DATA_FORMAT = 2,
   TFMI_DATA_HEAD = 16, TFMI_DATA_TAIL = 24 /* bytes of a cache around its ids */
 };
 
@@ -20454,14 +20734,15 @@ static size_t tfmi_text_cut(const char *text, size_t n, size_t most) {
   return at;
 }
 
-/* Encodes into m->piece; returns how many. */
-static int64_t tfmi_data_encode(tfmi_data_make *m, const char *text, size_t bytes) {
-  int64_t n = tfm_encode(m->tokenizer, text, bytes, 0, m->piece, m->piece_room);
+/* Encodes into m->piece; returns how many. flags: 0, or TFMI_ENCODE_GOES_ON. */
+static int64_t tfmi_data_encode(tfmi_data_make *m, const char *text, size_t bytes, unsigned flags) {
+  const tfm_tokenizer *t = m->tokenizer;
+  int64_t n = tfmi_encode_text(t, text, bytes, flags, NULL, 0, m->piece, m->piece_room);
   if (n > (int64_t)m->piece_room) {
     tfmi_release(&m->load, m->piece);
     m->piece_room = (size_t)n + 1024;
     m->piece = TFMI_NEW(int32_t, tfmi_scratch(&m->load, m->piece_room, sizeof *m->piece));
-    n = tfm_encode(m->tokenizer, text, bytes, 0, m->piece, m->piece_room);
+    n = tfmi_encode_text(t, text, bytes, flags, NULL, 0, m->piece, m->piece_room);
   }
   if (n < 0) tfmi_fail_again(&m->load);
   return n;
@@ -20493,12 +20774,14 @@ static void tfmi_data_put(tfmi_data_make *m, const int32_t *ids, int64_t n) {
 
 static void tfmi_data_document(tfmi_data_make *m, const char *text, size_t bytes) {
   const tfm_tokenizer_info *v = &m->vocabulary;
+  unsigned flags = 0;
   if (!bytes) return;
   m->data->front.documents++;
   if (v->bos >= 0 && v->bos != v->eos) tfmi_data_put(m, &v->bos, 1);
   while (bytes) {
     size_t n = tfmi_text_cut(text, bytes, TFMI_TEXT_PIECE);
-    tfmi_data_put(m, m->piece, tfmi_data_encode(m, text, n));
+    tfmi_data_put(m, m->piece, tfmi_data_encode(m, text, n, flags));
+    flags = TFMI_ENCODE_GOES_ON;
     text += n;
     bytes -= n;
     m->done += n;
@@ -20626,7 +20909,7 @@ static uint64_t tfmi_mark_tokenizer(tfmi_data_make *m, uint64_t sum) {
   }
   tfmi_file_open(&m->load, m->files[0].path, &m->text);
   bytes = tfmi_text_cut((const char *)m->text.data, m->text.bytes, TFMI_TEXT_SAMPLE);
-  n = tfmi_data_encode(m, (const char *)m->text.data, bytes);
+  n = tfmi_data_encode(m, (const char *)m->text.data, bytes, 0);
   tfmi_file_close(&m->heap, &m->text);
   return tfmi_checksum(sum, m->piece, (size_t)n * sizeof *m->piece);
 }
@@ -20764,10 +21047,7 @@ static void tfmi_data_release(tfmi_heap *heap, tfmi_data *d) {
 static void tfmi_data_close(tfmi_data_make *m) {
   if (m->dir) closedir(m->dir);
   tfmi_file_close(&m->heap, &m->text);
-  if (m->writing) {
-    close(m->out.fd);
-    unlink(m->out.temporary);
-  }
+  if (m->writing) tfmi_out_drop(&m->out);
   tfmi_ring_free(&m->heap, &m->load.scratch);
   if (m->finished) return;
   if (m->data) tfmi_data_release(&m->heap, m->data);

@@ -19,7 +19,7 @@
    asks for the next phase's weights. `layer` takes passes of more than CUDA_COLUMNS rows, whose
    weights have 16 bits or fewer, through cuBLASLt and a flash attention on the tensor cores, with
    activations of 16 bits: faster, and not bit by bit what a row alone has. F32 weights are never
-   taken there.
+   taken there. An engine that is to be deterministic is not given `layer`: see rule 7 of >>backend.
 
    Q8_0 and Q4_0 lie with their scales apart. Q4_0 is multiplied in halves: x is brought below 128
    by a power of two first, sums of eight products run in F16, all others in F32.
@@ -46,7 +46,8 @@ enum {
   CUDA_KEYS = 64,         /* keys in a tile of attention */
   CUDA_STAGE = 32 << 20,  /* bytes of a pinned buffer for uploads */
   CUDA_RING = 1 << 20,    /* bytes of pinned memory for what passes need */
-  CUDA_GRAPHS = 64        /* recorded passes, by their number of rows */
+  CUDA_GRAPHS = 64,       /* recorded passes, by their number of rows */
+  CUDA_MARKS = 128        /* changes of the kind of work that may be on their way */
 };
 
 /* ---- Device ---- */
@@ -57,8 +58,15 @@ typedef struct cuda_graph {
   cudaGraphExec_t exec;
 } cuda_graph;
 
+typedef struct cuda_clock { /* a ring of events, made as they are needed */
+  cudaEvent_t event[CUDA_MARKS];
+  tfm_work kind[CUDA_MARKS]; /* of what comes after it */
+  int first, count;
+} cuda_clock;
+
 typedef struct cuda_state {
   cudaStream_t stream;
+  cuda_clock clock;
   int processors;
   char *ring;       /* pinned; used from the front, until a wait frees it */
   size_t ring_used;
@@ -172,6 +180,8 @@ static void cuda_close(tfm_dev *d) {
     if (s->graph[i].exec) cuda_check(d, cudaGraphExecDestroy(s->graph[i].exec), "graph");
   cuda_parts_free(d);
   cuda_release_stage(d);
+  for (i = 0; i < CUDA_MARKS; i++)
+    if (s->clock.event[i]) cuda_check(d, cudaEventDestroy(s->clock.event[i]), "cudaEventDestroy");
   if (s->ring) cuda_check(d, cudaFreeHost(s->ring), "cudaFreeHost");
   if (s->stream) cuda_check(d, cudaStreamDestroy(s->stream), "cudaStreamDestroy");
   cuda_host_memory(d, s, sizeof *s, 0);
@@ -188,6 +198,7 @@ static tfm_status cuda_sync(tfm_dev *d) {
   if (cuda_enter(d)) cuda_wait(d);
   if (cuda_of(d)->stage[0] || cuda_of(d)->stage[1]) cuda_release_stage(d);
   status = d->status;
+  if (status != TFM_OK) cuda_of(d)->clock.count = 0; /* nobody knows what has run */
   d->status = TFM_OK;
   return status;
 }
@@ -322,6 +333,53 @@ static bool cuda_record(tfm_dev *d, uint64_t key, bool begin) {
   return d->status == TFM_OK && cuda_replay(d, key);
 }
 
+/* ---- What the device is busy with ----
+   Where the kind of work changes, an event is recorded. Of two in a row that have both happened the
+   time between them is known: it is looked for when there is no room, or when somebody asks. */
+
+/* Counts the oldest stretch; false: the device has not come to its end. */
+static bool cuda_clock_count(tfm_dev *d, bool wait) {
+  cuda_clock *c = &cuda_of(d)->clock;
+  int a = c->first, b = (a + 1) % CUDA_MARKS;
+  float ms = 0;
+  cudaError_t error;
+  if (c->count < 2) return false;
+  error = wait ? cudaEventSynchronize(c->event[b]) : cudaEventQuery(c->event[b]);
+  if (error == cudaErrorNotReady) return false;
+  if (!cuda_check(d, error, "cudaEventQuery")) return false;
+  if (c->kind[a] != TFM_WORK_NONE &&
+      cuda_check(d, cudaEventElapsedTime(&ms, c->event[a], c->event[b]), "cudaEventElapsedTime"))
+    d->usage.seconds[c->kind[a]] += (double)ms * 1e-3;
+  c->first = b;
+  c->count--;
+  return true;
+}
+
+static void cuda_mark(tfm_dev *d, tfm_work kind) {
+  cuda_clock *c = &cuda_of(d)->clock;
+  int i;
+  if (!cuda_enter(d)) return;
+  if (c->count == CUDA_MARKS && !cuda_clock_count(d, true)) return;
+  i = (c->first + c->count) % CUDA_MARKS;
+  if (!c->event[i] && !cuda_check(d, cudaEventCreate(&c->event[i]), "cudaEventCreate")) return;
+  if (!cuda_check(d, cudaEventRecord(c->event[i], cuda_stream(d)), "cudaEventRecord")) return;
+  c->kind[i] = kind;
+  c->count++;
+}
+
+/* A failure here is met again by whoever needs the device next. */
+static void cuda_usage(tfm_dev *d) {
+  cuda_state *s = cuda_of(d);
+  size_t free_bytes = 0, total_bytes = 0;
+  if (!cuda_enter(d)) return;
+  while (cuda_clock_count(d, false)) continue;
+  cuda_check(d, cudaMemGetInfo(&free_bytes, &total_bytes), "cudaMemGetInfo");
+  d->usage.bytes = s->bytes;
+  d->usage.peak_bytes = s->peak_bytes;
+  d->usage.free_bytes = free_bytes;
+  d->usage.total_bytes = total_bytes;
+}
+
 /* ---- Launching ---- */
 
 /* One launch; shared memory beyond 48 KB is asked for. */
@@ -394,27 +452,57 @@ typedef struct cuda_weight {
 
 static const cuda_weight *cuda_packed(const tfm_weight *w) { return (cuda_weight *)w->host; }
 
-/* Parts of different types are all brought to F32, which holds every one of them. */
+/* The types of files: how many values a block has, in how many bytes, and what it becomes here.
+   Q5_0 loses nothing as Q8_0, nor F8 as BF16. What has two scales becomes F16, within half a unit
+   of its last place: 2^-12 of a value, or 2^-25 where that is below 2^-14. */
+typedef struct cuda_format { int values, bytes; tfm_type here; } cuda_format;
+
+__host__ __device__ static cuda_format cuda_format_of(tfm_type type) {
+  switch (type) {
+    case TFM_F32: return cuda_format{1, 4, TFM_F32};
+    case TFM_F16: return cuda_format{1, 2, TFM_F16};
+    case TFM_BF16: return cuda_format{1, 2, TFM_BF16};
+    case TFM_F8_E4M3:
+    case TFM_F8_E5M2: return cuda_format{1, 1, TFM_BF16};
+    case TFM_Q8_0: return cuda_format{32, 34, TFM_Q8_0};
+    case TFM_Q4_0: return cuda_format{32, 18, TFM_Q4_0};
+    case TFM_Q4_1: return cuda_format{32, 20, TFM_F16};
+    case TFM_Q5_0: return cuda_format{32, 22, TFM_Q8_0};
+    case TFM_Q5_1: return cuda_format{32, 24, TFM_F16};
+    case TFM_Q4_K: return cuda_format{256, 144, TFM_F16};
+    case TFM_Q5_K: return cuda_format{256, 176, TFM_F16};
+    case TFM_Q6_K: return cuda_format{256, 210, TFM_F16};
+    default: return cuda_format{1, 0, TFM_TYPE_DEFAULT};
+  }
+}
+
+/* Parts that do not become the same are all brought to F32. */
 static tfm_type cuda_target(const tfm_weight_source *s) {
-  tfm_type type = s->type ? s->type : s->parts[0].type;
+  tfm_type type = cuda_format_of(s->parts[0].type).here;
   int32_t i;
-  for (i = 1; i < s->part_count && !s->type; i++)
-    if (s->parts[i].type != type) type = TFM_F32;
+  if (s->type) return s->type;
+  for (i = 1; i < s->part_count; i++)
+    if (cuda_format_of(s->parts[i].type).here != type) type = TFM_F32;
   return type;
 }
 
 static bool cuda_part_check(tfm_dev *d, const tfm_weight_source *s, const tfm_part *p) {
-  tfm_type type = cuda_target(s), wrong = cuda_known(p->type) ? type : p->type;
-  if (!cuda_known(wrong))
+  tfm_type type = cuda_target(s);
+  cuda_format from = cuda_format_of(p->type), to = cuda_format_of(type);
+  if (!from.here)
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: this table does not know it",
+                 tfm_type_name(p->type));
+  else if (!cuda_known(type))
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: expected F32, F16, BF16, Q8_0 or Q4_0",
-                 tfm_type_name(wrong));
-  else if (s->transposed && cuda_blocked(p->type))
+                 tfm_type_name(type));
+  else if (s->transposed && from.values > 1)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a transposed matrix of type %s: expected a float type",
                  tfm_type_name(p->type));
-  else if (s->cols % 32 && (cuda_blocked(type) || cuda_blocked(p->type)))
+  else if (s->cols % to.values || s->cols % from.values)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED,
-                 "a matrix with %d columns cannot be %s, whose blocks have 32; choose a float type",
-                 (int)s->cols, tfm_type_name(type));
+                 "a matrix with %d columns cannot be %s, whose blocks have %d; choose a float type",
+                 (int)s->cols, tfm_type_name(s->cols % to.values ? type : p->type),
+                 s->cols % to.values ? to.values : from.values);
   else if (s->on_device || s->roles & TFM_ROLE_GRADIENT)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights that are trained: this table has no backward");
   return d->status == TFM_OK;
@@ -457,33 +545,82 @@ typedef struct cuda_piece {
   const uint8_t *data;
   tfm_type type;
   bool transposed; /* a line is a column of the matrix, else a row */
+  bool keep;       /* its blocks become the weight's without a loss */
   int32_t first, lines, rows; /* rows: of the part */
   int64_t row;                /* the part's first, in the weight */
 } cuda_piece;
 
 static size_t cuda_line_bytes(const cuda_piece *p, int32_t cols) {
   int64_t n = p->transposed ? p->rows : cols;
-  return (size_t)(p->type == TFM_Q8_0 ? n / 32 * 34 : p->type == TFM_Q4_0 ? n / 32 * 18
-                                                    : n * cuda_bits(p->type) / 8);
+  cuda_format f = cuda_format_of(p->type);
+  return (size_t)(n / f.values * f.bytes);
 }
 
 __device__ static uint32_t cuda_u16(const uint8_t *p) { return p[0] | (uint32_t)p[1] << 8; }
 
+__device__ static float cuda_half_at(const uint8_t *p) {
+  return __half2float(__ushort_as_half((unsigned short)cuda_u16(p)));
+}
+
+/* Number j of 32, of 4 bits; or of 5, their highest in the 4 bytes before the others. */
+__device__ static int cuda_q4(const uint8_t *nibbles, int j) {
+  return j < 16 ? nibbles[j] & 15 : nibbles[j - 16] >> 4;
+}
+__device__ static int cuda_q5(const uint8_t *high, int j) {
+  return cuda_q4(high + 4, j) | (high[j / 8] >> j % 8 & 1) << 4;
+}
+
+/* Value j of a block of 32. */
+__device__ static float cuda_value_of_32(const uint8_t *block, tfm_type type, int j) {
+  float scale = cuda_half_at(block);
+  switch (type) {
+    case TFM_Q8_0: return scale * (float)(int8_t)block[2 + j];
+    case TFM_Q4_0: return scale * (float)(cuda_q4(block + 2, j) - 8);
+    case TFM_Q5_0: return scale * (float)(cuda_q5(block + 2, j) - 16);
+    case TFM_Q4_1:
+      return __fadd_rn(__fmul_rn(scale, (float)cuda_q4(block + 4, j)), cuda_half_at(block + 2));
+    default: /* Q5_1 */
+      return __fadd_rn(__fmul_rn(scale, (float)cuda_q5(block + 4, j)), cuda_half_at(block + 2));
+  }
+}
+
+/* Value j of a block of 256: of eight groups, or, in Q6_K, of sixteen. */
+__device__ static float cuda_value_of_256(const uint8_t *block, tfm_type type, int j) {
+  const uint8_t *six = block + 4, *high = block + 16;
+  const uint8_t *nibbles = high + (type == TFM_Q5_K ? 32 : 0);
+  int g = j / 32, k = j % 32, q, scale, least;
+  if (type == TFM_Q6_K) {
+    int n = j / 128, part = j / 32 % 4;
+    q = block[64 * n + part % 2 * 32 + k] >> part / 2 * 4 & 15;
+    q |= (block[128 + 32 * n + k] >> 2 * part & 3) << 4;
+    return __fmul_rn(__fmul_rn(cuda_half_at(block + 208), (float)(int8_t)block[192 + j / 16]),
+                     (float)(q - 32));
+  }
+  scale = g < 4 ? six[g] & 63 : (six[g + 4] & 15) | six[g - 4] >> 6 << 4;
+  least = g < 4 ? six[g + 4] & 63 : six[g + 4] >> 4 | six[g] >> 6 << 4;
+  q = nibbles[g / 2 * 32 + k] >> g % 2 * 4 & 15;
+  if (type == TFM_Q5_K) q |= (high[k] >> g & 1) << 4;
+  return __fsub_rn(__fmul_rn(__fmul_rn(cuda_half_at(block), (float)scale), (float)q),
+                   __fmul_rn(cuda_half_at(block + 2), (float)least));
+}
+
 /* Value i of a line in a file's format, at any alignment. */
 __device__ static float cuda_file_value(const uint8_t *line, tfm_type type, int64_t i) {
-  const uint8_t *block;
-  int j = (int)(i % 32);
-  if (type == TFM_F32)
-    return __uint_as_float(cuda_u16(line + 4 * i) | cuda_u16(line + 4 * i + 2) << 16);
-  if (type == TFM_BF16) return __uint_as_float(cuda_u16(line + 2 * i) << 16);
-  if (type == TFM_F16)
-    return __half2float(__ushort_as_half((unsigned short)cuda_u16(line + 2 * i)));
-  block = line + i / 32 * (type == TFM_Q8_0 ? 34 : 18);
-  if (type == TFM_Q8_0)
-    return __half2float(__ushort_as_half((unsigned short)cuda_u16(block))) *
-           (float)(int8_t)block[2 + j];
-  return __half2float(__ushort_as_half((unsigned short)cuda_u16(block))) *
-         (float)((j < 16 ? block[2 + j] & 15 : block[2 + j - 16] >> 4) - 8);
+  cuda_format f = cuda_format_of(type);
+  const uint8_t *block = line + i / f.values * f.bytes;
+  switch (type) {
+    case TFM_F32: return __uint_as_float(cuda_u16(block) | cuda_u16(block + 2) << 16);
+    case TFM_BF16: return __uint_as_float(cuda_u16(block) << 16);
+    case TFM_F16: return cuda_half_at(block);
+    case TFM_F8_E5M2: return __half2float(__ushort_as_half((unsigned short)(block[0] << 8)));
+    case TFM_F8_E4M3: /* its exponent is 8 less than a half's; 0x7f is no number */
+      if ((block[0] & 0x7f) == 0x7f) return NAN;
+      return 256.0f * __half2float(__ushort_as_half(
+                          (unsigned short)((block[0] & 0x80) << 8 | (block[0] & 0x7f) << 7)));
+    default: break;
+  }
+  return f.values == 256 ? cuda_value_of_256(block, type, (int)(i % 256))
+                         : cuda_value_of_32(block, type, (int)(i % 32));
 }
 
 /* Bit position of value j of a block in its row's 16 bytes: in each word of eight, pairs lie 16
@@ -514,6 +651,19 @@ __device__ static void cuda_quantise(const float *x, tfm_type type, uint8_t *to,
   if (type == TFM_Q4_0) *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
+/* A block as it is, but in its place; Q5_0 as Q8_0. */
+__device__ static void cuda_keep(const uint8_t *from, tfm_type type, uint8_t *to, __half *scale) {
+  uint32_t word[4] = {0, 0, 0, 0};
+  int j;
+  *scale = __ushort_as_half((unsigned short)cuda_u16(from));
+  for (j = 0; j < 32 && type == TFM_Q8_0; j++) to[j] = from[2 + j];
+  for (j = 0; j < 32 && type == TFM_Q5_0; j++) to[j] = (uint8_t)(cuda_q5(from + 2, j) - 16);
+  if (type != TFM_Q4_0) return;
+  for (j = 0; j < 32; j++)
+    word[cuda_nibble(j) / 32] |= (uint32_t)cuda_q4(from + 2, j) << cuda_nibble(j) % 32;
+  *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
+}
+
 /* Where value (row, col) of the piece's part is found. */
 __device__ static float cuda_piece_value(const cuda_piece &p, int64_t bytes, int row, int col) {
   return p.transposed ? cuda_file_value(p.data + (col - p.first) * bytes, p.type, row)
@@ -531,17 +681,10 @@ __global__ void cuda_pack_kernel(cuda_weight w, cuda_piece p, int64_t bytes) {
   n = min(32, w.cols - block * 32);
   for (j = 0; j < 32; j++) x[j] = j < n ? cuda_piece_value(p, bytes, row, block * 32 + j) : 0.0f;
   at = p.row + row;
-  if (w.scale && p.type == w.type) { /* as it is, but in its place */
-    const uint8_t *from = p.data + (row - p.first) * bytes + block * (w.type == TFM_Q8_0 ? 34 : 18);
-    uint8_t *to = w.data + at * w.vectors * 16 + (int64_t)block * cuda_bits(w.type) * 4;
-    uint32_t word[4] = {0, 0, 0, 0};
-    w.scale[at * (w.cols / 32) + block] = __ushort_as_half((unsigned short)cuda_u16(from));
-    for (j = 0; j < 32 && w.type == TFM_Q8_0; j++) to[j] = from[2 + j];
-    if (w.type == TFM_Q8_0) return;
-    for (j = 0; j < 32; j++)
-      word[cuda_nibble(j) / 32] |= (uint32_t)(j < 16 ? from[2 + j] & 15 : from[2 + j - 16] >> 4)
-                                   << cuda_nibble(j) % 32;
-    *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
+  if (p.keep) {
+    cuda_keep(p.data + (row - p.first) * bytes + block * cuda_format_of(p.type).bytes, p.type,
+              w.data + at * w.vectors * 16 + (int64_t)block * cuda_bits(w.type) * 4,
+              w.scale + at * (w.cols / 32) + block);
   } else if (w.scale) {
     cuda_quantise(x, w.type, w.data + at * w.vectors * 16 + (int64_t)block * cuda_bits(w.type) * 4,
                   w.scale + at * (w.cols / 32) + block);
@@ -597,7 +740,8 @@ static bool cuda_pack_piece(tfm_dev *d, const cuda_weight *w, cuda_piece p, cons
 
 static void cuda_pack_part(tfm_dev *d, const cuda_weight *w, const tfm_weight_source *s,
                            const tfm_part *part, int64_t row) {
-  cuda_piece p = {NULL, part->type, s->transposed, 0, 0, part->rows, row};
+  bool keep = w->scale && (!s->type || s->type == part->type);
+  cuda_piece p = {NULL, part->type, s->transposed, keep, 0, 0, part->rows, row};
   int32_t all = s->transposed ? s->cols : part->rows;
   size_t bytes = cuda_line_bytes(&p, s->cols);
   int64_t most = (int64_t)(CUDA_STAGE / (bytes ? bytes : 1)) / 32 * 32;
@@ -3486,6 +3630,17 @@ static bool cuda_layer_entry(tfm_dev *d, tfm_mat x, const tfm_net *net, int32_t 
   return true;
 }
 
+/* attn where q has 16 bits: as `layer` has it computed, unless the bits must not depend on the rows
+   beside, or more than y is wanted. */
+static void cuda_attn_halves(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
+                             const tfm_rows *rows, float *lse, const tfm_attn *p) {
+  cuda_attn a = {y, q, *kv, *rows, lse, *p, p->heads / kv->heads, false};
+  bool aligned = (uintptr_t)q.data % 16 == 0 && q.stride % 8 == 0 && y.stride % 2 == 0;
+  bool plain = q.type != TFM_F32 && kv->table && !lse && !p->probs && p->dropout.rate == 0;
+  if (d->deterministic || !plain || !aligned) cuda_attn_entry(d, y, q, kv, rows, lse, p);
+  else if (cuda_enter(d)) cuda_layer_attend(d, &a);
+}
+
 /* ---- What tfm_dev.state holds for the parts above ---- */
 
 static void cuda_parts_free(tfm_dev *d) {
@@ -3528,20 +3683,21 @@ static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int3
 }
 
 static const tfm_backend cuda_table = {
-  TFM_BACKEND_ABI, "cuda", TFM_F32, TFM_F32, 1,
+  TFM_BACKEND_ABI, "cuda", TFM_F32, TFM_F32, 1, true,
   cuda_open, cuda_close, cuda_sync, cuda_alloc, cuda_release,
   cuda_put, cuda_get, cuda_copy, cuda_zero,
   cuda_alloc_shared, cuda_release_shared, cuda_work_bytes, cuda_replay, cuda_record,
   cuda_pack_size, cuda_pack, cuda_unpack,
   cuda_cast, cuda_embed, cuda_gather, cuda_norm_entry, cuda_matmul, cuda_rope,
-  cuda_kv_put, cuda_attn_entry,
+  cuda_kv_put, cuda_attn_halves,
   cuda_glu, cuda_route, cuda_matmul_moe, cuda_combine, cuda_sample, cuda_top,
   cuda_layer_entry, cuda_decode,
   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* loss matmul_dx matmul_dw epilogue_bwd
                                                            norm_bwd attn_bwd glu_bwd embed_bwd */
   NULL, NULL, NULL, NULL, NULL, NULL,                   /* route_bwd combine_bwd moe_dx moe_dw sumsq
                                                            adamw */
-  cuda_moe_bias, cuda_add_gated, NULL, NULL             /* moe_bias_bwd add_gated_bwd */
+  cuda_moe_bias, cuda_add_gated, NULL, NULL,            /* moe_bias_bwd add_gated_bwd */
+  cuda_mark, cuda_usage
 };
 
 extern "C" const tfm_backend *tfm_backend_cuda(void) { return &cuda_table; }

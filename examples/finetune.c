@@ -26,7 +26,6 @@ static error_t option_parse(int key, char *arg, struct argp_state *state) {
     return 0;
   case ARGP_KEY_END:
     if (!o->run.named_count) argp_error(state, "expected a MODEL and DATA to learn from");
-    if (o->run.resume && !o->run.folder) argp_error(state, "--resume needs the DIR of --output");
     return 0;
   default: return ARGP_ERR_UNKNOWN;
   }
@@ -36,14 +35,16 @@ static const struct argp parser = {NULL, option_parse, "MODEL DATA...",
                                    "Trains a model further, on texts: files, or folders of them.",
                                    run_child, NULL, NULL};
 
+static tfm_trainer *trainer_make(const void *origin, const tfm_trainer_config *config) {
+  return tfm_trainer_create((const tfm_model *)origin, config);
+}
+
 static int run_all(options *o, run *r, const tfm_model *model, tfm_tokenizer *tokenizer) {
-  tfm_trainer_config *c = &o->run.config;
   r->o = &o->run;
   r->tokenizer = tokenizer;
   if (!run_data_open(r)) return tool_fail();
-  c->data = r->data->mark;
-  r->trainer = tfm_trainer_create(model, c);
-  if (!r->trainer) return tool_fail();
+  o->run.config.data = r->data->mark;
+  if (!run_make(r, &o->run, trainer_make, model)) return tool_fail();
   if (o->run.folder && !tokenizer_copy(tokenizer, o->model, o->run.folder))
     return TOOL_FAILED;
   return run_loop(r);

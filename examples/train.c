@@ -81,7 +81,6 @@ static error_t option_parse(int key, char *arg, struct argp_state *state) {
   case ARGP_KEY_ARG: o->run.named[o->run.named_count++] = arg; return 0;
   case ARGP_KEY_END:
     if (!o->run.named_count) argp_error(state, "expected DATA, a text to learn from");
-    if (o->run.resume && !o->run.folder) argp_error(state, "--resume needs the DIR of --output");
     return 0;
   default: return ARGP_ERR_UNKNOWN;
   }
@@ -239,14 +238,12 @@ static int lr_find(run *r, const options *o) {
   plot_line line = {"loss", "#4878cf", NULL, NULL, 0, 0, true};
   plot p = {"loss after a few steps at each learning rate", "learning rate", "", &line, 1, true};
   const tfm_trainer_config *c = &o->run.config;
-  size_t n = (size_t)c->batch * (size_t)c->context * (size_t)c->accumulate;
   char path[RUN_ROOM];
   int i;
   r->info.batch = c->batch;
   r->info.accumulate = c->accumulate;
-  r->tokens = (int32_t *)malloc(2 * n * sizeof *r->tokens);
-  r->targets = r->tokens + n;
-  for (i = 0; r->tokens && i < 13 && !interrupted; i++) {
+  r->info.context = c->context;
+  for (i = 0; run_room(r) && i < 13 && !interrupted; i++) {
     float rate = powf(10, -5 + (float)i / 3);
     double loss = 0;
     if (loss_at(r, o, rate, &loss) != TFM_OK) break;
@@ -257,6 +254,10 @@ static int lr_find(run *r, const options *o) {
   }
   plot_free(&line);
   return i == 13 ? 0 : interrupted ? TOOL_CANCELLED : tool_fail();
+}
+
+static tfm_trainer *trainer_make(const void *origin, const tfm_trainer_config *config) {
+  return tfm_trainer_init((const tfm_shape *)origin, config);
 }
 
 static int run_all(options *o, run *r, tfm_tokenizer *tokenizer) {
@@ -270,8 +271,7 @@ static int run_all(options *o, run *r, tfm_tokenizer *tokenizer) {
   o->shape.seed = o->run.seed;
   o->shape.tokenizer = tokenizer;
   if (o->lr_find) return lr_find(r, o);
-  r->trainer = tfm_trainer_init(&o->shape, &o->run.config);
-  return r->trainer ? run_loop(r) : tool_fail();
+  return run_make(r, &o->run, trainer_make, &o->shape) ? run_loop(r) : tool_fail();
 }
 
 int main(int argc, char **argv) {

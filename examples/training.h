@@ -147,7 +147,7 @@ typedef struct run_options {
   const char **named;           /* the arguments */
   size_t named_count;
   const char *folder, *prompt, *separator;
-  float share;
+  float share, minutes;         /* minutes 0: as many steps as config has */
   int32_t save_every, sample_tokens, batches; /* batches: of a validation */
   uint64_t seed;
   bool resume;
@@ -156,12 +156,14 @@ typedef struct run_options {
 enum { RUN_KEY = 1024, RUN_LR, RUN_MIN_LR, RUN_SAVE, RUN_SEED, RUN_RESUME, RUN_VALIDATION,
        RUN_SHARE, RUN_SEPARATOR, RUN_GENERATE, RUN_KEEP, RUN_WARMUP, RUN_SCHEDULE, RUN_DECAY,
        RUN_CLIP, RUN_ACCUMULATE, RUN_SAMPLE, RUN_BATCHES, RUN_DROPOUT, RUN_RECOMPUTE, RUN_FREEZE,
-       RUN_FIRST_LAYER };
+       RUN_FIRST_LAYER, RUN_MINUTES, RUN_PRECISION };
 
 static const struct argp_option run_option_list[] = {
   {"output", 'o', "DIR", 0, "Model, tokenizer, checkpoint, log.jsonl, loss.svg, samples.txt", 0},
   {"resume", RUN_RESUME, NULL, 0, "Go on from DIR/checkpoint: same texts, same options", 0},
   {"steps", 'n', "N", 0, "Train N steps, default 1000", 0},
+  {"minutes", RUN_MINUTES, "M", 0, "Instead of --steps: as many as M minutes hold, by the speed of "
+   "the first ones; --save-every is then a twentieth of them", 0},
   {"batch", 'b', "B", 0, "Sequences of a pass, default 16", 0},
   {"accumulate", RUN_ACCUMULATE, "N", 0, "Passes of a step, default 1", 0},
   {"context", 'c', "T", 0, "Tokens of a sequence, default 64", 0},
@@ -172,6 +174,8 @@ static const struct argp_option run_option_list[] = {
   {"decay", RUN_DECAY, "X", 0, "Weight decay, default 0.1; below 0: none", 0},
   {"clip", RUN_CLIP, "X", 0, "Longest gradient, default 1; below 0: any", 0},
   {"dropout", RUN_DROPOUT, "X", 0, "Of embeddings, attention and residual, default 0", 0},
+  {"precision", RUN_PRECISION, "TYPE", 0, "f32 (default), or bf16: products of matrices in bf16, "
+   "where the processor has AMX", 0},
   {"recompute", RUN_RECOMPUTE, NULL, 0, "Less memory for more time, the same result", 0},
   {"freeze", RUN_FREEZE, "LIST", 0, "Parts that stay as they are: embeddings, head, norms, "
    "attention, ffn, experts; separated by commas", 0},
@@ -196,6 +200,13 @@ static inline tfm_schedule run_schedule(struct argp_state *state, const char *te
     if (!strcmp(text, names[i])) return (tfm_schedule)i;
   argp_error(state, "--schedule: expected constant, linear, cosine or wsd, found \"%s\"", text);
   return TFM_CONSTANT;
+}
+
+static inline tfm_type run_precision(struct argp_state *state, const char *text) {
+  if (!strcmp(text, "bf16")) return TFM_BF16;
+  if (!strcmp(text, "f32")) return TFM_F32;
+  argp_error(state, "--precision: expected f32 or bf16, found \"%s\"", text);
+  return TFM_F32;
 }
 
 static inline unsigned run_freeze(struct argp_state *state, const char *text) {
@@ -224,6 +235,7 @@ static inline error_t run_option(int key, char *arg, struct argp_state *state) {
   case 'o': o->folder = arg; return 0;
   case RUN_RESUME: o->resume = true; return 0;
   case 'n': c->steps = run_count(state, "--steps", arg, 1); return 0;
+  case RUN_MINUTES: o->minutes = tool_number(state, "--minutes", arg, 0.01f, 1e6f); return 0;
   case 'b': c->batch = run_count(state, "--batch", arg, 1); return 0;
   case RUN_ACCUMULATE: c->accumulate = run_count(state, "--accumulate", arg, 1); return 0;
   case 'c': c->context = run_count(state, "--context", arg, 2); return 0;
@@ -236,6 +248,7 @@ static inline error_t run_option(int key, char *arg, struct argp_state *state) {
   case RUN_DROPOUT:
     c->drop_embed = c->drop_attn = c->drop_residual = tool_number(state, "--dropout", arg, 0, 0.9f);
     return 0;
+  case RUN_PRECISION: c->precision = run_precision(state, arg); return 0;
   case RUN_RECOMPUTE: c->recompute = true; return 0;
   case RUN_FREEZE: c->freeze = run_freeze(state, arg); return 0;
   case RUN_FIRST_LAYER: c->first_layer = run_count(state, "--first-layer", arg, 0); return 0;
@@ -249,6 +262,12 @@ static inline error_t run_option(int key, char *arg, struct argp_state *state) {
   case RUN_SAMPLE: o->sample_tokens = run_count(state, "--sample-tokens", arg, 0); return 0;
   case RUN_SEED: o->seed = (uint64_t)tool_integer(state, "--seed", arg, 0, INT64_MAX); return 0;
   case 'j': c->threads = (int32_t)tool_integer(state, "--threads", arg, 0, 1024); return 0;
+  case ARGP_KEY_END:
+    if (o->resume && !o->folder) argp_error(state, "--resume needs the DIR of --output");
+    if (o->minutes > 0 && (o->resume || c->steps))
+      argp_error(state, "--minutes chooses the number of steps: expected no --steps, and to "
+                 "--resume with the --steps that were chosen");
+    return 0;
   default: return ARGP_ERR_UNKNOWN;
   }
 }
@@ -256,7 +275,8 @@ static inline error_t run_option(int key, char *arg, struct argp_state *state) {
 static const struct argp run_argp = {run_option_list, run_option, NULL, NULL, NULL, NULL, NULL};
 static const struct argp_child run_child[] = {{&run_argp, 0, "Training:", 10}, {NULL, 0, NULL, 0}};
 
-/* Before the command line is read; what is 0 afterwards gets its default in run_settle. */
+/* Before the command line is read; what is 0 afterwards gets its default in run_settle, and what
+   depends on the number of steps in run_pace. */
 static inline void run_defaults(run_options *o, int argc) {
   memset(o, 0, sizeof *o);
   o->named = (const char **)calloc((size_t)argc + 1, sizeof *o->named);
@@ -272,16 +292,20 @@ static inline void run_defaults(run_options *o, int argc) {
 
 static inline void run_settle(run_options *o) {
   tfm_trainer_config *c = &o->config;
-  if (!c->steps) c->steps = 1000;
   if (!c->batch) c->batch = 16;
   if (!c->accumulate) c->accumulate = 1;
   if (!c->context) c->context = 64;
   if (c->lr == 0) c->lr = 1e-3f;
   if (c->min_lr < 0) c->min_lr = c->lr / 10;
-  if (c->warmup < 0) c->warmup = c->steps / 20;
-  if (!o->save_every) o->save_every = 250;
   if (!o->batches) o->batches = 8;
   c->seed = o->seed;
+}
+
+static inline void run_pace(run_options *o) {
+  tfm_trainer_config *c = &o->config;
+  if (!c->steps) c->steps = 1000;
+  if (c->warmup < 0) c->warmup = c->steps / 20;
+  if (!o->save_every) o->save_every = o->minutes > 0 ? c->steps / 20 + 1 : 250;
 }
 
 /* The files that the arguments name, without the held-out ones. */
@@ -311,6 +335,7 @@ typedef struct run {
   int32_t *tokens, *targets; /* of a step */
   int64_t step, sequences;
   double begun, before;      /* when the loop began; seconds of runs that this one goes on from */
+  double over;               /* when it ends by --minutes; 0: after its steps */
   double loss, accuracy;     /* sums since the last line */
   int64_t since;             /* steps of these sums */
   double told;               /* when that line was */
@@ -493,7 +518,14 @@ static inline bool run_sample(run *r) {
   return n >= 0;
 }
 
-/* ---- The loop ---- */
+/* ---- Steps ---- */
+
+static inline bool run_room(run *r) {
+  size_t n = (size_t)r->info.batch * (size_t)r->info.context * (size_t)r->info.accumulate;
+  if (!r->tokens) r->tokens = (int32_t *)malloc(2 * n * sizeof *r->tokens);
+  r->targets = r->tokens + n;
+  return r->tokens != NULL;
+}
 
 static inline tfm_status run_step(run *r, tfm_step *s) {
   int32_t rows = r->info.batch * r->info.accumulate;
@@ -510,10 +542,54 @@ static inline tfm_status run_step(run *r, tfm_step *s) {
   return TFM_OK;
 }
 
+/* ---- The trainer, and how many steps a time holds ---- */
+
+typedef tfm_trainer *(*run_maker)(const void *origin, const tfm_trainer_config *config);
+
+/* Sets the steps, by the speed of some: until a fortieth of the time is gone, but for at most 20
+   seconds. The rest of what a run does, validation too, is given a twentieth. */
+static inline bool run_count_steps(run *r, run_options *o) {
+  double all = 60 * (double)o->minutes, begun = seconds(), since = begun, now = begun;
+  double trial = all / 40 < 20 ? all / 40 : 20;
+  int32_t n = 0;
+  r->over = begun + all;
+  if (tfm_trainer_describe(r->trainer, &r->info) != TFM_OK || !run_room(r)) return false;
+  for (; n < 2 || now - since < trial; n++) {
+    tfm_step s = {0};
+    if (run_step(r, &s) != TFM_OK) return false;
+    now = seconds();
+    if (n == 0) since = now; /* the first touches the memory */
+  }
+  o->config.steps = 2 + (int32_t)(0.95 * (r->over - now) * (n - 1) / (now - since));
+  fprintf(stderr, TOOL ": %g minutes hold %d steps\n", (double)o->minutes, (int)o->config.steps);
+  r->step = r->sequences = r->since = 0;
+  r->loss = r->accuracy = 0;
+  return true;
+}
+
+/* With --minutes a first trainer is timed and thrown away. */
+static inline bool run_make(run *r, run_options *o, run_maker make, const void *origin) {
+  if (o->minutes > 0) {
+    tfm_trainer_config trial = o->config;
+    bool timed;
+    trial.schedule = TFM_CONSTANT;
+    trial.warmup = 0;
+    r->trainer = make(origin, &trial);
+    timed = r->trainer && run_count_steps(r, o);
+    tfm_trainer_free(r->trainer);
+    r->trainer = NULL;
+    if (!timed) return false;
+  }
+  run_pace(o);
+  r->trainer = make(origin, &o->config);
+  return r->trainer != NULL;
+}
+
+/* ---- The loop ---- */
+
 static inline bool run_begin(run *r) {
   static const plot_line curve[2] = {{"training", "#4878cf", NULL, NULL, 0, 0, false},
                                      {"validation", "#d1561f", NULL, NULL, 0, 0, true}};
-  size_t n;
   char path[RUN_ROOM];
   memcpy(r->curve, curve, sizeof curve);
   if (r->o->resume &&
@@ -522,9 +598,6 @@ static inline bool run_begin(run *r) {
   if (tfm_trainer_describe(r->trainer, &r->info) != TFM_OK) return false;
   r->step = r->info.step;
   r->sequences = r->info.sequences;
-  n = (size_t)r->info.batch * (size_t)r->info.context * (size_t)r->info.accumulate;
-  r->tokens = (int32_t *)malloc(2 * n * sizeof *r->tokens);
-  r->targets = r->tokens + n;
   if (r->o->folder) run_log_cut(r);
   fprintf(stderr, TOOL ": %llu parameters, %.1f MB; %lld tokens, %lld of them held out\n",
           (unsigned long long)r->info.parameters, (double)r->info.memory_bytes / 1e6,
@@ -532,24 +605,26 @@ static inline bool run_begin(run *r) {
                                              ? 0 : r->held_out->tokens)),
           r->held_out ? (long long)r->held_out->held_out : 0LL);
   r->begun = r->told = seconds();
-  return r->tokens != NULL;
+  return run_room(r);
 }
 
 /* Trains to the last step; returns the tool's exit status. */
 static inline int run_loop(run *r) {
   const run_options *o = r->o;
   tfm_status status = TFM_OK;
+  bool last, save;
   if (!run_begin(r)) return tool_fail();
-  while (status == TFM_OK && r->step < o->config.steps) {
+  last = r->step >= o->config.steps;
+  while (status == TFM_OK && !last) {
     tfm_step s = {0};
-    bool save;
     status = run_step(r, &s);
     if (status != TFM_OK || s.skipped) {
       if (r->skips < RUN_SKIPS) continue;
       fprintf(stderr, TOOL ": %d steps in a row were not finite; lower --lr\n", r->skips);
       return TOOL_FAILED;
     }
-    save = r->step % o->save_every == 0 || r->step == o->config.steps;
+    last = r->step >= o->config.steps || (r->over > 0 && seconds() > r->over);
+    save = r->step % o->save_every == 0 || last;
     if (!save && r->step % RUN_TELL) continue;
     run_tell(r, &s, save ? run_validate(r) : NAN);
     if (save && (!run_save(r) || !run_sample(r))) status = tfm_error_status();

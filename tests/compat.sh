@@ -1,7 +1,21 @@
 #!/usr/bin/env bash
 # Compiles transformer.h and its companions with every compiler and standard that is promised, with
 # strict warnings as errors, and beside an application's own stb_ds. What runs, is run.
+# compat.sh GROUP runs one group of checks; without, all of them, as many at a time as processors.
 cd "$(dirname "$0")/.." || exit 1
+groups="gcc_c clang_c gcc_cpp clang_cpp stb examples"
+if [ $# = 0 ]; then
+  logs=$(mktemp -d) || exit 1
+  trap 'rm -rf "$logs"' EXIT
+  # shellcheck disable=SC2016,SC2086
+  printf '%s\n' $groups | xargs -P "$(nproc)" -I{} \
+    sh -c 'tests/compat.sh {} > "$0/{}" 2>&1' "$logs"
+  cat "$logs"/* | grep -v '^[0-9]* passed, '
+  cat "$logs"/* | awk '/^[0-9]+ passed, / { p += $1; f += $3; s += $5; n++ }
+    END { f += n != groups; print p + 0 " passed, " f + 0 " failed, " s + 0 " skipped"; exit f > 0 }
+    ' groups="$(wc -w <<< "$groups")"
+  exit
+fi
 passed=0 failed=0 skipped=0
 tiny=tests/data/models/tiny
 work=$(mktemp -d) || exit 1
@@ -58,40 +72,51 @@ check_stb() { # COMPILER before|after LANGUAGE-FLAGS...
   check "$cc $lang stb_ds $order, run" "$work/stb" $tiny
 }
 
-for cc in gcc clang; do
-  if ! command -v $cc > /dev/null; then
-    skip $cc "it is not installed"
-    continue
-  fi
-  check_language $cc -std=c11 -Wstrict-prototypes
-  check_language $cc -std=c17 -Wstrict-prototypes
-  check_stb $cc before -std=gnu11
-  check_stb $cc after -std=gnu11
-  if ! echo 'int main() { return 0; }' | $cc -x c++ -fsyntax-only - 2> /dev/null; then
-    skip "$cc C++17" "it has no C++"
-    continue
-  fi
-  check_language $cc -x c++ -std=c++17
-  # shellcheck disable=SC2086
-  check "$cc compat.cpp" $cc -std=c++17 $strict -o "$work/cpp" tests/compat.cpp $libs
-  check "$cc compat.cpp, run" "$work/cpp"
-  check "$cc examples/cpp.cpp" $cc -std=c++17 $strict -fsyntax-only examples/cpp.cpp
-done
-
-for example in examples/*.c bench/bench.c; do # shellcheck disable=SC2086
-  check "$example" gcc -std=c11 $strict -Wstrict-prototypes -fsyntax-only "$example"
-done
-
-link_cuda() { # all four combinations: none, CPU and what nvcc adds
-  nvcc -arch=sm_90a -c -o "$work/cuda.o" transformer_cuda.cu &&
-    gcc -O1 -I. -c -o "$work/cpu.o" transformer_cpu.c &&
-    gcc -I. -DTFM_USE_CUDA -c -o "$work/a.o" "$work/all.c" &&
-    nvcc -o "$work/a" "$work/a.o" "$work/cuda.o" -lcublasLt -lpthread &&
-    gcc -I. -DTFM_USE_CUDA -DTFM_USE_CPU -c -o "$work/a.o" "$work/all.c" &&
-    nvcc -o "$work/a" "$work/a.o" "$work/cuda.o" "$work/cpu.o" -lcublasLt -lpthread && "$work/a"
+has() { # COMPILER
+  command -v "$1" > /dev/null || { skip "$1" "it is not installed"; return 1; }
 }
-if command -v nvcc > /dev/null; then check "links CUDA" link_cuda
-else skip "links CUDA" "nvcc is not installed"; fi
+
+has_cpp() { # COMPILER
+  has "$1" || return 1
+  echo 'int main() { return 0; }' | "$1" -x c++ -fsyntax-only - 2> /dev/null && return
+  skip "$1 C++17" "it has no C++"
+  return 1
+}
+
+check_c() { # COMPILER
+  has "$1" || return
+  check_language "$1" -std=c11 -Wstrict-prototypes
+  # shellcheck disable=SC2086
+  check "$1 -std=c17" "$1" -std=c17 $strict -fsyntax-only "$work/all.c"
+}
+
+check_cpp() { # COMPILER
+  has_cpp "$1" || return
+  check_language "$1" -x c++ -std=c++17
+  # shellcheck disable=SC2086
+  check "$1 compat.cpp" "$1" -std=c++17 $strict -o "$work/cpp" tests/compat.cpp $libs
+  check "$1 compat.cpp, run" "$work/cpp"
+  # shellcheck disable=SC2086
+  check "$1 examples/cpp.cpp" "$1" -std=c++17 $strict -fsyntax-only examples/cpp.cpp
+}
+
+case $1 in
+  gcc_c) check_c gcc ;;
+  clang_c) check_c clang ;;
+  gcc_cpp) check_cpp gcc ;;
+  clang_cpp) check_cpp clang ;;
+  stb)
+    for cc in gcc clang; do
+      has $cc || continue
+      check_stb $cc before -std=gnu11
+      check_stb $cc after -std=gnu11
+    done ;;
+  examples)
+    for example in examples/*.c bench/bench.c; do # shellcheck disable=SC2086
+      check "$example" gcc -std=c11 $strict -Wstrict-prototypes -fsyntax-only "$example"
+    done ;;
+  *) echo "compat.sh: no group $1; there are $groups" ;;
+esac
 
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" -eq 0 ]

@@ -10,7 +10,12 @@
 
 enum { PROMPT = 9, TOKENS = 6 };
 static const int32_t prompt[PROMPT] = {3, 14, 15, 9, 2, 6, 5, 35, 8};
-static const char *const models[] = {DATA "models/gpt2-a", DATA "models/llama-a"};
+
+/* F32 takes a prompt token by token, F16 through `layer`. */
+static const struct { const char *path; tfm_type type; } models[] = {
+  {DATA "models/gpt2-a", TFM_F32}, {DATA "models/llama-a", TFM_F32},
+  {DATA "models/llama-a", TFM_F16}};
+enum { MODELS = sizeof models / sizeof *models };
 
 typedef struct outcome {
   tfm_status status;    /* of the first call that failed */
@@ -19,6 +24,7 @@ typedef struct outcome {
   int tokens;
   int warnings;         /* lines logged about CUDA that are no mere information */
   char sentence[512];   /* the error, or else the last of them */
+  tfm_stats stats;
 } outcome;
 
 static void on_log(void *user, tfm_log_level level, const char *line) {
@@ -44,7 +50,7 @@ static void generate(outcome *o, tfm_session *s) {
 }
 
 /* Loads, feeds, generates, and gives everything back. */
-static outcome run(const char *path, tfm_device device, bool no_fallback) {
+static outcome run(int model, tfm_device device, bool no_fallback) {
   outcome o;
   tfm_model_config c;
   tfm_engine_config e;
@@ -54,13 +60,14 @@ static outcome run(const char *path, tfm_device device, bool no_fallback) {
   memset(&o, 0, sizeof o);
   memset(&c, 0, sizeof c);
   memset(&e, 0, sizeof e);
+  c.weights = models[model].type;
   c.device = device;
   c.no_fallback = no_fallback;
   c.threads = e.threads = 1;
   e.context = 32;
   c.host.log = e.host.log = on_log;
   c.host.user = e.host.user = &o;
-  m = tfm_model_load(path, &c);
+  m = tfm_model_load(models[model].path, &c);
   if (!m) {
     note_error(&o);
     return o;
@@ -69,6 +76,7 @@ static outcome run(const char *path, tfm_device device, bool no_fallback) {
   snprintf(o.device, sizeof o.device, "%s", info.device);
   s = tfm_session_create(m, &e);
   generate(&o, s);
+  if (s) tfm_session_stats(s, &o.stats);
   tfm_session_free(s);
   tfm_model_free(m);
   return o;
@@ -81,11 +89,11 @@ static void check_clean(void) {
 }
 
 TEST(a_whole_run_gives_everything_back) {
-  size_t i;
-  for (i = 0; i < sizeof models / sizeof models[0]; i++) {
+  int i;
+  for (i = 0; i < MODELS; i++) {
     outcome o;
     standin_reset();
-    o = run(models[i], TFM_CUDA, true);
+    o = run(i, TFM_CUDA, true);
     CHECK_EQ_INT(o.status, TFM_OK);
     CHECK_STR(o.sentence, "");
     CHECK_STR(o.device, "cuda");
@@ -95,18 +103,19 @@ TEST(a_whole_run_gives_everything_back) {
   }
 }
 
-/* Every call in turn, alone and with all that follow, as an error and as a lack of memory. */
-static void fail_every_call(const char *path, bool for_ever, int error) {
+/* Each call in turn, alone or with all that follow, as an error or as a lack of memory: the first
+   60, then one of `step`. */
+static void fail_calls(int model, bool for_ever, int error, long step) {
   long n = 0;
   int refused = 0;
   do {
     outcome o;
-    n++;
     standin_reset();
+    n += n < 60 ? 1 : step * standin.step;
     standin.fail_at = n;
     standin.for_ever = for_ever;
     standin.error = error;
-    o = run(path, TFM_CUDA, true);
+    o = run(model, TFM_CUDA, true);
     if (o.status != TFM_OK) refused++;
     CHECK(o.status == TFM_OK || o.status == TFM_E_DEVICE || o.status == TFM_E_MEMORY);
     CHECK(o.status == TFM_OK || o.sentence[0]);
@@ -116,16 +125,17 @@ static void fail_every_call(const char *path, bool for_ever, int error) {
       return;
     }
   } while (standin.calls >= n);
-  printf("  %s: %ld calls, %d of them told as a status\n", path, n - 1, refused);
+  printf("  %s %s: %ld calls, %d failures told as a status\n", models[model].path,
+         tfm_type_name(models[model].type), standin.calls, refused);
   CHECK(refused > 20);
 }
 
 TEST(every_call_may_fail) {
-  size_t i;
-  for (i = 0; i < sizeof models / sizeof models[0]; i++) {
-    fail_every_call(models[i], false, cudaErrorLaunchFailure);
-    fail_every_call(models[i], true, cudaErrorLaunchFailure);
-    fail_every_call(models[i], false, cudaErrorMemoryAllocation);
+  int i;
+  for (i = 0; i < MODELS; i++) {
+    fail_calls(i, false, cudaErrorLaunchFailure, i == 0 ? 1 : 3);
+    fail_calls(i, true, cudaErrorLaunchFailure, 9);
+    fail_calls(i, false, cudaErrorMemoryAllocation, 7);
   }
 }
 
@@ -135,10 +145,10 @@ static void check_same_ids(const outcome *a, const outcome *b) {
 }
 
 TEST(without_a_device_the_processor_computes_and_says_so_once) {
-  outcome o, expected = run(models[1], TFM_REF, true);
+  outcome o, expected = run(1, TFM_REF, true);
   standin_reset();
   standin.devices = 0;
-  o = run(models[1], TFM_CUDA, false);
+  o = run(1, TFM_CUDA, false);
   CHECK_EQ_INT(o.status, TFM_OK);
   CHECK_STR(o.device, "ref");
   CHECK_EQ_INT(o.warnings, 1);
@@ -146,9 +156,30 @@ TEST(without_a_device_the_processor_computes_and_says_so_once) {
   check_same_ids(&o, &expected);
   check_clean();
 
-  o = run(models[1], TFM_CUDA, true);
+  o = run(1, TFM_CUDA, true);
   CHECK_EQ_INT(o.status, TFM_E_DEVICE);
   check_clean();
+
+  o = run(1, TFM_AUTO, true); /* what nobody named may be passed over */
+  CHECK_EQ_INT(o.status, TFM_OK);
+  CHECK_EQ_INT(o.warnings, 1);
+  check_same_ids(&o, &expected);
+}
+
+/* The memory is the device's, and its time that of the work it was given. */
+TEST(usage_is_told) {
+  outcome o;
+  double all = 0;
+  int i;
+  standin_reset();
+  o = run(2, TFM_CUDA, true);
+  for (i = 0; i < TFM_WORK_COUNT; i++) all += o.stats.work_seconds[i];
+  CHECK(o.stats.work_seconds[TFM_WORK_PASS] > 0 && o.stats.work_seconds[TFM_WORK_HEAD] > 0);
+  CHECK(o.stats.work_seconds[TFM_WORK_DECODE] > 0 && o.stats.work_seconds[TFM_WORK_NONE] == 0);
+  CHECK(all > 0 && o.stats.seconds > 0);
+  CHECK(o.stats.device_bytes > 0 && o.stats.device_peak_bytes >= o.stats.device_bytes);
+  CHECK(o.stats.device_free_bytes + o.stats.device_bytes <= o.stats.device_total_bytes);
+  CHECK(o.stats.first_token_seconds > 0 && o.stats.slowest_seconds >= o.stats.last_seconds);
 }
 
 TEST(out_of_device_memory_leaves_other_models_usable) {
@@ -161,10 +192,10 @@ TEST(out_of_device_memory_leaves_other_models_usable) {
   c.device = TFM_CUDA;
   c.no_fallback = true;
   standin_reset();
-  m = tfm_model_load(models[0], &c);
+  m = tfm_model_load(models[0].path, &c);
   s = tfm_session_create(m, NULL);
   standin.memory_limit = standin.bytes + 1000;
-  o = run(models[1], TFM_CUDA, true);
+  o = run(1, TFM_CUDA, true);
   CHECK_EQ_INT(o.status, TFM_E_MEMORY);
   CHECK(o.sentence[0]);
   generate(&after, s);

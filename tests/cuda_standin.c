@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-cuda_standin standin = {1, 0, false, cudaErrorUnknown, 0, 0, 0, 0, {0}, 0, 0, ""};
+cuda_standin standin = {1, 0, false, cudaErrorUnknown, 0, 1, 0, 0, 0, {0}, 0, 0, ""};
 
 enum { ALIGNMENT = 256 }; /* of memory; of what cuBLASLt takes for its work */
 
@@ -147,7 +147,7 @@ static void *object_take(int kind, const void *address, const char *where) {
 }
 
 void standin_reset(void) {
-  static const cuda_standin fresh = {1, 0, false, cudaErrorUnknown, 0, 0, 0, 0, {0}, 0, 0, ""};
+  static const cuda_standin fresh = {1, 0, false, cudaErrorUnknown, 0, 1, 0, 0, 0, {0}, 0, 0, ""};
   standin = fresh;
   object_count = 0;
   last_error = cudaSuccess;

@@ -5,7 +5,9 @@
    for them, so a pinned buffer that is written again too early, or a result that is read too early,
    is noticed.
    Kernels do nothing, but that the cooperative one, which runs whole steps, answers with token 0.
-   Every call can be made to fail; what is misused is told in one sentence. */
+   Every call can be made to fail; what is misused is told in one sentence.
+
+   cuda_real.c has the same interface before the real libraries. */
 #ifndef CUDA_STANDIN_H
 #define CUDA_STANDIN_H
 
@@ -26,6 +28,7 @@ typedef struct cuda_standin {
   bool for_ever;        /* and all after it: a device that is lost */
   int error;            /* cudaError_t that it fails with */
   size_t memory_limit;  /* bytes of device memory; 0: any */
+  long step;            /* from one call that fails to the next that is worth the time, after 60 */
   /* To be read by it. */
   long calls;           /* that could have failed */
   long launches;

@@ -1,11 +1,11 @@
 /* The child that tokenizer_diff.py compares with the reference:
 
-     encode_stream TOKENIZER [--special] [--decode]
+     encode_stream TOKENIZER [--special | --bos] [--decode]
 
    Reads records from stdin until its end and answers each on stdout; numbers are little-endian.
      encoding   u32 length, that many bytes of text    u32 count, count x i32 ids
      --decode   u32 count, count x i32 ids             u32 length, that many bytes of text
-   --special reads special tokens in the text as such. */
+   --special reads special tokens in the text as such; --bos adds the tokenizer's own too. */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 
@@ -72,9 +72,11 @@ int main(int argc, char **argv) {
   bool decodes = false;
   uint32_t n;
   int i;
-  if (argc < 2) die("usage: encode_stream TOKENIZER [--special] [--decode]");
+  if (argc < 2) die("usage: encode_stream TOKENIZER [--special | --bos] [--decode]");
   for (i = 2; i < argc; i++)
     if (strcmp(argv[i], "--special") == 0) s.flags |= TFM_ENCODE_PARSE_SPECIAL;
+    else if (strcmp(argv[i], "--bos") == 0)
+      s.flags |= TFM_ENCODE_PARSE_SPECIAL | TFM_ENCODE_SPECIAL;
     else if (strcmp(argv[i], "--decode") == 0) decodes = true;
     else die("unknown option");
   s.tokenizer = tfm_tokenizer_load(argv[1], NULL);

@@ -20,11 +20,14 @@ TABLES bool device_open(device *t, tfm_device which, int32_t threads) {
   tfm_net net;
   memset(t, 0, sizeof *t);
   if (tfmi_dev_open(&t->d, &t->heap, which, 0, threads, NULL, true) != TFM_OK) return false;
+  t->d.deterministic = true;
   t->b = t->d.table;
   memset(&net, 0, sizeof net);
   net.width = net.ffn_width = 2048; /* as much as any test below has */
   net.embed.roles = TFM_ROLE_GRADIENT;
+  t->d.products = t->d.has_bf16 ? TFM_BF16 : TFM_TYPE_DEFAULT; /* memory for these too */
   t->work_bytes = t->b->work_bytes(&t->d, &net, 256, 4, 256);
+  t->d.products = TFM_TYPE_DEFAULT;
   if (t->work_bytes) t->d.work = t->b->alloc(&t->d, t->work_bytes);
   return true;
 }
@@ -36,14 +39,18 @@ TABLES void device_close(device *t) {
   CHECK_EQ_INT(t->heap.used, 0);
 }
 
-/* Runs a test on each table, with three threads. */
+/* Runs a test on each table, or the one that TABLE names, with three threads. */
 TABLES void on_tables(void (*test)(device *)) {
   static const tfm_device all[] = {TFM_REF, TFM_CPU, TFM_CUDA};
+  static const char *const names[] = {"ref", "cpu", "cuda"};
   static bool opened[3]; /* a device that was there does not go */
+  const char *only = getenv("TABLE");
   device t;
   int i;
   for (i = 0; i < 3; i++)
-    if (!device_open(&t, all[i], 3)) {
+    if (only && strcmp(only, names[i])) {
+      continue;
+    } else if (!device_open(&t, all[i], 3)) {
       CHECK(!opened[i]);
     } else {
       int before = test_failures;
@@ -189,6 +196,12 @@ TABLES void file_values(tfm_type type, uint8_t *to, const float *x, int n) {
   }
 }
 
+/* What a table keeps values of a type as: the CUDA table has no blocks with two scales. */
+TABLES tfm_type kept_as(const device *t, tfm_type type) {
+  bool two_scales = type == TFM_Q4_1 || type == TFM_Q5_1 || (type >= TFM_Q4_K && type <= TFM_Q6_K);
+  return two_scales && !strcmp(t->b->name, "cuda") ? TFM_F16 : type;
+}
+
 TABLES weight weight_new(device *t, int rows, int cols, int experts, tfm_type from, tfm_type to,
                          bool transposed, int parts, int offset) {
   int all = rows * (experts ? experts : 1), count = parts * (experts ? experts : 1), i, j;
@@ -230,7 +243,8 @@ TABLES weight weight_new(device *t, int rows, int cols, int experts, tfm_type fr
     uint8_t bytes[8192];
     float *v = x.v + i * cols;
     memcpy(v, plain + i * cols, (size_t)cols * sizeof *v);
-    if (to == TFM_TYPE_DEFAULT || to == from) continue;
+    if (to == TFM_TYPE_DEFAULT) to = kept_as(t, from);
+    if (to == from) continue;
     tfmi_codecs[to].encode(bytes, v, cols);
     tfmi_codecs[to].decode(v, bytes, cols);
   }

@@ -191,6 +191,33 @@ TEST(nothing_is_overwritten) {
   CHECK_EQ_INT(tfm_convert(NULL, NULL, NULL), TFM_E_ARG);
 }
 
+/* A model that the format cannot tell is refused, and what was there stays; whatever is named. */
+static int refused_over(const char *from, const char *to, const char *file) {
+  blob before = blob_read(file), after;
+  tfm_status status = convert(from, to, TFM_TYPE_DEFAULT);
+  after = blob_read(file);
+  if (status != TFM_OK)
+    CHECK(before.bytes == after.bytes && !memcmp(before.data, after.data, before.bytes));
+  free(before.data);
+  free(after.data);
+  return status == TFM_E_UNSUPPORTED && strstr(tfm_error(), "cannot tell");
+}
+
+TEST(a_refusal_keeps_what_was_there) {
+  char from[100];
+  int i, files = 0, folders = 0;
+  CHECK_EQ_INT(convert(DATA "models/tiny", in_folder("k.gguf"), TFM_F16), TFM_OK);
+  CHECK_EQ_INT(convert(DATA "models/tiny", in_folder("k"), TFM_F16), TFM_OK);
+  for (i = 0; i < TFMI_COUNT(models); i++) {
+    snprintf(from, sizeof from, DATA "models/%s", models[i]);
+    files += refused_over(from, in_folder("k.gguf"), in_folder("k.gguf"));
+    folders += refused_over(in_folder("k.gguf"), in_folder("k"), in_folder("k/model.safetensors"));
+  }
+  CHECK(files > 5 && folders > 0);
+  CHECK(access(in_folder("k.gguf.part"), F_OK) != 0);
+  CHECK(access(in_folder("k.part"), F_OK) != 0);
+}
+
 /* What is converted is not written over, and neither are files beside the model's own. */
 TEST(the_source_is_kept) {
   tfm_convert_config c;

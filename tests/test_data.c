@@ -74,6 +74,55 @@ TEST(documents_in_the_order_of_names) {
   tfm_tokenizer_free(t);
 }
 
+/* ---- A text is read a piece at a time: its tokens are those of the whole ---- */
+
+/* Tokenizers that put a blank before a text; those of SentencePiece's files do it as the first. */
+static const char *const leads[] = {
+  "\"normalizer\":{\"type\":\"Sequence\",\"normalizers\":[{\"type\":\"Prepend\",\"prepend\":\"_\"},"
+  "{\"type\":\"Replace\",\"pattern\":{\"String\":\" \"},\"content\":\"_\"}]}",
+  "\"pre_tokenizer\":{\"type\":\"Metaspace\",\"replacement\":\"_\",\"prepend_scheme\":\"always\"}",
+  "\"pre_tokenizer\":{\"type\":\"Metaspace\",\"replacement\":\"_\",\"prepend_scheme\":\"first\"}"};
+
+static tfm_tokenizer *leading(const char *lead) {
+  char json[1000];
+  tfm_tokenizer *t;
+  snprintf(json, sizeof json, "{\"version\":\"1.0\",\"added_tokens\":[],%s,\"model\":{"
+           "\"type\":\"BPE\",\"vocab\":{\"_\":0,\"a\":1,\"b\":2,\"\\n\":3,\"_a\":4},"
+           "\"merges\":[[\"_\",\"a\"]]}}", lead);
+  t = tfm_tokenizer_load_memory(json, strlen(json), NULL);
+  if (!t) fprintf(stderr, "%s\n", tfm_error());
+  CHECK(t != NULL);
+  return t;
+}
+
+static void check_pieces(const tfm_tokenizer *t, const char *path, const char *text) {
+  size_t bytes = strlen(text);
+  int32_t *want = (int32_t *)malloc((bytes + 2) * sizeof *want);
+  int64_t count = tfm_encode(t, text, bytes, 0, want, bytes + 2), i = 0;
+  tfm_data *d = tfm_data_open(&path, 1, t, NULL);
+  CHECK(d != NULL);
+  if (d) CHECK_EQ_INT(d->tokens, count);
+  while (d && i < count && tfmi_data_id((const tfmi_data *)d, i) == want[i]) i++;
+  CHECK_EQ_INT(i, count);
+  tfm_data_free(d);
+  free(want);
+}
+
+TEST(pieces_join_without_blanks) {
+  static const char line[] = "a ba a\n";
+  size_t n = sizeof line - 1, lines = (2 * TFMI_TEXT_PIECE + 1000) / n, i;
+  char *text = (char *)malloc(lines * n + 1);
+  for (i = 0; i < lines; i++) memcpy(text + i * n, line, n + 1);
+  folder_make();
+  write_text(FOLDER "/a.txt", text);
+  for (i = 0; i < sizeof leads / sizeof *leads; i++) {
+    tfm_tokenizer *t = leading(leads[i]);
+    if (t) check_pieces(t, FOLDER "/a.txt", text);
+    tfm_tokenizer_free(t);
+  }
+  free(text);
+}
+
 /* Every token is the first of a sequence's row, as a target, once in an epoch. */
 TEST(an_epoch_visits_everything_once) {
   static const int64_t sizes[] = {1, 2, 3, 4, 5, 7, 100, 1000, 4097};

@@ -786,12 +786,12 @@ TEST(gguf_models) {
     expect_gguf(gguf_model(&cases[i].change), cases[i].status, cases[i].part);
 }
 
-static bool gguf_adds_bos(const char *pre, int add) { /* add -1: the file does not say */
-  bytes b = gguf_begin(0, add < 0 ? 6u : 7u);
-  tfm_tokenizer_info info;
-  tfm_tokenizer *t;
+/* A vocabulary of two tokens, "a" and "<s>". pre NULL, add -1: the file does not say. */
+static bytes gguf_vocabulary(const char *architecture, const char *pre, int add) {
+  bytes b = gguf_begin(0, 6u + (pre != NULL) + (add >= 0));
+  gguf_string(&b, "general.architecture", architecture);
   gguf_string(&b, "tokenizer.ggml.model", "gpt2");
-  gguf_string(&b, "tokenizer.ggml.pre", pre);
+  if (pre) gguf_string(&b, "tokenizer.ggml.pre", pre);
   gguf_u32(&b, "tokenizer.ggml.bos_token_id", 1);
   gguf_text(&b, "tokenizer.ggml.tokens");
   put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_STRING, 4), put_int(&b, 2, 8);
@@ -806,7 +806,13 @@ static bool gguf_adds_bos(const char *pre, int add) { /* add -1: the file does n
     gguf_text(&b, "tokenizer.ggml.add_bos_token");
     put_int(&b, TFMI_GGUF_BOOL, 4), put_int(&b, (uint64_t)add, 1);
   }
-  t = tfm_tokenizer_load_memory(b.at, b.n, NULL);
+  return b;
+}
+
+static bool gguf_adds_bos(const char *pre, int add) {
+  bytes b = gguf_vocabulary("llama", pre, add);
+  tfm_tokenizer_info info;
+  tfm_tokenizer *t = tfm_tokenizer_load_memory(b.at, b.n, NULL);
   memset(&info, 0, sizeof info);
   if (!t) CHECK_STR(tfm_error(), "");
   CHECK_EQ_INT(tfm_tokenizer_describe(t, &info), TFM_OK);
@@ -822,6 +828,26 @@ TEST(gguf_bos) {
   CHECK(!gguf_adds_bos("llama-bpe", 0));
   CHECK(!gguf_adds_bos("gpt-2", -1));
   CHECK(gguf_adds_bos("gpt-2", 1));
+}
+
+static void expect_vocabulary(const char *architecture, const char *pre, tfm_status status) {
+  bytes b = gguf_vocabulary(architecture, pre, -1);
+  tfm_tokenizer *t = tfm_tokenizer_load_memory(b.at, b.n, NULL);
+  if (status == TFM_OK && !t) CHECK_STR(tfm_error(), pre ? pre : "no name");
+  if (status != TFM_OK) CHECK(!t && tfm_error_status() == status);
+  tfm_tokenizer_free(t);
+  drop(&b);
+}
+
+TEST(gguf_names_of_splitting) { /* each can be compiled; without a name only GPT-2's is certain */
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
+    expect_vocabulary("llama", tfmi_gguf_pres[i].name, TFM_OK);
+  expect_vocabulary("gpt2", NULL, TFM_OK);
+  expect_vocabulary("gpt2", "default", TFM_OK);
+  expect_vocabulary("llama", NULL, TFM_E_UNSUPPORTED);
+  expect_vocabulary("llama", "default", TFM_E_UNSUPPORTED);
+  expect_vocabulary("llama", "superbpe", TFM_E_UNSUPPORTED);
 }
 
 TEST(gguf_header) {

@@ -307,10 +307,8 @@ static void embed_plain(device *t, tfm_type type) {
 }
 
 static void test_more_types(device *t) {
-  bool declined = !strcmp(t->b->name, "cuda"); /* the CUDA table has Q8_0 and Q4_0 only */
   tfm_type to;
   int i, m;
-  if (declined) return;
   for (i = 0; i < TFMI_COUNT(more_types); i++) {
     if (!computes(t, more_types[i], TFM_TYPE_DEFAULT)) continue;
     for (m = 1; m < 40; m = 3 * m + 1) matmul_plain(t, m, 45, 512, more_types[i], 3, m % 4);
@@ -510,9 +508,11 @@ typedef struct attention { /* a case */
   float softcap;
   tfm_type cache;
   bool rows_only; /* no cache */
+  tfm_type halves; /* of q and y, of one long sequence; 0: the table's activations, of three */
 } attention;
 
 enum { SEQS = 3, MAX_T = 220 };
+#define NONE TFM_TYPE_DEFAULT
 
 typedef struct cache {
   tfm_kv kv;
@@ -599,19 +599,20 @@ static void attn_with(device *t, attention a, bool plain) {
   cache c = cache_new(t, &a);
   tfm_attn p;
   batch b;
-  int n = 0, s, i, j, h, inner = a.kv_heads * a.width;
+  int n = 0, s, i, j, h, inner = a.kv_heads * a.width, sequences = a.halves ? 1 : SEQS;
+  tfm_type type = a.halves ? a.halves : t->b->activation;
   matrix q, k, v, y, probs, lse;
   for (i = 0; i < a.longest && !plain; i++) /* sequences of different lengths, interleaved */
-    for (s = 0; s < SEQS; s++)
+    for (s = 0; s < sequences; s++)
       if (i * (s + 1) < a.longest) b.pos[n] = i, b.seq[n] = s, n++;
-  for (s = 0; s < SEQS && plain; s++)
+  for (s = 0; s < sequences && plain; s++)
     for (i = 0; i * (s + 1) < a.longest; i++) b.pos[n] = i, b.seq[n] = s, n++;
-  b.pos[n] = -5, b.seq[n] = -1, n++;
+  if (!a.halves) b.pos[n] = -5, b.seq[n] = -1, n++;
   batch_put(t, &b, n);
-  q = matrix_new(t, n, a.heads * a.width, 3);
+  q = matrix_typed(t, n, a.heads * a.width, a.halves ? 8 : 3, type);
   k = matrix_new(t, n, inner, 5);
   v = matrix_new(t, n, inner, 5);
-  y = matrix_new(t, n, a.heads * a.width, 2);
+  y = matrix_typed(t, n, a.heads * a.width, 2, type);
   probs = matrix_typed(t, n * a.heads, MAX_T, 0, TFM_F32);
   lse = matrix_typed(t, n, a.heads, 0, TFM_F32);
   memset(&p, 0, sizeof p);
@@ -656,11 +657,13 @@ static void attn_with(device *t, attention a, bool plain) {
 
 static void test_attn(device *t) {
   static const attention cases[] = {
-    {4, 4, 48, 16, 0, 40, 0, TFM_F32, false},   {6, 2, 17, 5, 0, 90, 0, TFM_F32, false},
-    {9, 1, 33, 64, 0, 35, 0, TFM_F16, false},   {4, 2, 64, MAX_T, 0, 70, 0, TFM_BF16, false},
-    {4, 2, 32, 7, 11, 80, 0, TFM_F32, false},   {2, 1, 256, 33, 0, 20, 1.5f, TFM_F32, false},
-    {5, 5, 20, 1, 1, 20, 0, TFM_F16, false},    {6, 2, 24, 8, 0, 70, 0, TFM_F32, true},
-    {3, 3, 48, 8, 13, 70, 2, TFM_F32, true}};
+    {4, 4, 48, 16, 0, 40, 0, TFM_F32, false, NONE}, {6, 2, 17, 5, 0, 90, 0, TFM_F32, false, NONE},
+    {9, 1, 33, 64, 0, 35, 0, TFM_F16, false, NONE},
+    {4, 2, 64, MAX_T, 0, 70, 0, TFM_BF16, false, NONE},
+    {4, 2, 32, 7, 11, 80, 0, TFM_F32, false, NONE},
+    {2, 1, 256, 33, 0, 20, 1.5f, TFM_F32, false, NONE},
+    {5, 5, 20, 1, 1, 20, 0, TFM_F16, false, NONE}, {6, 2, 24, 8, 0, 70, 0, TFM_F32, true, NONE},
+    {3, 3, 48, 8, 13, 70, 2, TFM_F32, true, NONE}};
   int i;
   for (i = 0; i < TFMI_COUNT(cases); i++) {
     attn_with(t, cases[i], false);
@@ -668,6 +671,23 @@ static void test_attn(device *t) {
   }
 }
 TEST(attn) { on_tables(test_attn); }
+
+/* Prompts on a GPU's tensor cores: tiles of 128 rows of one sequence, keys and all of 16 bits. */
+static void test_attn_halves(device *t) {
+  static const attention cases[] = {
+    {4, 2, 64, 16, 0, 215, 0, TFM_F16, false, TFM_F16},
+    {2, 2, 128, 64, 50, 150, 0, TFM_BF16, false, TFM_BF16},
+    {3, 1, 128, 64, 0, 129, 1.5f, TFM_F16, false, TFM_F16},
+    {2, 1, 64, 64, 70, 220, 2, TFM_BF16, false, TFM_BF16},
+    {2, 1, 64, 64, 0, 17, 0, TFM_F16, false, TFM_F16}};
+  int i;
+  if (strcmp(t->b->name, "cuda")) return;
+  for (i = 0; i < 2 * TFMI_COUNT(cases); i++) {
+    t->d.deterministic = i % 2;
+    attn_with(t, cases[i / 2], true);
+  }
+}
+TEST(attn_of_halves) { on_tables(test_attn_halves); }
 
 /* The bits of a row: whatever the page size, the form, the batch and the threads. */
 static void test_attn_bits(device *t) {
@@ -687,7 +707,7 @@ static void test_attn_bits(device *t) {
   for (i = 0; i < N; i++) b.pos[i] = i, b.seq[i] = 1;
   batch_put(t, &b, N);
   for (j = 0; j < 5; j++) {
-    attention a = {H, 2, D, 0, 0, N, 0, t->b->activation, false};
+    attention a = {H, 2, D, 0, 0, N, 0, t->b->activation, false, NONE};
     cache c;
     a.page = pages[j];
     c = cache_new(t, &a);

@@ -130,11 +130,15 @@ TEST(logits_equal_transformers) {
 
 /* ---- Types, on every table ---- */
 
-/* The tuned CPU table multiplies quantised weights by activations rounded to 8 bits; the CUDA table
-   passes of more than a few rows by activations of the weights' 16 bits, F16 for quantised ones. */
+/* The tuned CPU table multiplies quantised weights by activations rounded to 8 bits. The CUDA table
+   takes passes of more than a few rows with activations of the weights' 16 bits, F16 for quantised
+   ones, and keeps such keys and values too. Its bounds are what that does to these models: the
+   reference, with both rounded in the same places, is off by up to 9.2e-3 in F16 (llama-e; 5.3e-3
+   llama-d, below 3e-3 most) and 8.5e-2 in BF16 (where it changes a choice of experts; 6.9e-2
+   llama-e, below 3e-2 most). */
 static const struct { tfm_type type; float cpu, cuda; } typed[] = {
-  {TFM_F32, 1e-5f, 1e-5f}, {TFM_F16, 1e-5f, 3e-3f}, {TFM_BF16, 1e-5f, 4e-2f},
-  {TFM_Q8_0, 2e-2f, 3e-3f}, {TFM_Q4_0, 2e-2f, 3e-3f}};
+  {TFM_F32, 1e-5f, 1e-5f}, {TFM_F16, 1e-5f, 1.2e-2f}, {TFM_BF16, 1e-5f, 1e-1f},
+  {TFM_Q8_0, 2e-2f, 1.2e-2f}, {TFM_Q4_0, 2e-2f, 1.2e-2f}};
 
 /* NULL where the table is not there, or the rows do not fill the type's blocks. */
 static tfm_model *typed_model(const golden *g, tfm_type type, tfm_device device) {

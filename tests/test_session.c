@@ -69,51 +69,133 @@ TEST(pages_threads_and_passes_do_not_change_the_bits) {
   tfm_model_free(m);
 }
 
-TEST(a_batch_is_each_alone) {
-  tfm_engine_config one, many;
-  tfm_model *m = model_open(LLAMA);
-  tfm_engine *e;
-  tfm_session *s[5];
-  tfm_sampling how[5];
-  int32_t ids[5], step, length[5] = {20, 1, 7, 13, 18};
-  int32_t alone[5][15];
-  int i;
-  memset(&one, 0, sizeof one);
-  memset(&many, 0, sizeof many);
-  memset(how, 0, sizeof how);
-  many.sequences = 5;
-  many.page_tokens = 4;
-  many.batch_rows = 16;
-  for (i = 0; i < 5; i++) {
-    tfm_session *a = tfm_session_create(m, &one);
-    how[i].temperature = i == 0 ? 0 : 1.5f;
-    how[i].seed = 7;
-    how[i].sequence = (uint64_t)i;
-    how[i].top_k = i * 5;
-    how[i].repetition_penalty = i == 4 ? 1.3f : 0;
-    CHECK_EQ_INT(tfm_feed(a, prompt, (size_t)length[i]), TFM_OK);
-    for (step = 0; step < 15; step++) alone[i][step] = tfm_next(a, &how[i]);
-    tfm_session_free(a);
+/* Prompts of different lengths in one engine, against each in an engine of its own. */
+enum { RAGGED = 5, STEPS = 15 };
+static const int32_t lengths[RAGGED] = {20, 1, 7, 13, 18};
+
+typedef struct ragged {
+  int32_t ids[RAGGED][STEPS];
+  float *logits; /* [RAGGED, V] that the second token was chosen from */
+} ragged;
+
+static tfm_sampling ragged_sampling(int i) {
+  tfm_sampling how;
+  memset(&how, 0, sizeof how);
+  how.temperature = i == 0 ? 0 : 1.5f;
+  how.seed = 7;
+  how.sequence = (uint64_t)i;
+  how.top_k = i * 5;
+  how.repetition_penalty = i == 4 ? 1.3f : 0;
+  return how;
+}
+
+static void ragged_keep(ragged *r, int i, tfm_session *s, size_t v) {
+  const float *row = tfm_logits(s);
+  CHECK(row != NULL);
+  if (row) memcpy(r->logits + (size_t)i * v, row, v * sizeof *row);
+}
+
+static void ragged_alone(ragged *r, const tfm_model *m, tfm_engine_config c) {
+  size_t v = (size_t)vocabulary_of(m);
+  int i, step;
+  c.sequences = 1;
+  c.page_tokens = 0;
+  r->logits = (float *)calloc(RAGGED * v, sizeof(float));
+  for (i = 0; i < RAGGED; i++) {
+    tfm_sampling how = ragged_sampling(i);
+    tfm_session *s = tfm_session_create(m, &c);
+    CHECK_EQ_INT(tfm_feed(s, prompt, (size_t)lengths[i]), TFM_OK);
+    for (step = 0; step < STEPS; step++) {
+      r->ids[i][step] = tfm_next(s, &how);
+      if (step == 1) ragged_keep(r, i, s, v);
+    }
+    tfm_session_free(s);
   }
-  e = tfm_engine_create(m, &many);
-  for (i = 0; i < 5; i++) {
+}
+
+static void ragged_batch(ragged *r, const tfm_model *m, const tfm_engine_config *c) {
+  tfm_engine *e = tfm_engine_create(m, c);
+  tfm_session *s[RAGGED];
+  tfm_sampling how[RAGGED];
+  int32_t ids[RAGGED];
+  int i, step;
+  r->logits = (float *)calloc(RAGGED * (size_t)vocabulary_of(m), sizeof(float));
+  for (i = 0; i < RAGGED; i++) {
+    how[i] = ragged_sampling(i);
     s[i] = tfm_session_open(e);
-    CHECK_EQ_INT(tfm_feed(s[i], prompt, (size_t)length[i]), TFM_OK);
+    CHECK_EQ_INT(tfm_feed(s[i], prompt, (size_t)lengths[i]), TFM_OK);
   }
   CHECK(tfm_session_open(e) == NULL);
   CHECK_EQ_INT(tfm_error_status(), TFM_E_FULL);
   CHECK_STR_HAS(tfm_error(), "all 5 sequences are open");
-  for (step = 0; step < 15; step++) {
-    CHECK_EQ_INT(tfm_next_batch(s, 5, how, ids), TFM_OK);
-    for (i = 0; i < 5; i++) CHECK_EQ_INT(ids[i], alone[i][step]);
+  for (step = 0; step < STEPS; step++) {
+    CHECK_EQ_INT(tfm_next_batch(s, RAGGED, how, ids), TFM_OK);
+    for (i = 0; i < RAGGED; i++) r->ids[i][step] = ids[i];
+    for (i = 0; i < RAGGED && step == 1; i++) ragged_keep(r, i, s[i], (size_t)vocabulary_of(m));
   }
-  for (i = 0; i < 5; i++) tfm_session_free(s[i]);
+  for (i = 0; i < RAGGED; i++) tfm_session_free(s[i]);
   s[0] = tfm_session_open(e); /* a slot used again remembers nothing */
-  tfm_feed(s[0], prompt, (size_t)length[2]);
-  for (step = 0; step < 15; step++) CHECK_EQ_INT(tfm_next(s[0], &how[2]), alone[2][step]);
+  tfm_feed(s[0], prompt, (size_t)lengths[2]);
+  for (step = 0; step < STEPS && c->deterministic; step++)
+    CHECK_EQ_INT(tfm_next(s[0], &how[2]), r->ids[2][step]);
   tfm_session_free(s[0]);
   tfm_engine_free(e);
+}
+
+/* Largest difference of logits, as a share of their range. */
+static float ragged_distance(const ragged *a, const ragged *b, size_t n) {
+  float low = a->logits[0], high = low, worst = 0;
+  size_t i;
+  for (i = 0; i < n; i++) {
+    low = fminf(low, a->logits[i]);
+    high = fmaxf(high, a->logits[i]);
+    worst = fmaxf(worst, fabsf(a->logits[i] - b->logits[i]));
+  }
+  return worst / (high - low);
+}
+
+/* Where engines need not be deterministic, a GPU's fastest ways compute with activations of 16
+   bits: `bound` is for these. Everywhere else there is no difference. */
+static void ragged_compare(tfm_type type, bool deterministic, float bound) {
+  tfm_model_config mc;
+  tfm_engine_config c;
+  tfm_model_info info;
+  tfm_model *m;
+  ragged alone, batch;
+  size_t n;
+  float d;
+  memset(&mc, 0, sizeof mc);
+  memset(&c, 0, sizeof c);
+  mc.weights = type;
+  m = tfm_model_load(LLAMA, &mc);
+  CHECK(m && tfm_model_describe(m, &info) == TFM_OK);
+  c.sequences = RAGGED;
+  c.page_tokens = 4;
+  c.batch_rows = 16;
+  c.deterministic = deterministic;
+  n = RAGGED * (size_t)vocabulary_of(m);
+  ragged_alone(&alone, m, c);
+  ragged_batch(&batch, m, &c);
+  d = ragged_distance(&alone, &batch, n);
+  if (deterministic || type == TFM_F32 || strcmp(info.device, "cuda")) {
+    CHECK(memcmp(alone.ids, batch.ids, sizeof alone.ids) == 0);
+    CHECK(memcmp(alone.logits, batch.logits, n * sizeof(float)) == 0);
+  } else {
+    printf("  %s in a batch and alone: %.1e of the range of the logits\n", tfm_type_name(type),
+           (double)d);
+    CHECK(d <= bound);
+  }
+  free(alone.logits);
+  free(batch.logits);
   tfm_model_free(m);
+}
+
+TEST(a_batch_is_each_alone) {
+  ragged_compare(TFM_F32, false, 0);
+  ragged_compare(TFM_F16, true, 0);
+  ragged_compare(TFM_F16, false, 5e-3f);
+  ragged_compare(TFM_BF16, true, 0);
+  ragged_compare(TFM_BF16, false, 4e-2f);
 }
 
 TEST(rewinding_is_never_having_been_there) {
@@ -569,7 +651,7 @@ TEST(the_plan_is_what_happens) {
       tfm_engine_config ec;
       tfm_model_info info;
       tfm_plan plan;
-      tfm_stats stats;
+      tfm_stats stats = {0};
       tfm_model *m;
       tfm_session *s;
       failing count;
@@ -674,6 +756,80 @@ static void every_failure(const char *model_path, const char *tokenizer_path) {
 TEST(every_allocation_may_fail) {
   every_failure(TINY, TINY);
   every_failure(DATA "models/gpt2-b", TINY);
+}
+
+/* ---- Figures ---- */
+
+/* Every kind of work that the pass is made of takes its time, and all together no more than there
+   was. */
+TEST(usage_is_told_by_kinds_of_work) {
+  static const tfm_work kinds[] = {TFM_WORK_EMBED, TFM_WORK_ATTENTION, TFM_WORK_FEED_FORWARD,
+                                   TFM_WORK_HEAD, TFM_WORK_SAMPLE};
+  tfm_model *m = model_open(LLAMA);
+  tfm_engine_config c;
+  tfm_session *s;
+  tfm_stats stats;
+  double all = 0;
+  size_t i;
+  memset(&c, 0, sizeof c);
+  c.profile = true;
+  s = tfm_session_create(m, &c);
+  CHECK_EQ_INT(tfm_feed(s, prompt, PROMPT), TFM_OK);
+  CHECK(tfm_next(s, NULL) >= TFM_END);
+  tfm_top(s, 1, NULL, NULL); /* waits */
+  CHECK_EQ_INT(tfm_session_stats(s, &stats), TFM_OK);
+  for (i = 0; i < sizeof kinds / sizeof *kinds; i++) CHECK(stats.work_seconds[kinds[i]] > 0);
+  for (i = 0; i < TFM_WORK_COUNT; i++) all += stats.work_seconds[i];
+  CHECK(all <= stats.seconds);
+  CHECK(stats.last_seconds > 0 && stats.slowest_seconds >= stats.last_seconds);
+  CHECK(stats.first_token_seconds >= stats.last_seconds);
+  CHECK(stats.device_peak_bytes >= stats.device_bytes);
+  CHECK(stats.device_total_bytes >= stats.device_free_bytes);
+  tfm_session_free(s);
+  tfm_model_free(m);
+}
+
+TEST(conversion_at_load_is_counted) {
+  tfm_model_config c;
+  tfm_model_info info;
+  tfm_model *m = model_open(DATA "models/gpt2-a");
+  CHECK_EQ_INT(tfm_model_describe(m, &info), TFM_OK);
+  CHECK_EQ_INT(info.converted, 0);
+  tfm_model_free(m);
+  memset(&c, 0, sizeof c);
+  c.weights = TFM_F16;
+  m = tfm_model_load(DATA "models/gpt2-a", &c); /* in F32, four matrices a layer, and the tables */
+  CHECK_EQ_INT(tfm_model_describe(m, &info), TFM_OK);
+  CHECK(info.converted >= 4 * info.layers + 2);
+  CHECK(info.converted_to > 0);
+  CHECK_EQ_INT(info.converted_from, 2 * info.converted_to);
+  tfm_model_free(m);
+}
+
+/* Thousands of tokens through contexts that fill up take no more memory than the first ones. */
+TEST(long_runs_take_no_more_memory) {
+  tfm_model *m = model_open(LLAMA);
+  tfm_session *s = tfm_session_create(m, NULL);
+  tfm_model_info info;
+  tfm_stats first, last;
+  int tokens, i;
+  CHECK_EQ_INT(tfm_model_describe(m, &info), TFM_OK);
+  tokens = strcmp(info.device, "cuda") ? 1000 : 10000;
+  for (i = 0; i < tokens; i++) {
+    int32_t id = i % (info.context - 4) ? tfm_next(s, NULL) : TFM_E_FULL;
+    if (id >= 0) continue;
+    CHECK_EQ_INT(tfm_session_rewind(s, 0), TFM_OK);
+    CHECK_EQ_INT(tfm_feed(s, prompt + i % 17, 3), TFM_OK);
+    if (i == 0) tfm_session_stats(s, &first);
+  }
+  CHECK_EQ_INT(tfm_session_stats(s, &last), TFM_OK);
+  CHECK(last.generated_tokens > (uint64_t)tokens / 2);
+  CHECK_EQ_INT(last.peak_bytes, first.peak_bytes);
+  CHECK_EQ_INT(last.device_peak_bytes, first.device_peak_bytes);
+  CHECK(last.device_free_bytes + (64 << 20) >= first.device_free_bytes); /* kernels load lazily */
+  printf("  %llu tokens on %s\n", (unsigned long long)last.generated_tokens, info.device);
+  tfm_session_free(s);
+  tfm_model_free(m);
 }
 
 /* ---- Threads ---- */

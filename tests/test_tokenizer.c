@@ -337,7 +337,9 @@ static void check_vectors(const char *name) {
   out = blob_read(path);
   o = lines_open(out, '\n');
   for (text = (char *)in.data; t && (end = strstr(text, mark)); text = end + sizeof mark - 1) {
-    CHECK(lines_next(&o, &row, &bytes));
+    bool has_ids = lines_next(&o, &row, &bytes);
+    CHECK(has_ids);
+    if (!has_ids) break;
     check_text(t, name, text, (size_t)(end - text), 0, expected, parse_ids(row, expected, 4096));
   }
   CHECK(text != (char *)in.data);
@@ -402,6 +404,42 @@ TEST(tokenizer_tiktoken) {
   free(file);
 }
 
+/* All bytes, then the pieces that a text is to be cut into: each must come out whole. */
+static void check_pieces(const char *splitting, const char *const *piece, int n) {
+  tfm_tokenizer_config config;
+  tfm_tokenizer *t;
+  char file[8192], text[256] = "", *at = file;
+  int32_t ids[64];
+  int i;
+  for (i = 0; i < 256; i++) {
+    uint8_t byte = (uint8_t)i;
+    at += put_base64(at, &byte, 1);
+    at += sprintf(at, " %d\n", i);
+  }
+  for (i = 0; i < n; i++) {
+    at += put_base64(at, (const uint8_t *)piece[i], strlen(piece[i]));
+    at += sprintf(at, " %d\n", 256 + i);
+    strcat(text, piece[i]);
+  }
+  memset(&config, 0, sizeof config);
+  config.splitting = splitting;
+  t = tfm_tokenizer_load_memory(file, (size_t)(at - file), &config);
+  if (!t) CHECK_STR(tfm_error(), splitting);
+  CHECK_EQ_INT(tfm_encode(t, text, strlen(text), 0, ids, 64), n);
+  for (i = 0; i < n; i++) CHECK_EQ_INT(ids[i], 256 + i);
+  tfm_tokenizer_free(t);
+}
+
+TEST(tokenizer_tiktoken_splits) { /* as the package of that name does */
+  static const char *const o200k[] = {"HELLOworld's", " can'T", "  \n", "123", "45",
+                                      " \xe4\xb8\xad", "AAAA", " \xe4\xb8\xad" "ab", "/\n\n",
+                                      "  ", " x", "#Foo", "!\n", "   "};
+  static const char *const cl100k[] = {"HELLOworld", "'S", " can", "'t", "  \n", "123", "45",
+                                       " \xe4\xb8\xad" "AAAA", " !/\n\n", "  ", " x", " \n  "};
+  check_pieces("o200k_base", o200k, TFMI_COUNT(o200k));
+  check_pieces("cl100k_base", cl100k, TFMI_COUNT(cl100k));
+}
+
 /* ---- Arguments ---- */
 
 TEST(tokenizer_arguments) {
@@ -409,7 +447,7 @@ TEST(tokenizer_arguments) {
   int32_t ids[8] = {0}, bad;
   const char *spelled;
   char text[8];
-  size_t bytes;
+  size_t bytes = 0;
   tfm_decoder state;
   memset(&state, 0, sizeof state);
   CHECK_EQ_INT(tfm_encode(t, NULL, 0, 0, NULL, 0), 0);
@@ -557,6 +595,10 @@ TEST(tokenizer_truncation_warns) {
   "{" BYTES "\"model\":{\"type\":\"BPE\",\"vocab\":" vocab ",\"merges\":" merges "}}"
 #define ADDED(list) \
   "{\"added_tokens\":[" list "]," BYTES "\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}"
+#define ADDED_TWO \
+  "\"added_tokens\":[{\"id\":1,\"content\":\"<x>\",\"normalized\":true}," \
+  "{\"id\":2,\"content\":\"<X>\",\"normalized\":true}]," BYTES \
+  "\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}"
 #define TEMPLATE(list) \
   "{\"post_processor\":{\"type\":\"TemplateProcessing\",\"single\":[" list "]," \
   "\"special_tokens\":{\"a\":{\"ids\":[0]}}}," BYTES \
@@ -611,9 +653,16 @@ static const struct bad_file {
   {ADDED("{\"id\":0,\"content\":\"<x>\"}"), TFM_E_FORMAT, "expected 1"},
   {ADDED("{\"id\":1,\"content\":\"<x>\"},{\"id\":2,\"content\":\"<x>\"}"), TFM_E_FORMAT, ""},
   {ADDED("{\"id\":1,\"content\":\"<x>\",\"single_word\":true}"), TFM_OK, ""},
+  {"{\"normalizer\":{\"type\":\"Lowercase\"}," ADDED_TWO, TFM_E_UNSUPPORTED, "are the same when"},
+  {"{" ADDED_TWO, TFM_OK, ""},
   {SPLIT("(a+)+$"), TFM_E_UNSUPPORTED, "(a+)+$"},
   {SPLIT("("), TFM_E_UNSUPPORTED, "no ) at its byte 1"},
   {SPLIT("a*b"), TFM_E_UNSUPPORTED, "linear time"},
+  {SPLIT("a+b|a"), TFM_E_UNSUPPORTED, "linear time"},
+  {SPLIT("[A-Z]*[a-z]+"), TFM_E_UNSUPPORTED, "linear time"},
+  {SPLIT("[A-Z]*[a-z]+|[A-Z]+"), TFM_OK, ""}, /* the rest of a vain search is one piece */
+  {SPLIT("\\\\s*\\\\n|\\\\s+"), TFM_OK, ""},
+  {SPLIT("[a"), TFM_E_UNSUPPORTED, "its end"},
   {SPLIT("a*"), TFM_E_UNSUPPORTED, "a way to match nothing"},
   {SPLIT("(?:a|b?)+"), TFM_E_UNSUPPORTED, "a repetition of what can be empty"},
   {SPLIT("a++"), TFM_E_UNSUPPORTED, "possessive"},

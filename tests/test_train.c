@@ -228,6 +228,36 @@ TEST(threads_change_no_bit) {
   golden_close(&g);
 }
 
+/* BF16 where the device has it, near F32; elsewhere the same bits as F32, and told so. */
+static void precision_on(tfm_device device) {
+  golden g;
+  tfm_trainer_config c;
+  tfm_trainer_info info;
+  tfm_step s[2];
+  int i, k;
+  if (!golden_open(&g, "llama-a", device)) return;
+  c = golden_config(&g);
+  for (i = 0; i < 2; i++) {
+    tfm_trainer *t;
+    c.precision = i ? TFM_BF16 : TFM_F32;
+    t = tfm_trainer_create(g.model, &c);
+    for (k = 0; k < 20; k++)
+      CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, &s[i]), TFM_OK);
+    CHECK_EQ_INT(tfm_trainer_describe(t, &info), TFM_OK);
+    CHECK_EQ_INT(info.precision, i && t->dev.has_bf16 ? TFM_BF16 : TFM_F32);
+    tfm_trainer_free(t);
+  }
+  if (info.precision == TFM_F32) CHECK(memcmp(&s[0], &s[1], sizeof s[0]) == 0);
+  else CHECK(s[0].loss != s[1].loss && fabs(s[0].loss - s[1].loss) < 0.02 * s[0].loss);
+  golden_close(&g);
+}
+TEST(precision_is_asked_for) {
+  precision_on(TFM_REF);
+#ifdef TFM_USE_CPU
+  precision_on(TFM_CPU);
+#endif
+}
+
 TEST(accumulation_is_a_larger_batch) {
   golden g;
   tfm_step a, b;
@@ -248,7 +278,7 @@ TEST(targets_have_weights) {
   golden g;
   tfm_trainer_config c;
   tfm_trainer *t;
-  tfm_step plain, twice, some, masked;
+  tfm_step plain = {0}, twice = {0}, some = {0}, masked = {0};
   float weights[512];
   int32_t targets[512], n, i;
   if (!golden_open(&g, "gpt2-a", TFM_AUTO)) return;
@@ -350,7 +380,7 @@ TEST(dropout_is_the_same_however_it_is_computed) {
   tfm_trainer_config c;
   tfm_trainer *t, *u, *v, *w;
   double plain;
-  tfm_step s;
+  tfm_step s = {0};
   if (!golden_open(&g, "gpt2-a", TFM_AUTO) || !golden_open(&r, "gpt2-a", TFM_REF)) return;
   c = dropping(&g);
   t = tfm_trainer_create(g.model, &c);
@@ -413,6 +443,7 @@ TEST(recomputation_needs_less_memory) {
   s.context = 64;
   memset(&c, 0, sizeof c);
   c.batch = 8;
+  c.threads = 1; /* each thread has its own workspace besides */
   CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &all), TFM_OK);
   c.recompute = true;
   CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &less), TFM_OK);
@@ -474,7 +505,7 @@ TEST(frozen_parameters_stay) {
     freezes(&g, 0, 1, true);
     freezes(&g, 0, g.model->net.layers, true); /* the final norm, and an untied head */
     c = golden_config(&g);
-    c.freeze = ~0u;
+    c.freeze = 63;
     CHECK(!tfm_trainer_create(g.model, &c));
     CHECK_STR_HAS(tfm_error(), "frozen");
     golden_close(&g);
@@ -485,7 +516,7 @@ TEST(evaluation_learns_nothing) {
   golden g;
   tfm_trainer_config c;
   tfm_trainer *t;
-  tfm_step a, b;
+  tfm_step a = {0}, b = {0};
   if (!golden_open(&g, "llama-a", TFM_AUTO)) return;
   c = golden_config(&g);
   t = tfm_trainer_create(g.model, &c);
@@ -762,6 +793,10 @@ TEST(bad_arguments_are_told) {
   CHECK(!tfm_trainer_init(&s, &c));
   CHECK_STR_HAS(tfm_error(), "steps is 0");
   c.schedule = TFM_CONSTANT;
+  c.freeze = 64;
+  CHECK(!tfm_trainer_init(&s, &c));
+  CHECK_STR_HAS(tfm_error(), "freeze is 64");
+  c.freeze = 0;
   c.context = 25;
   CHECK(!tfm_trainer_init(&s, &c));
   CHECK_STR_HAS(tfm_error(), "context is 25");
@@ -811,7 +846,7 @@ static void exports(const tfm_model *m, const tfm_trainer_config *c, const int32
                     const int32_t *targets, float bound) {
   tfm_trainer *t = tfm_trainer_create(m, c), *u;
   int32_t n = t ? t->config.context : 1, i;
-  tfm_step a, b;
+  tfm_step a = {0}, b = {0};
   tfm_model *again;
   float *before = logits_of(m, ids, n), *after, worst = 0;
   CHECK(t != NULL);
@@ -931,6 +966,13 @@ TEST(other_and_damaged_checkpoints_are_refused) {
     saved.data[i] ^= 16;
     refused(c, saved.data, saved.bytes, "is ");
     saved.data[i] ^= 16;
+  }
+  for (i = TFMI_WORD_STEP; i <= TFMI_WORD_SEQUENCES; i++) { /* whoever knows the checksum */
+    uint64_t *word = (uint64_t *)(void *)saved.data, kept = word[i];
+    word[i] = (uint64_t)-1;
+    word[saved.bytes / 8 - 1] = tfmi_checksum(0, saved.data, saved.bytes - 8);
+    refused(c, saved.data, saved.bytes, "expected 0 to 2^48");
+    word[i] = kept;
   }
   CHECK_EQ_INT(tfm_trainer_resume(c, "build/no such file"), TFM_E_IO);
   tfm_trainer_free(a), tfm_trainer_free(b), tfm_trainer_free(c);

@@ -160,7 +160,7 @@ TEST(vocabulary_characters) {
   static const char text[] = "hello \xc3\xa9\n";
   tfm_vocabulary_config c = config_of(TFM_CHARACTERS, NULL, 0);
   tfm_tokenizer *t;
-  tfm_tokenizer_info info;
+  tfm_tokenizer_info info = {0};
   int32_t ids[16];
   char back[64];
   c.special_count = 0;

@@ -1,24 +1,35 @@
 #!/usr/bin/env python3
-"""Compare our tokenizer with Hugging Face's on many random texts or id lists.
+"""Compare our tokenizer with its vocabulary's own library on many random texts or id lists.
 
-Needs:  pip install tokenizers sentencepiece
+Needs:  pip install tokenizers sentencepiece tiktoken
 
-  tokenizer_diff.py TOKENIZER_JSON [--mode plain|special] [-n 200000] [--seed 1]
-  tokenizer_diff.py TOKENIZER_JSON --decode
+  tokenizer_diff.py VOCABULARY [--mode plain|special|bos] [-n 200000] [--seed 1]
+  tokenizer_diff.py VOCABULARY --decode
 
-Starts one child process, `OURS TOKENIZER_JSON [--special] [--decode]`, which answers
+VOCABULARY      compared with
+*.json          Hugging Face's tokenizers
+a folder        the same, made of vocab.json, merges.txt and tokenizer_config.json (Qwen2)
+*.model*        sentencepiece, which knows only "plain"
+NAME.tiktoken   tiktoken, with the splitting and the special tokens that it calls NAME
+a GGUF file     what --against names: one of these
+--write-tiktoken VOCAB_JSON NAME.tiktoken writes such a file with GPT-2's ranks.
+
+Starts one child process, `OURS VOCABULARY [--special | --bos] [--decode]`, which answers
 on stdout each record it gets on stdin until end of file. All numbers are little-endian.
 
               record on stdin                     answer on stdout
   encoding    u32 byte length, UTF-8 bytes        u32 count, count x i32 ids
   --decode    u32 count, count x i32 ids          u32 byte length, bytes
 
-The child may keep its answers in a buffer. Encoding adds no special tokens; decoding
-skips none. Prints the first differences, each reduced to a short input that still
+The child may keep its answers in a buffer. Encoding adds special tokens with --bos only;
+decoding skips none. Prints the first differences, each reduced to a short input that still
 differs, and ends with a line such as "200000 strings, 0 differences". The exit status
 is 0 without differences, 1 with some, 2 where the comparison could not be finished.
 """
+
 import argparse
+import base64
+import json
 import os
 import queue
 import random
@@ -29,9 +40,13 @@ import threading
 import unicodedata
 from pathlib import Path
 
+import sentencepiece
+import tiktoken
+from tiktoken_ext import openai_public
+
 os.environ["TOKENIZERS_PARALLELISM"] = "true"
 
-from make_tokenizer_goldens import NOT_WHITE, WHITE, all_texts, load_tokenizer
+from make_tokenizer_goldens import NOT_WHITE, WHITE, all_texts, load_qwen2, load_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 CHUNK = 1000
@@ -42,12 +57,77 @@ SHOWN = 10
 # --- random texts
 
 FRAGMENTS = [
-    "'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S", "'RE", "'Ll", "\u2019s", "'", "''", "\r\n", "\n\n", "\n", "\r",
-    "\t", " ", "  ", "   ", "\u00a0", "\u3000", "\u2581", "\u2581\u2581", "\u0120", "\u0301", "\ufe0f", "\u200d",
-    "\u00bd", "\u2460", "\u00b2", "123", "1234", "0", "a", "A", "_", "-", ".", "...", "!", "?!", "(", ")", "<", ">",
-    "<|", "|>", "<0x0A>", "<0xE2>", "\u4f60\u597d", "\u3042", "\uac00", "\u1100\u1161", "\u0645\u064f", "\U0001f600",
-    "\U0001f468\u200d\U0001f469", "\ufffd", "\ufeff", "\u0000", "\u0085", "\u180e", "\u001c", "\U0010ffff",
-    "\U000f0000", "\u0378", "the", " the", "ing", "\u0438\u0445",
+    "'s",
+    "'t",
+    "'re",
+    "'ve",
+    "'m",
+    "'ll",
+    "'d",
+    "'S",
+    "'RE",
+    "'Ll",
+    "\u2019s",
+    "'",
+    "''",
+    "\r\n",
+    "\n\n",
+    "\n",
+    "\r",
+    "\t",
+    " ",
+    "  ",
+    "   ",
+    "\u00a0",
+    "\u3000",
+    "\u2581",
+    "\u2581\u2581",
+    "\u0120",
+    "\u0301",
+    "\ufe0f",
+    "\u200d",
+    "\u00bd",
+    "\u2460",
+    "\u00b2",
+    "123",
+    "1234",
+    "0",
+    "a",
+    "A",
+    "_",
+    "-",
+    ".",
+    "...",
+    "!",
+    "?!",
+    "(",
+    ")",
+    "<",
+    ">",
+    "<|",
+    "|>",
+    "<0x0A>",
+    "<0xE2>",
+    "\u4f60\u597d",
+    "\u3042",
+    "\uac00",
+    "\u1100\u1161",
+    "\u0645\u064f",
+    "\U0001f600",
+    "\U0001f468\u200d\U0001f469",
+    "\ufffd",
+    "\ufeff",
+    "\u0000",
+    "\u0085",
+    "\u180e",
+    "\u001c",
+    "\U0010ffff",
+    "\U000f0000",
+    "\u0378",
+    "the",
+    " the",
+    "ing",
+    "\u0438\u0445",
 ]
 
 
@@ -69,24 +149,37 @@ def real_lines(shared, rng, most=20000):
     return rng.sample(lines, min(most, len(lines)))
 
 
-def special_fragments(tokenizer):
-    names = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+def special_fragments(names):
     forms = ("{0}", " {0}", "{0} ", "{0}{0}", "\n{0}\n", "\u2581{0}", "<{0}>")
-    return [form.format(name) for name in names for form in forms] + [name[:-1] for name in names] + [
-        name[1:] for name in names] + [name.upper() for name in names]
+    return (
+        [form.format(name) for name in names for form in forms]
+        + [name[:-1] for name in names]
+        + [name[1:] for name in names]
+        + [name.upper() for name in names]
+    )
 
 
 class Texts:
     """An endless source of hard texts, the same for the same seed."""
 
-    def __init__(self, tokenizer, shared, seed):
+    def __init__(self, reference, shared, seed):
         self.rng = random.Random(seed)
         self.by_category = code_points_by_category()
         self.hard = all_texts()
         self.lines = real_lines(shared, self.rng) or self.hard
-        self.special = special_fragments(tokenizer) or FRAGMENTS
-        self.kinds = (self.fragments, self.code_points, self.white, self.mutated_line, self.mutated_line,
-                      self.repeated, self.with_special, self.mutated_hard, self.one_script, self.joined)
+        self.special = special_fragments(reference.special) or FRAGMENTS
+        self.kinds = (
+            self.fragments,
+            self.code_points,
+            self.white,
+            self.mutated_line,
+            self.mutated_line,
+            self.repeated,
+            self.with_special,
+            self.mutated_hard,
+            self.one_script,
+            self.joined,
+        )
 
     def next(self):
         return self.rng.choice(self.kinds)()
@@ -104,7 +197,7 @@ class Texts:
         """Neighbouring code points: the edges of ranges in character tables."""
         first = ord(self.code_point())
         near = (first + self.rng.randint(-40, 40) for _ in range(self.rng.randint(1, 16)))
-        return "".join(chr(c) for c in near if 0 <= c < 0x110000 and not 0xd800 <= c < 0xe000)
+        return "".join(chr(c) for c in near if 0 <= c < 0x110000 and not 0xD800 <= c < 0xE000)
 
     def white(self):
         pieces = list(WHITE + NOT_WHITE) + [" ", "\n", "\r\n", "\t"] * 4 + ["a", "B", "1", "!", "'s", "\u00e9"] * 3
@@ -117,7 +210,8 @@ class Texts:
 
     def with_special(self):
         pieces = self.rng.choices(self.special, k=self.rng.randint(1, 4)) + self.rng.choices(
-            FRAGMENTS, k=self.rng.randint(0, 6))
+            FRAGMENTS, k=self.rng.randint(0, 6)
+        )
         self.rng.shuffle(pieces)
         return "".join(pieces)
 
@@ -127,7 +221,7 @@ class Texts:
     def mutated_line(self):
         line = self.rng.choice(self.lines)
         start = self.rng.randrange(max(1, len(line) - 80))
-        return self.mutate(line[start:start + 160])
+        return self.mutate(line[start : start + 160])
 
     def joined(self):
         return self.mutated_hard()[:40] + self.fragments() + self.mutated_line()[:40]
@@ -136,8 +230,16 @@ class Texts:
         for _ in range(self.rng.choice((0, 1, 1, 2, 4))):
             at = self.rng.randint(0, len(text))
             end = at + self.rng.choice((0, 0, 1, 1, 3))
-            middle = self.rng.choice((self.rng.choice(FRAGMENTS), self.rng.choice(self.special), self.code_point(), "",
-                                      text[at:end].swapcase(), text[at:end] * 2))
+            middle = self.rng.choice(
+                (
+                    self.rng.choice(FRAGMENTS),
+                    self.rng.choice(self.special),
+                    self.code_point(),
+                    "",
+                    text[at:end].swapcase(),
+                    text[at:end] * 2,
+                )
+            )
             text = text[:at] + middle + text[end:]
         return text
 
@@ -145,11 +247,11 @@ class Texts:
 class IdLists:
     """An endless source of id lists: runs of the small ids, where the bytes are, and real encodings, cut up."""
 
-    def __init__(self, tokenizer, shared, seed):
+    def __init__(self, reference, shared, seed):
         self.rng = random.Random(seed)
-        self.texts = Texts(tokenizer, shared, seed)
-        self.tokenizer = tokenizer
-        self.ids = sorted(tokenizer.get_vocab(with_added_tokens=True).values())
+        self.texts = Texts(reference, shared, seed)
+        self.reference = reference
+        self.ids = reference.ids
         self.kinds = (self.any, self.small, self.mixed, self.encoded)
 
     def next(self):
@@ -165,23 +267,95 @@ class IdLists:
         return [id for _ in range(self.rng.randint(1, 4)) for id in (self.any()[:3] + self.small()[:4])]
 
     def encoded(self):
-        ids = self.tokenizer.encode(self.texts.next(), add_special_tokens=False).ids
+        [ids] = self.reference.encode([self.texts.next()])
         start = self.rng.randint(0, min(3, len(ids)))
-        return ids[start:len(ids) - self.rng.randint(0, 2)]
+        return ids[start : len(ids) - self.rng.randint(0, 2)]
+
+
+# --- the references: ids, special, encode, decode
+
+
+class HuggingFace:
+    def __init__(self, path, mode):
+        self.tokenizer = load_qwen2(path) if path.is_dir() else load_tokenizer(path)
+        self.tokenizer.encode_special_tokens = mode == "plain"
+        self.adds = mode == "bos"
+        self.ids = sorted(self.tokenizer.get_vocab(with_added_tokens=True).values())
+        self.special = [token.content for token in self.tokenizer.get_added_tokens_decoder().values()]
+
+    def encode(self, texts):
+        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=self.adds)]
+
+    def decode(self, lists):
+        return self.tokenizer.decode_batch(lists, skip_special_tokens=False)
+
+
+class SentencePiece:
+    def __init__(self, path, mode):
+        assert mode == "plain", "sentencepiece knows no special tokens in text"
+        self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        self.ids = list(range(self.model.vocab_size()))
+        self.special = [self.model.id_to_piece(i) for i in self.ids if self.model.is_control(i)]
+
+    def encode(self, texts):
+        return self.model.encode(texts, num_threads=1)
+
+    def decode(self, lists):
+        return [self.model.decode(ids) for ids in lists]
+
+
+class Tiktoken:
+    def __init__(self, path, mode):
+        ranks = (line.split() for line in path.read_bytes().splitlines())
+        ranks = {base64.b64decode(token): int(rank) for token, rank in ranks}
+        openai_public.load_tiktoken_bpe = lambda *_, **__: ranks
+        made = getattr(openai_public, {"gpt2": "r50k_base"}.get(path.stem, path.stem))()
+        made.pop("explicit_n_vocab", None)
+        self.encoding = tiktoken.Encoding(**made)
+        self.plain = mode == "plain"
+        self.ids = sorted(ranks.values()) + sorted(made["special_tokens"].values())
+        self.special = sorted(made["special_tokens"])
+
+    def encode(self, texts):
+        return [
+            self.encoding.encode(text, allowed_special=set() if self.plain else "all", disallowed_special=())
+            for text in texts
+        ]
+
+    def decode(self, lists):
+        return [self.encoding.decode(ids) for ids in lists]
+
+
+def open_reference(path, mode):
+    kinds = {".json": HuggingFace, "": HuggingFace, ".tiktoken": Tiktoken}
+    return kinds.get(path.suffix, SentencePiece)(path, mode)
+
+
+def write_tiktoken(vocabulary, path):
+    letters = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    with open(path, "wb") as out:
+        for piece, rank in sorted(json.loads(vocabulary.read_text(encoding="utf-8")).items(), key=lambda row: row[1]):
+            if piece != "<|endoftext|>":  # the only one that no bytes spell
+                out.write(base64.b64encode(bytes(letters[letter] for letter in piece)) + b" %d\n" % rank)
+
+
+def bytes_to_unicode():
+    """GPT-2's letters for bytes."""
+    same = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in same]
+    return {byte: chr(byte) for byte in same} | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 # --- the two sides
+
 
 class Encoding:
     noun = "strings"
     source = Texts
     option = []
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def expected(self, texts):
-        return [e.ids for e in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+    def __init__(self, reference):
+        self.expected = reference.encode
 
     def pack(self, text):
         data = text.encode("utf-8")
@@ -197,11 +371,11 @@ class Decoding:
     source = IdLists
     option = ["--decode"]
 
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    def __init__(self, reference):
+        self.reference = reference
 
     def expected(self, lists):
-        return [text.encode("utf-8") for text in self.tokenizer.decode_batch(lists, skip_special_tokens=False)]
+        return [text.encode("utf-8") for text in self.reference.decode(lists)]
 
     def pack(self, ids):
         return struct.pack(f"<I{len(ids)}i", len(ids), *ids)
@@ -261,8 +435,10 @@ class ChildFailed(Exception):
         status, item = self.args
         if item is None:
             return f"the child wrote too much or failed at the end (exit status {status})"
-        return (f"the child ended (exit status {status}) without an answer to {ascii(item)}; "
-                "answers are buffered, so an input soon after this one may be the cause")
+        return (
+            f"the child ended (exit status {status}) without an answer to {ascii(item)}; "
+            "answers are buffered, so an input soon after this one may be the cause"
+        )
 
 
 def differing(command, task, items):
@@ -277,7 +453,7 @@ def reduce(command, task, item):
     """Cut pieces out, of half the length first, as long as some shorter item still differs."""
     size = len(item) // 2
     while size:
-        shorter = [item[:i] + item[i + size:] for i in range(0, len(item), size)]
+        shorter = [item[:i] + item[i + size :] for i in range(0, len(item), size)]
         found = differing(command, task, shorter)
         if found:
             item = min((f[0] for f in found), key=len)
@@ -288,6 +464,7 @@ def reduce(command, task, item):
 
 
 # --- the comparison
+
 
 def make_chunks(source, total):
     for start in range(0, total, CHUNK):
@@ -314,27 +491,43 @@ def compare(command, task, source, total):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tokenizer", metavar="TOKENIZER_JSON")
-    parser.add_argument("--ours", type=Path, default=ROOT / "build" / "tests" / "encode_stream",
-                        help="the child (default build/tests/encode_stream)")
+    parser.add_argument("vocabulary", type=Path, metavar="VOCABULARY")
+    parser.add_argument("--against", type=Path, metavar="REFERENCE", help="the same vocabulary in another file")
+    parser.add_argument("--write-tiktoken", type=Path, metavar="VOCAB_JSON", help="write VOCABULARY instead")
+    parser.add_argument(
+        "--ours",
+        type=Path,
+        default=ROOT / "build" / "tests" / "encode_stream",
+        help="the child (default build/tests/encode_stream)",
+    )
     parser.add_argument("-n", type=int, default=200000, help="how many inputs (default 200000)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--mode", choices=("plain", "special"), default="plain",
-                        help="whether special tokens in a text count as such (default plain)")
+    parser.add_argument(
+        "--mode",
+        choices=("plain", "special", "bos"),
+        default="plain",
+        help="special tokens in a text: text, or such (special), or such and added too (bos)",
+    )
     parser.add_argument("--decode", action="store_true", help="compare decoding instead of encoding")
-    parser.add_argument("--shared", type=Path, default=ROOT.parent / "shared",
-                        help="folder with data/text (default ../shared beside the repository)")
+    parser.add_argument(
+        "--shared",
+        type=Path,
+        default=ROOT.parent / "shared",
+        help="folder with data/text (default ../shared beside the repository)",
+    )
     return parser.parse_args()
 
 
 def main():
     args = parse_arguments()
-    tokenizer = load_tokenizer(args.tokenizer)
-    tokenizer.encode_special_tokens = args.mode == "plain"
-    task = (Decoding if args.decode else Encoding)(tokenizer)
-    command = [str(args.ours.resolve()), args.tokenizer] + ["--special"] * (args.mode == "special") + task.option
+    if args.write_tiktoken:
+        return write_tiktoken(args.write_tiktoken, args.vocabulary)
+    reference = open_reference(args.against or args.vocabulary, args.mode)
+    task = (Decoding if args.decode else Encoding)(reference)
+    mode = [] if args.mode == "plain" else ["--" + args.mode]
+    command = [str(args.ours.resolve()), str(args.vocabulary)] + mode + task.option
     try:
-        differences = compare(command, task, task.source(tokenizer, args.shared, args.seed), args.n)
+        differences = compare(command, task, task.source(reference, args.shared, args.seed), args.n)
     except (ChildFailed, OSError) as error:
         print(f"tokenizer_diff.py: {error}", file=sys.stderr)
         return 2

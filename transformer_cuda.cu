@@ -1105,7 +1105,7 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
 enum { CUDA_AHEAD = 8 }; /* pieces, at most */
 
 /* values: in 16 bytes of W. parts: of a value of x. columns: that a row of x takes up. */
-template <int TYPE> struct cuda_format {
+template <int TYPE> struct cuda_operand {
   static constexpr int values = TYPE == TFM_F32 ? 4 : TYPE == TFM_Q8_0 ? 16
                                                 : TYPE == TFM_Q4_0     ? 32 : 8;
   static constexpr int parts = TYPE == TFM_F32 ? 1 : TYPE == TFM_BF16 ? 3 : 2;
@@ -1117,9 +1117,9 @@ template <int TYPE> struct cuda_format {
 };
 
 static int cuda_piece_bytes(tfm_type type) {
-  return type == TFM_F32 ? cuda_format<TFM_F32>::bytes : type == TFM_F16 ? cuda_format<TFM_F16>::bytes
-         : type == TFM_BF16 ? cuda_format<TFM_BF16>::bytes
-         : type == TFM_Q8_0 ? cuda_format<TFM_Q8_0>::bytes : cuda_format<TFM_Q4_0>::bytes;
+  return type == TFM_F32 ? cuda_operand<TFM_F32>::bytes : type == TFM_F16 ? cuda_operand<TFM_F16>::bytes
+         : type == TFM_BF16 ? cuda_operand<TFM_BF16>::bytes
+         : type == TFM_Q8_0 ? cuda_operand<TFM_Q8_0>::bytes : cuda_operand<TFM_Q4_0>::bytes;
 }
 
 __host__ __device__ static int cuda_pieces(const cuda_weight &w) { return (w.vectors + 3) / 4; }
@@ -1127,6 +1127,12 @@ __host__ __device__ static int cuda_pieces(const cuda_weight &w) { return (w.vec
 /* Values of a row, filled up to whole pieces. */
 __host__ __device__ static int cuda_values(const cuda_weight &w) {
   return cuda_pieces(w) * (512 / cuda_bits(w.type));
+}
+
+enum { CUDA_RAW = 8192 }; /* wider rows of x are fetched twice instead of kept, and not normalised */
+
+__host__ __device__ static int cuda_raw(const cuda_weight &w) {
+  return w.cols <= CUDA_RAW ? cuda_values(w) : 0;
 }
 
 /* Shared memory of a block that multiplies M rows of x. */
@@ -1146,7 +1152,7 @@ __host__ __device__ static int cuda_sums(const cuda_weight &w) {
 }
 
 static size_t cuda_crew_bytes(const cuda_weight *w, int m) {
-  return 128 + (size_t)m * CUDA_PART_BYTES + sizeof(float) * (size_t)cuda_values(*w) +
+  return 128 + (size_t)m * CUDA_PART_BYTES + sizeof(float) * (size_t)cuda_raw(*w) +
          (cuda_blocked(w->type) ? sizeof(float) * (size_t)((cuda_sums(*w) + 3) / 4 * 4 * m) : 0) +
          (size_t)((cuda_pieces(*w) + CUDA_AHEAD) * m) * (size_t)cuda_piece_bytes(w->type);
 }
@@ -1158,8 +1164,8 @@ __device__ __forceinline__ cuda_crew_room cuda_crew_lay_out(float *shared, const
   r.factor = shared + 24;
   r.part = (float2 *)(shared + 32);
   r.raw = shared + 32 + M * CUDA_PART_BYTES / 4;
-  r.sums = r.raw + cuda_values(w);
-  r.planes = (char *)(r.sums + (cuda_format<TYPE>::blocks ? (cuda_sums(w) + 3) / 4 * 4 * M : 0));
+  r.sums = r.raw + cuda_raw(w);
+  r.planes = (char *)(r.sums + (cuda_operand<TYPE>::blocks ? (cuda_sums(w) + 3) / 4 * 4 * M : 0));
   return r;
 }
 
@@ -1178,12 +1184,12 @@ template <bool BF>
 __device__ __forceinline__ void cuda_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
                                          uint32_t b1) {
   if (BF)
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
                  "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, "
                  "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -1216,7 +1222,7 @@ template <bool BF> __device__ __forceinline__ uint32_t cuda_part2(float &a, floa
 /* Byte of a column at which quad `within` of a piece lies. Q4_0's blocks are turned: eight lanes
    read a block each, of two parts. */
 template <int TYPE> __device__ __forceinline__ int cuda_plane_at(int part, int within) {
-  int at = part * cuda_format<TYPE>::values * 8 + within * 8;
+  int at = part * cuda_operand<TYPE>::values * 8 + within * 8;
   if (TYPE == TFM_F32) return within * 16;
   if (TYPE != TFM_Q4_0) return at;
   return (at & ~48) | ((at + at / 128 * 16) & 48);
@@ -1225,15 +1231,15 @@ template <int TYPE> __device__ __forceinline__ int cuda_plane_at(int part, int w
 /* Four values, k times four from the row's first, go to the planes. */
 template <int TYPE, int M>
 __device__ __forceinline__ void cuda_plane_put(char *planes, int m, int k, float4 v) {
-  constexpr int V = cuda_format<TYPE>::values;
-  char *to = planes + (k / V * M + m) * cuda_format<TYPE>::bytes;
+  constexpr int V = cuda_operand<TYPE>::values;
+  char *to = planes + (k / V * M + m) * cuda_operand<TYPE>::bytes;
   if (TYPE == TFM_F32) {
     *(float4 *)(to + cuda_plane_at<TYPE>(0, k % V)) = v;
     return;
   }
   if (TYPE == TFM_Q4_0) v.z *= 0.0625f, v.w *= 0.0625f; /* the upper nibbles of a byte */
 #pragma unroll
-  for (int part = 0; part < cuda_format<TYPE>::parts; part++) {
+  for (int part = 0; part < cuda_operand<TYPE>::parts; part++) {
     uint2 q;
     if (TYPE == TFM_Q8_0) q.x = cuda_part2<false>(v.x, v.z), q.y = cuda_part2<false>(v.y, v.w);
     else q.x = cuda_part2<TYPE == TFM_BF16>(v.x, v.y), q.y = cuda_part2<TYPE == TFM_BF16>(v.z, v.w);
@@ -1245,11 +1251,11 @@ __device__ __forceinline__ void cuda_plane_put(char *planes, int m, int k, float
 template <int TYPE, int M>
 __device__ __forceinline__ void cuda_planes_end(const cuda_crew_room &r, const cuda_weight &w,
                                                 int m) {
-  constexpr int V = cuda_format<TYPE>::values;
+  constexpr int V = cuda_operand<TYPE>::values;
   const int quads = cuda_pieces(w) * V, k = quads + (int)threadIdx.x;
   if (k >= quads + CUDA_AHEAD * V) return;
   cuda_plane_put<TYPE, M>(r.planes, m, k, make_float4(0, 0, 0, 0));
-  if (cuda_format<TYPE>::blocks && k % 8 == 0) r.sums[m * cuda_sums(w) + k / 8] = 0;
+  if (cuda_operand<TYPE>::blocks && k % 8 == 0) r.sums[m * cuda_sums(w) + k / 8] = 0;
 }
 
 /* x [cols], normalised, becomes row m of the planes. All threads, of which each has its own quads;
@@ -1257,16 +1263,18 @@ __device__ __forceinline__ void cuda_planes_end(const cuda_crew_room &r, const c
 template <int TYPE, int M>
 __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_weight &w,
                                             const float *x, const cuda_norm *norm, int m) {
-  constexpr int V = cuda_format<TYPE>::values;
+  constexpr int V = cuda_operand<TYPE>::values;
   constexpr bool scaled = TYPE != TFM_F32 && TYPE != TFM_BF16;
+  const bool kept = w.cols <= CUDA_RAW;
   const int quads = cuda_pieces(w) * V;
   float4 *raw = (float4 *)r.raw;
   float top = 0, by = 1;
   int e = 0, k;
 #pragma unroll 4
   for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
-    raw[k] = cuda_quad(x, k, w.cols);
-    top = fmaxf(top, cuda_largest(raw[k]));
+    float4 v = cuda_quad(x, k, w.cols);
+    if (kept) raw[k] = v;
+    top = fmaxf(top, cuda_largest(v));
   }
   if (norm) cuda_normalise(raw, w.cols, *norm, r.room, top);
   if (scaled) {
@@ -1274,10 +1282,11 @@ __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_
     if (top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
     by = __uint_as_float((uint32_t)(127 - e) << 23);
   }
+#pragma unroll 2
   for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
-    float4 v = raw[k];
+    float4 v = kept ? raw[k] : cuda_quad(x, k, w.cols);
     if (scaled) v.x *= by, v.y *= by, v.z *= by, v.w *= by;
-    if (cuda_format<TYPE>::blocks) {
+    if (cuda_operand<TYPE>::blocks) {
       float sum = (v.x + v.y) + (v.z + v.w);
       for (int i = 1; i < 8; i *= 2) sum += __shfl_xor_sync(0xffu << (threadIdx.x & 24), sum, i);
       if (threadIdx.x % 8 == 0) r.sums[m * cuda_sums(w) + k / 8] = sum;
@@ -1285,7 +1294,7 @@ __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_
     cuda_plane_put<TYPE, M>(r.planes, m, k, v);
   }
   if (threadIdx.x == 0)
-    r.factor[m] = scaled ? exp2f((float)(cuda_format<TYPE>::blocks ? e + 24 : e)) : 1.0f;
+    r.factor[m] = scaled ? exp2f((float)(cuda_operand<TYPE>::blocks ? e + 24 : e)) : 1.0f;
   __syncthreads();
 }
 
@@ -1336,15 +1345,15 @@ typedef struct cuda_column { const char *x; const float *sums; bool there; } cud
 template <int TYPE, int M>
 __device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, const cuda_weight &w,
                                                       int n) {
-  constexpr int V = cuda_format<TYPE>::values, C = cuda_format<TYPE>::columns;
+  constexpr int V = cuda_operand<TYPE>::values, C = cuda_operand<TYPE>::columns;
   const int g = threadIdx.x / 4 % 8, t = threadIdx.x % 4, sub = (n * 8 + g) % C;
-  const int part = TYPE == TFM_F32 ? 0 : cuda_format<TYPE>::blocks ? sub % 2 : sub;
+  const int part = TYPE == TFM_F32 ? 0 : cuda_operand<TYPE>::blocks ? sub % 2 : sub;
   const int m = TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
   const int mine = min(n * (8 / C) + t * 2 / C, M - 1); /* whose sum this lane gets */
   cuda_column c;
   c.there = TYPE == TFM_Q8_0 ? t / 2 == sub / 2 : TYPE == TFM_Q4_0 ? t == sub / 2
-                                                                   : part < cuda_format<TYPE>::parts;
-  c.x = r.planes + m * cuda_format<TYPE>::bytes;
+                                                                   : part < cuda_operand<TYPE>::parts;
+  c.x = r.planes + m * cuda_operand<TYPE>::bytes;
   if (TYPE == TFM_F32) c.x += t * 16;
   else c.x += c.there ? part * V * 8 + t * V * 2 : 0;
   c.sums = r.sums + mine * cuda_sums(w) + t % (C / 2);
@@ -1355,7 +1364,7 @@ __device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, c
 template <int TYPE, int M>
 __device__ __forceinline__ void cuda_use(float (&c)[4], const cuda_two &q, const cuda_column &col,
                                          int piece) {
-  const char *x = col.x + piece * M * cuda_format<TYPE>::bytes;
+  const char *x = col.x + piece * M * cuda_operand<TYPE>::bytes;
   const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
   if constexpr (TYPE == TFM_F32) {
     const float4 v = *(const float4 *)x;
@@ -1422,7 +1431,7 @@ __device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w
   at.piece = piece;
   at.a = (const uint4 *)w.data + (int64_t)at.unit.a * w.vectors + piece * 4 + t;
   at.b = (const uint4 *)w.data + (int64_t)at.unit.b * w.vectors + piece * 4 + t;
-  if (!cuda_format<TYPE>::blocks) return;
+  if (!cuda_operand<TYPE>::blocks) return;
   at.scale_a = w.scale + (int64_t)at.unit.a * blocks +
                (TYPE == TFM_Q8_0 ? piece * 2 + t % 2 : piece * 4 + t);
   at.scale_b = at.scale_a + (int64_t)(at.unit.b - at.unit.a) * blocks;
@@ -1434,7 +1443,7 @@ __device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_weight &w, cons
                                          int left, int ahead) {
   q.a = cuda_stream_load(at.a + 4 * ahead, 4 * ahead < left);
   q.b = cuda_stream_load(at.b + 4 * ahead, 4 * ahead < left);
-  if (cuda_format<TYPE>::blocks) {
+  if (cuda_operand<TYPE>::blocks) {
     const int each = TYPE == TFM_Q8_0 ? 2 : 4, t = threadIdx.x % 4;
     /* lane t's scale is of another lane's bytes: the block whose sum it gets */
     bool there = 4 * ahead + (TYPE == TFM_Q8_0 ? t % 2 * 2 - t : 0) < left;
@@ -1478,14 +1487,14 @@ __device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int 
 template <int TYPE, int M, typename UNIT, typename READY, typename DONE>
 __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_room &r, int units,
                                           int split, UNIT unit, READY ready, DONE done) {
-  constexpr int C = cuda_format<TYPE>::columns, N = TYPE == TFM_F32 ? M : (M * C + 7) / 8;
+  constexpr int C = cuda_operand<TYPE>::columns, N = TYPE == TFM_F32 ? M : (M * C + 7) / 8;
   const int warp = threadIdx.x / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
   const int tiles = (units + 7) / 8, step = (int)gridDim.x * (CUDA_CREW_WARPS / split);
   const int begin = warp % split * cuda_pieces(w) / split;
   const int end = (warp % split + 1) * cuda_pieces(w) / split;
   const int vectors = min(4 * end, w.vectors) - t;
   cuda_cursor at = {}, next;
-  constexpr int AHEAD = cuda_format<TYPE>::ahead;
+  constexpr int AHEAD = cuda_operand<TYPE>::ahead;
   cuda_two q[AHEAD];
   cuda_column column[N];
   float c[N][4] = {};
@@ -1512,10 +1521,9 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
     left = next.tile < tiles ? vectors - 4 * next.piece : 0;
 #pragma unroll
     for (int i = 0; i < AHEAD; i++) {
-      const cuda_two now = q[i];
-      cuda_ask<TYPE>(q[i], w, next, left, i);
 #pragma unroll
-      for (int n = 0; n < N; n++) cuda_use<TYPE, M>(c[n], now, column[n], at.piece + i);
+      for (int n = 0; n < N; n++) cuda_use<TYPE, M>(c[n], q[i], column[n], at.piece + i);
+      cuda_ask<TYPE>(q[i], w, next, left, i);
     }
     if (next.tile != at.tile) {
       float2 v[N];
@@ -1533,6 +1541,12 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
     }
     at = next;
   }
+}
+
+/* Blocks of a product: of large matrices two a multiprocessor, of others the second place is for the
+   kernel that follows. */
+static int cuda_crew_blocks(const tfm_dev *d, const cuda_weight *w) {
+  return cuda_of(d)->processors * ((int64_t)w->rows * w->vectors >= 1 << 19 ? 2 : 1);
 }
 
 /* How many warps make a team, so that all tiles take the least time. */
@@ -1630,8 +1644,9 @@ static cuda_matmul_function cuda_matmul_choose(tfm_type type, int m) {
 /* As many rows at a time as shared memory holds. */
 static void cuda_matmul_small(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
                               const tfm_epilogue *e) {
-  int units = (w->rows + 1) / 2, split = cuda_split(w, units, cuda_of(d)->processors);
-  dim3 grid(cuda_crews(units, split, cuda_of(d)->processors));
+  int units = (w->rows + 1) / 2, blocks = cuda_crew_blocks(d, w);
+  int split = cuda_split(w, units, blocks);
+  dim3 grid(cuda_crews(units, split, blocks));
   cuda_experts none = {NULL, 1};
   bool fits = cuda_crew_bytes(w, CUDA_COLUMNS) <= CUDA_SHARED;
   int32_t first, m = x.rows > 1 && fits ? CUDA_COLUMNS : 1;
@@ -1713,12 +1728,13 @@ static void cuda_matmul_moe(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *
                             const tfm_routing *r, bool spread) {
   const cuda_weight *packed = cuda_packed(w);
   cuda_experts experts = {r->expert, spread ? r->top_k : 1};
-  int units = (packed->rows + 1) / 2, split = cuda_split(packed, units, cuda_of(d)->processors);
+  int units = (packed->rows + 1) / 2, blocks = cuda_crew_blocks(d, packed);
+  int split = cuda_split(packed, units, blocks);
   tfm_epilogue plain;
   memset(&plain, 0, sizeof plain);
   if (cuda_enter(d))
     cuda_run(d, cuda_matmul_choose(packed->type, 1),
-             dim3(cuda_crews(units, split, cuda_of(d)->processors),
+             dim3(cuda_crews(units, split, blocks),
                   (unsigned)(r->tokens * r->top_k)),
              CUDA_CREW, cuda_crew_bytes(packed, 1), y, x, *packed, plain, 0, split, experts);
 }
@@ -2882,7 +2898,7 @@ static void cuda_decoder_lay_out(cuda_decoder *c, cuda_room *r, const tfm_net *n
   c->stretches.part = (float *)cuda_take(r, of * (size_t)(c->stretch_count * b),
                                          (size_t)cuda_lanes8(net->head_width) * 3 * sizeof(float));
   c->stretches.arrived = (unsigned *)cuda_take(r, of, sizeof(unsigned));
-  c->end.best = (unsigned long long *)cuda_take(r, (size_t)processors, sizeof *c->end.best);
+  c->end.best = (unsigned long long *)cuda_take(r, (size_t)processors * 2, sizeof *c->end.best);
   c->end.call = (cuda_call *)cuda_take(r, 1, sizeof(cuda_call));
 }
 
@@ -2895,7 +2911,8 @@ static bool cuda_layer_plain(const tfm_layer *l) {
 static bool cuda_decode_knows(const tfm_dev *d, const tfm_run_ahead *r) {
   const tfm_net *net = r->net;
   int32_t i;
-  if (!d->work || d->host_visible || r->rows.n != 1 || net->head_width % 2 || net->experts)
+  if (!d->work || d->host_visible || r->rows.n != 1 || net->head_width % 2 || net->experts ||
+      net->width > CUDA_RAW)
     return false;
   for (i = 0; i < net->layers; i++)
     if (!cuda_layer_plain(&net->layer[i])) return false;
@@ -2928,11 +2945,11 @@ static void cuda_end_fill(cuda_end *s, const tfm_run_ahead *r) {
 }
 
 static void cuda_phase_run(tfm_dev *d, cuda_phase *p, const cuda_weight *w) {
-  int processors = cuda_of(d)->processors, units = cuda_units(*w, p->kind);
+  int blocks = cuda_crew_blocks(d, w), units = cuda_units(*w, p->kind);
   dim3 grid;
   p->w = *w;
-  p->split = cuda_split(w, units, processors);
-  grid = dim3(cuda_crews(units, p->split, processors));
+  p->split = cuda_split(w, units, blocks);
+  grid = dim3(cuda_crews(units, p->split, blocks));
   switch (w->type) {
 #define CUDA_PHASE(type) \
   cuda_run(d, cuda_phase_kernel<type>, grid, CUDA_CREW, cuda_crew_bytes(w, 1), *p)
@@ -2989,8 +3006,8 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   const tfm_net *net = c->net;
   cuda_phase head = cuda_phase_of(CUDA_LOGITS, c->x, net->head_bias, c->end.logits);
   cuda_end end = c->end;
-  int units = cuda_units(*cuda_packed(&net->head), CUDA_LOGITS);
-  int processors = cuda_of(d)->processors;
+  const cuda_weight *w = cuda_packed(&net->head);
+  int units = cuda_units(*w, CUDA_LOGITS), blocks = cuda_crew_blocks(d, w);
   tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq};
   int32_t i;
   cuda_of(d)->chained = token > 0; /* a call's first kernel needs all of what was before */
@@ -2998,9 +3015,8 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   head.norm.w = net->final_norm, head.norm.b = net->final_norm_bias, head.norm.p = net->norm;
   head.softcap = net->logit_softcap;
   head.best = c->end.best;
-  cuda_phase_run(d, &head, cuda_packed(&net->head));
-  end.blocks = (int)cuda_crews(units, cuda_split(cuda_packed(&net->head), units, processors),
-                               processors);
+  cuda_phase_run(d, &head, w);
+  end.blocks = (int)cuda_crews(units, cuda_split(w, units, blocks), blocks);
   end.token = token;
   cuda_run(d, cuda_end_kernel, dim3(1), CUDA_THREADS, 0, end);
   cuda_of(d)->chained = false;

@@ -81,6 +81,7 @@ typedef struct cuda_state {
   bool chains;  /* the device can do that */
   struct cuda_lt *lt;
   struct cuda_decoder *decoder;
+  size_t parts_at, parts_bytes; /* the same of cuda_matmul_many */
   size_t pass_at; /* where the buffers of `layer` begin in tfm_dev.work; 0: there are none */
   uint64_t bytes, peak_bytes; /* of device memory */
 } cuda_state;
@@ -914,20 +915,24 @@ typedef struct cuda_norm {
   tfm_norm p;
 } cuda_norm;
 
-/* Values 4k to 4k + 3 of n, zeros beyond; past the first cache, where older ones may lie. */
-__device__ __forceinline__ float4 cuda_quad(const float *x, int k, int n) {
-  if (4 * k + 3 < n && (uintptr_t)x % 16 == 0) return __ldcg((const float4 *)x + k);
-  return make_float4(4 * k < n ? __ldcg(x + 4 * k) : 0.0f, 4 * k + 1 < n ? __ldcg(x + 4 * k + 1) : 0.0f,
-                     4 * k + 2 < n ? __ldcg(x + 4 * k + 2) : 0.0f,
-                     4 * k + 3 < n ? __ldcg(x + 4 * k + 3) : 0.0f);
+/* Values 4k to 4k + 3 of n, zeros beyond. */
+template <bool CONSTANT> __device__ __noinline__ float4 cuda_quad_slow(const float *x, int k, int n) {
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    v[i] = 4 * k + i >= n ? 0.0f : CONSTANT ? __ldg(x + 4 * k + i) : __ldcg(x + 4 * k + i);
+  return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-/* The same of constants. */
+/* Past the first cache, where older ones may lie. */
+__device__ __forceinline__ float4 cuda_quad(const float *x, int k, int n) {
+  if (4 * k + 3 < n && (uintptr_t)x % 16 == 0) return __ldcg((const float4 *)x + k);
+  return cuda_quad_slow<false>(x, k, n);
+}
+
 __device__ __forceinline__ float4 cuda_quad_const(const float *x, int k, int n) {
   if (4 * k + 3 < n && (uintptr_t)x % 16 == 0) return __ldg((const float4 *)x + k);
-  return make_float4(4 * k < n ? __ldg(x + 4 * k) : 0.0f, 4 * k + 1 < n ? __ldg(x + 4 * k + 1) : 0.0f,
-                     4 * k + 2 < n ? __ldg(x + 4 * k + 2) : 0.0f,
-                     4 * k + 3 < n ? __ldg(x + 4 * k + 3) : 0.0f);
+  return cuda_quad_slow<true>(x, k, n);
 }
 
 __device__ __forceinline__ float cuda_largest(float4 v) {
@@ -943,9 +948,11 @@ __device__ static float2 cuda_normalise(float4 *x, int n, const cuda_norm &t, fl
   const float each = 1.0f / (float)n;
   float sum = 0, mean = 0, inverse;
   int k;
+#pragma unroll 1
   for (k = threadIdx.x; k < quads && t.p.kind == TFM_NORM_LAYER; k += CUDA_CREW)
     sum += (x[k].x + x[k].y) + (x[k].z + x[k].w);
   if (t.p.kind == TFM_NORM_LAYER) mean = cuda_crew_sum(sum, room) * each;
+#pragma unroll 1
   for (sum = 0, k = threadIdx.x; k < quads; k += CUDA_CREW) {
     float4 c = make_float4(x[k].x - mean, x[k].y - mean, x[k].z - mean, x[k].w - mean);
     if (4 * k + 3 >= n) c.w = 0;
@@ -954,6 +961,7 @@ __device__ static float2 cuda_normalise(float4 *x, int n, const cuda_norm &t, fl
     sum += __fmaf_rn(c.x, c.x, c.y * c.y) + __fmaf_rn(c.z, c.z, c.w * c.w);
   }
   inverse = rsqrtf(cuda_crew_sum(sum, room + 8) * each + t.p.eps);
+#pragma unroll 1
   for (top = 0, k = threadIdx.x; k < quads; k += CUDA_CREW) {
     const float4 w = cuda_quad_const(t.w, k, n);
     const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
@@ -1113,7 +1121,7 @@ template <int TYPE> struct cuda_operand {
   static constexpr int size = TYPE == TFM_F32 ? 4 : 2;
   static constexpr int bytes = 4 * values * parts * size; /* of x, beside a piece */
   static constexpr bool blocks = TYPE == TFM_Q8_0 || TYPE == TFM_Q4_0;
-  static constexpr int ahead = blocks ? 6 : CUDA_AHEAD; /* as many as registers hold */
+  static constexpr int ahead = blocks ? 4 : CUDA_AHEAD; /* as many as registers hold */
 };
 
 static int cuda_piece_bytes(tfm_type type) {
@@ -1282,7 +1290,7 @@ __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_
     if (top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
     by = __uint_as_float((uint32_t)(127 - e) << 23);
   }
-#pragma unroll 2
+#pragma unroll 1
   for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
     float4 v = kept ? raw[k] : cuda_quad(x, k, w.cols);
     if (scaled) v.x *= by, v.y *= by, v.z *= by, v.w *= by;
@@ -1555,7 +1563,8 @@ static int cuda_split(const cuda_weight *w, int units, int blocks) {
   int64_t least = INT64_MAX;
   for (split = 1; split <= CUDA_CREW_WARPS; split *= 2) {
     int64_t teams = (int64_t)blocks * (CUDA_CREW_WARPS / split);
-    int64_t cost = (tiles + teams - 1) / teams * (2 * ((pieces + split - 1) / split) + 1);
+    int each = (pieces + split - 1) / split, ahead = w->scale ? 4 : 2;
+    int64_t cost = (tiles + teams - 1) / teams * (2 * ((each + ahead - 1) / ahead * ahead) + 1);
     if (cost < least) least = cost, best = split;
   }
   return best;
@@ -1657,9 +1666,13 @@ static void cuda_matmul_small(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weigh
              *e, (int)first, split, none);
 }
 
+static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
+                             const tfm_epilogue *e);
+
 static void cuda_matmul(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                         const tfm_epilogue *e) {
-  if (cuda_enter(d)) cuda_matmul_small(d, y, x, cuda_packed(w), e);
+  if (cuda_enter(d) && !cuda_matmul_many(d, y, x, cuda_packed(w), e))
+    cuda_matmul_small(d, y, x, cuda_packed(w), e);
 }
 
 /* ---- Mixture of experts ---- */
@@ -3586,6 +3599,63 @@ static bool cuda_lt_open(tfm_dev *d) {
          cuda_check(d, cudaEventCreate(&lt->timer[1]), "cudaEventCreate");
 }
 
+/* A large matrix of 16 bits by many rows, whose bits then depend on their number: a row of x is the
+   sum of two of 16 bits, after a power of two; cuBLASLt multiplies both. */
+template <bool BF>
+__global__ void __launch_bounds__(CUDA_CREW) cuda_parts_kernel(uint32_t *high, uint32_t *low,
+                                                               float *factor, tfm_mat x) {
+  __shared__ __align__(16) float room[8];
+  const int row = (int)blockIdx.x, pairs = x.cols / 2;
+  const float *from = (const float *)x.data + row * x.stride;
+  float top = 0, by = 1;
+  int e = 0, k;
+  for (k = threadIdx.x; k < x.cols; k += CUDA_CREW) top = fmaxf(top, fabsf(from[k]));
+  top = cuda_crew_max(top, room);
+  if (!BF && top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
+  by = __uint_as_float((uint32_t)(127 - e) << 23);
+  for (k = threadIdx.x; k < pairs; k += CUDA_CREW) {
+    float a = from[2 * k] * by, b = from[2 * k + 1] * by;
+    high[row * pairs + k] = cuda_part2<BF>(a, b);
+    low[row * pairs + k] = cuda_part2<BF>(a, b);
+  }
+  if (threadIdx.x == 0) factor[row] = exp2f((float)e);
+}
+
+__global__ void cuda_parts_end_kernel(tfm_mat y, const float *factor, tfm_epilogue e) {
+  int col = (int)(blockIdx.y * blockDim.x + threadIdx.x), row = (int)blockIdx.x;
+  if (col < y.cols)
+    cuda_epilogue(y, e, row, col, __fmul_rn(*cuda_at(y, row, col), factor[row]),
+                  e.bias ? e.bias[col] : 0.0f);
+}
+
+static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
+                             const tfm_epilogue *e) {
+  cuda_state *s = cuda_of(d);
+  cuda_room room = {(char *)cuda_align256((size_t)d->work + s->parts_at), 0};
+  bool bf = w->type == TFM_BF16;
+  cuda_pass pass;
+  tfm_mat part[2];
+  float *factor;
+  if (x.rows < 16 || w->scale || w->type == TFM_F32 || d->deterministic || !d->work ||
+      !s->parts_at || x.cols % 8 || y.stride % 4 || (uintptr_t)y.data % 16 ||
+      e->residual.data == y.data || (int64_t)w->rows * w->vectors < 1 << 19)
+    return false;
+  memset(&pass, 0, sizeof pass);
+  part[0] = cuda_take_mat(&room, w->type, x.rows, x.cols);
+  part[1] = cuda_take_mat(&room, w->type, x.rows, x.cols);
+  factor = (float *)cuda_take(&room, (size_t)x.rows, sizeof(float));
+  pass.space_bytes = (size_t)4 << 20;
+  pass.space = cuda_take(&room, pass.space_bytes, 1);
+  if (room.used > s->parts_bytes || !cuda_lt_open(d)) return false;
+  cuda_run(d, bf ? cuda_parts_kernel<true> : cuda_parts_kernel<false>, dim3((unsigned)x.rows),
+           CUDA_CREW, 0, (uint32_t *)part[0].data, (uint32_t *)part[1].data, factor, x);
+  cuda_lt_product(d, &pass, y, part[0], w->data, x.cols, NULL, false);
+  cuda_lt_product(d, &pass, y, part[1], w->data, x.cols, NULL, true);
+  cuda_run(d, cuda_parts_end_kernel, dim3((unsigned)y.rows, cuda_blocks(y.cols, 256)), 256, 0, y,
+           factor, *e);
+  return true;
+}
+
 template <bool BF>
 static void cuda_flash_run(tfm_dev *d, const cuda_attn *a) {
   int width = a->kv.width;
@@ -3688,6 +3758,18 @@ static bool cuda_parts_make(tfm_dev *d) {
 
 /* ---- The table ---- */
 
+/* What cuda_matmul_many takes for up to 512 rows of the network's width. */
+static size_t cuda_parts_bytes(const tfm_net *net, int32_t rows) {
+  cuda_room room = {NULL, 0};
+  if (rows > 512) rows = 512;
+  cuda_take_mat(&room, TFM_F16, rows, net->width);
+  cuda_take_mat(&room, TFM_F16, rows, net->width);
+  cuda_take(&room, (size_t)rows, sizeof(float));
+  cuda_take(&room, (size_t)4 << 20, 1);
+  return net->width < 512 ? 0 : room.used;
+}
+
+
 static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
                               int32_t context) {
   cuda_room room = {NULL, 0};
@@ -3696,7 +3778,9 @@ static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int3
   cuda_decoder_lay_out(&decoder, &room, net, context, cuda_of(d)->processors);
   cuda_of(d)->pass_at = room.used;
   cuda_pass_lay_out(&room, net, TFM_F16, rows);
-  return room.used + 256;
+  cuda_of(d)->parts_at = room.used + 256;
+  cuda_of(d)->parts_bytes = cuda_parts_bytes(net, rows);
+  return room.used + 512 + cuda_of(d)->parts_bytes;
 }
 
 static const tfm_backend cuda_table = {

@@ -7,22 +7,24 @@
    on it in order, and a failed CUDA call becomes the device's sticky failure (tfm_dev_fail), which
    sync reports. When kernels of the reference are to run between (host_visible), memory is managed.
 
-   Activations and the residual stream are F32, and so is every sum: where one row is multiplied
-   nothing but the weights is worth saving. cuda_dots does that: a warp holds two rows of W, reads
-   them 16 bytes a lane, eight loads ahead of their use, and multiplies them by up to four rows of x
-   that lie in shared memory. A sum runs over the lanes in one order, which depends on nothing but
-   the length of a row; the norm and the softmax are written once for all callers, too. So the bits
-   of a row do not depend on the batch (rule 7), and one token by `decode` has the bits of `matmul`.
+   Activations and the residual stream are F32. Where a few rows are multiplied nothing but the
+   weights is worth saving: cuda_dots streams W through the tensor cores and multiplies it by x in
+   parts of 16 bits, whose sum x is, so that nothing is rounded but the F32 sums. These run in one
+   order, which depends on nothing but the shape of W; the norm and the softmax are written once for
+   all callers, too. So the bits of a row do not depend on the batch (rule 7), and one token by
+   `decode` has the bits of `matmul`.
 
-   Two faster ways lie beside that. `decode` is one cooperative kernel for as many tokens as it is
-   asked for: five phases a layer, between them a barrier of all blocks, before which each block
-   asks for the next phase's weights. `layer` takes passes of more than CUDA_COLUMNS rows, whose
-   weights have 16 bits or fewer, through cuBLASLt and a flash attention on the tensor cores, with
-   activations of 16 bits: faster, and not bit by bit what a row alone has. F32 weights are never
-   taken there. An engine that is to be deterministic is not given `layer`: see rule 7 of >>backend.
+   `decode` is a chain of small kernels for a token, a graph for four; each asks for its weights
+   before the kernel that it follows is complete.
 
-   Q8_0 and Q4_0 lie with their scales apart. Q4_0 is multiplied in halves: x is brought below 128
-   by a power of two first, sums of eight products run in F16, all others in F32.
+   Two faster ways lie beside that, whose bits depend on the number of rows; an engine that is to be
+   deterministic is not given them (rule 7 of >>backend). `layer` takes passes of more than
+   CUDA_COLUMNS rows, whose weights have 16 bits or fewer, through cuBLASLt and a flash attention on
+   the tensor cores, with activations of 16 bits. cuda_matmul_many takes what else is large and of
+   16 bits, with x in two parts. F32 weights are never taken there. Which of cuBLASLt's kernels a
+   shape gets is found by timing them.
+
+   Q8_0 and Q4_0 lie with their scales apart, and are multiplied as whole numbers, exactly.
 
    What is declined: the backward entries, and weights for them. Nothing mutable is static; what
    must last lives in tfm_dev.state. */
@@ -47,6 +49,7 @@ enum {
   CUDA_STAGE = 32 << 20,  /* bytes of a pinned buffer for uploads */
   CUDA_RING = 1 << 20,    /* bytes of pinned memory for what passes need */
   CUDA_GRAPHS = 64,       /* recorded passes, by their number of rows */
+  CUDA_RECORDED = 256,    /* rows of the largest */
   CUDA_MARKS = 128        /* changes of the kind of work that may be on their way */
 };
 
@@ -308,7 +311,7 @@ static bool cuda_replay(tfm_dev *d, uint64_t key) {
 static bool cuda_record_begin(tfm_dev *d, uint64_t key) {
   cuda_state *s = cuda_of(d);
   cuda_graph *g = cuda_graph_of(s, key);
-  if (key > 256 || !cuda_enter(d)) return false;
+  if (key > CUDA_RECORDED || !cuda_enter(d)) return false;
   if (!g) {
     if (s->graphs == CUDA_GRAPHS) return false;
     g = &s->graph[s->graphs++];
@@ -916,7 +919,8 @@ typedef struct cuda_norm {
 } cuda_norm;
 
 /* Values 4k to 4k + 3 of n, zeros beyond. */
-template <bool CONSTANT> __device__ __noinline__ float4 cuda_quad_slow(const float *x, int k, int n) {
+template <bool CONSTANT>
+__device__ __noinline__ float4 cuda_quad_slow(const float *x, int k, int n) {
   float v[4];
 #pragma unroll
   for (int i = 0; i < 4; i++)
@@ -981,8 +985,8 @@ __device__ static float2 cuda_normalise(float4 *x, int n, const cuda_norm &t, fl
 
 /* A block for a vector. The output may be 16 bits wide: for `layer`. */
 __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat x,
-                                                                 tfm_mat residual, float *stats,
-                                                                 cuda_norm t) {
+                                                              tfm_mat residual, float *stats,
+                                                              cuda_norm t) {
   extern __shared__ __align__(16) float shared[];
   int groups = (int)gridDim.y, n = x.cols / groups, row = (int)blockIdx.x, g = (int)blockIdx.y, i;
   const float *from = (const float *)x.data + row * x.stride + g * n;
@@ -1125,9 +1129,13 @@ template <int TYPE> struct cuda_operand {
 };
 
 static int cuda_piece_bytes(tfm_type type) {
-  return type == TFM_F32 ? cuda_operand<TFM_F32>::bytes : type == TFM_F16 ? cuda_operand<TFM_F16>::bytes
-         : type == TFM_BF16 ? cuda_operand<TFM_BF16>::bytes
-         : type == TFM_Q8_0 ? cuda_operand<TFM_Q8_0>::bytes : cuda_operand<TFM_Q4_0>::bytes;
+  switch (type) {
+    case TFM_F32: return cuda_operand<TFM_F32>::bytes;
+    case TFM_F16: return cuda_operand<TFM_F16>::bytes;
+    case TFM_BF16: return cuda_operand<TFM_BF16>::bytes;
+    case TFM_Q8_0: return cuda_operand<TFM_Q8_0>::bytes;
+    default: return cuda_operand<TFM_Q4_0>::bytes;
+  }
 }
 
 __host__ __device__ static int cuda_pieces(const cuda_weight &w) { return (w.vectors + 3) / 4; }
@@ -1137,7 +1145,7 @@ __host__ __device__ static int cuda_values(const cuda_weight &w) {
   return cuda_pieces(w) * (512 / cuda_bits(w.type));
 }
 
-enum { CUDA_RAW = 8192 }; /* wider rows of x are fetched twice instead of kept, and not normalised */
+enum { CUDA_RAW = 8192 }; /* wider rows of x are fetched twice, not kept, and not normalised */
 
 __host__ __device__ static int cuda_raw(const cuda_weight &w) {
   return w.cols <= CUDA_RAW ? cuda_values(w) : 0;
@@ -1345,7 +1353,10 @@ __device__ __forceinline__ void cuda_widen_q4(__half2 *h, uint4 q) {
   }
 }
 
-typedef struct cuda_two { uint4 a, b; __half scale_a, scale_b; } cuda_two; /* a lane's, of a piece */
+typedef struct cuda_two { /* of a piece, a lane's bytes of both rows, and scales */
+  uint4 a, b;
+  __half scale_a, scale_b;
+} cuda_two;
 
 /* A lane's column of one tile of eight columns: where its values lie in the planes. */
 typedef struct cuda_column { const char *x; const float *sums; bool there; } cuda_column;
@@ -1359,8 +1370,9 @@ __device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, c
   const int m = TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
   const int mine = min(n * (8 / C) + t * 2 / C, M - 1); /* whose sum this lane gets */
   cuda_column c;
-  c.there = TYPE == TFM_Q8_0 ? t / 2 == sub / 2 : TYPE == TFM_Q4_0 ? t == sub / 2
-                                                                   : part < cuda_operand<TYPE>::parts;
+  c.there = part < cuda_operand<TYPE>::parts;
+  if (TYPE == TFM_Q8_0) c.there = t / 2 == sub / 2;
+  if (TYPE == TFM_Q4_0) c.there = t == sub / 2;
   c.x = r.planes + m * cuda_operand<TYPE>::bytes;
   if (TYPE == TFM_F32) c.x += t * 16;
   else c.x += c.there ? part * V * 8 + t * V * 2 : 0;
@@ -1390,7 +1402,7 @@ __device__ __forceinline__ void cuda_use(float (&c)[4], const cuda_two &q, const
     cuda_mma<TYPE == TFM_BF16>(c, high, v.z, v.w);
   } else {
     constexpr int CHUNKS = TYPE == TFM_Q8_0 ? 2 : 4;
-    const float offset = TYPE == TFM_Q8_0 ? 0x1p-17f : 0x1p-21f; /* 128 and 8 of the smallest halves */
+    const float offset = TYPE == TFM_Q8_0 ? 0x1p-17f : 0x1p-21f; /* 128 and 8 smallest halves */
     const int turn = (threadIdx.x & 3) / 2 + (threadIdx.x / 4 & 1) * 2; /* as cuda_plane_at */
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0}, sum;
 #pragma unroll
@@ -1488,10 +1500,10 @@ __device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int 
     }
 }
 
-/* All tiles of this warp's team. unit(u) tells a unit's rows and bias; ready(unit) runs when the first
-   pieces have been asked for, and leaves x in the planes; done(unit, m, v) gets the products of a
-   unit with row m of x, in one lane. A piece that has been used makes room for one further on at
-   once, so that memory is never waited for from a standstill. */
+/* All tiles of this warp's team. unit(u) tells a unit's rows and bias; ready(unit) runs when the
+   first pieces have been asked for, and leaves x in the planes; done(unit, m, v) gets the products
+   of a unit with row m of x, in one lane. A piece that has been used makes room for one further on
+   at once, so that memory is never waited for from a standstill. */
 template <int TYPE, int M, typename UNIT, typename READY, typename DONE>
 __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_room &r, int units,
                                           int split, UNIT unit, READY ready, DONE done) {
@@ -1551,8 +1563,8 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
   }
 }
 
-/* Blocks of a product: of large matrices two a multiprocessor, of others the second place is for the
-   kernel that follows. */
+/* Blocks of a product: of large matrices two a multiprocessor, of others the second place is for
+   the kernel that follows. */
 static int cuda_crew_blocks(const tfm_dev *d, const cuda_weight *w) {
   return cuda_of(d)->processors * ((int64_t)w->rows * w->vectors >= 1 << 19 ? 2 : 1);
 }
@@ -2173,7 +2185,7 @@ template <int TYPE> __device__ __forceinline__ float cuda_dot8(const float (&q)[
 
 template <int B> struct cuda_heads { float out[B][8], max[B], sum[B]; }; /* of a lane */
 
-/* Scores of keys become powers of two below the heads' maxima; the sums are brought down to them. */
+/* Scores of keys become powers of two below the heads' maxima, to which the sums are brought. */
 template <int B, int L, int TYPE, int DEEP>
 __device__ __forceinline__ void cuda_scores(float (&s)[B][DEEP], cuda_heads<B> &of,
                                             const float *q, const uint4 (&k)[DEEP], int left,
@@ -2301,6 +2313,33 @@ __device__ static bool cuda_all_arrived(unsigned *arrived, int stretches) {
   return last;
 }
 
+/* The block's columns and those of the other stretches, in order; false: another block has them. */
+template <int B, int L, int EACH>
+__device__ __forceinline__ bool cuda_attend_meet(cuda_sum (&all)[EACH], const cuda_stretches &s,
+                                                 int64_t of, int stretches) {
+  constexpr int COLUMNS = B * 8 * L;
+  float *part = s.part + of * gridDim.z * COLUMNS * 3;
+  for (int e = 0; e < EACH; e++) {
+    const int i = (int)threadIdx.x + e * CUDA_CREW;
+    float *to = part + ((int64_t)blockIdx.z * COLUMNS + i) * 3;
+    if (i < COLUMNS) {
+      __stcg(to, all[e].out);
+      __stcg(to + 1, all[e].sum);
+      __stcg(to + 2, all[e].max);
+    }
+    all[e] = {0, 0, -INFINITY};
+  }
+  if (!cuda_all_arrived(s.arrived + of, stretches)) return false;
+  for (int stretch = 0; stretch < stretches; stretch++)
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const int i = (int)threadIdx.x + e * CUDA_CREW;
+      const float *from = part + ((int64_t)stretch * COLUMNS + i) * 3;
+      if (i < COLUMNS) cuda_take_in(all[e], {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2)});
+    }
+  return true;
+}
+
 /* A block for up to B heads of a row, and for all stretches or for one. */
 template <int B, int L, int TYPE>
 __global__ void __launch_bounds__(CUDA_CREW, 2)
@@ -2311,8 +2350,8 @@ cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
   const int row = (int)blockIdx.x, blocks = (a.group + B - 1) / B;
   const int head = (int)blockIdx.y / blocks, in_group = (int)blockIdx.y % blocks * B;
   const int heads = min(B, a.group - in_group), query_head = head * a.group + in_group;
-  int pos, seq, first, stretches, stretch;
   __shared__ __align__(16) float q[B * 8 * L];
+  int pos, seq, first, stretches, stretch;
   float mine[EACH];
   auto ready = [&]() {
 #pragma unroll
@@ -2352,27 +2391,9 @@ cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
     }
     __syncthreads();
   }
-  if (gridDim.z > 1 && stretches > 1) {
-    const int64_t of = (int64_t)row * gridDim.y + blockIdx.y;
-    float *part = s.part + of * gridDim.z * B * 8 * L * 3;
-    for (int e = 0; e < EACH; e++) {
-      const int i = (int)threadIdx.x + e * CUDA_CREW;
-      float *to = part + ((int64_t)blockIdx.z * B * 8 * L + i) * 3;
-      if (i < B * 8 * L) __stcg(to, all[e].out), __stcg(to + 1, all[e].sum), __stcg(to + 2, all[e].max);
-      all[e] = {0, 0, -INFINITY};
-    }
-    if (!cuda_all_arrived(s.arrived + of, stretches)) return;
-    for (stretch = 0; stretch < stretches; stretch++)
-#pragma unroll
-      for (int e = 0; e < EACH; e++) {
-        const int i = (int)threadIdx.x + e * CUDA_CREW;
-        const float *from = part + ((int64_t)stretch * B * 8 * L + i) * 3;
-        if (i < B * 8 * L)
-          cuda_take_in(all[e], {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2)});
-      }
-  } else if (blockIdx.z) {
+  if (gridDim.z > 1 && stretches > 1 &&
+      !cuda_attend_meet<B, L, EACH>(all, s, (int64_t)row * gridDim.y + blockIdx.y, stretches))
     return;
-  }
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
     const int i = (int)threadIdx.x + e * CUDA_CREW, h = i / (8 * L), c = i % (8 * L);
@@ -2401,7 +2422,8 @@ static int cuda_heads_at_once(int group) { return group >= 3 ? 4 : group; }
 static int cuda_lanes8(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
 
 /* Stretches of the longest row, when they are to be dealt out to blocks; else 1. */
-static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches *s, int stretches) {
+static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches *s,
+                            int stretches) {
   int b = cuda_heads_at_once(a->group), width = a->kv.width;
   dim3 grid((unsigned)a->rows.n, (unsigned)a->kv.heads * cuda_blocks(a->group, b),
             (unsigned)stretches);
@@ -2452,7 +2474,8 @@ __device__ static unsigned long long cuda_rank(float v, int id) {
   return (unsigned long long)bits << 32 | (uint32_t)~id;
 }
 
-__device__ static unsigned long long cuda_block_best(unsigned long long v, unsigned long long *room) {
+__device__ static unsigned long long cuda_block_best(unsigned long long v,
+                                                     unsigned long long *room) {
   int i;
   for (i = 16; i; i /= 2) v = max(v, __shfl_xor_sync(~0u, v, i));
   __syncthreads();
@@ -3333,6 +3356,7 @@ typedef struct cuda_product_shape { int32_t m, n, k, ldx, ldy; tfm_type in, out;
 typedef struct cuda_choice_of { /* cuBLASLt's kernel for a shape */
   cuda_product_shape shape;
   cublasLtMatmulAlgo_t algorithm;
+  bool timed; /* the fastest; else the first that was proposed */
 } cuda_choice_of;
 
 enum { CUDA_SHAPES = 128, CUDA_PROPOSALS = 8 };
@@ -3459,27 +3483,46 @@ static float cuda_lt_time(tfm_dev *d, const cuda_lt_job *j, const cuda_product *
   return ms;
 }
 
-/* The fastest of the proposals, remembered; while a pass is recorded, the first. */
-static bool cuda_lt_choose(tfm_dev *d, const cuda_lt_job *j, const cuda_product_shape *p,
-                           cuda_product trial, cublasLtMatmulAlgo_t *out) {
-  cuda_lt *lt = cuda_of(d)->lt;
-  cublasLtMatmulHeuristicResult_t found[CUDA_PROPOSALS];
+/* The fastest of the proposals. */
+static bool cuda_lt_race(tfm_dev *d, const cuda_lt_job *j, const cuda_product *trial,
+                         const cublasLtMatmulHeuristicResult_t found[CUDA_PROPOSALS], int n,
+                         cublasLtMatmulAlgo_t *out) {
   float least = INFINITY;
-  int i, n;
-  for (i = 0; i < lt->choices; i++)
-    if (memcmp(&lt->choice[i].shape, p, sizeof *p) == 0)
-      return *out = lt->choice[i].algorithm, true;
-  n = cuda_lt_proposals(d, j, p, trial.space_bytes, found);
-  if (n == 0) return false;
-  *out = found[0].algo;
-  if (cuda_of(d)->recording || lt->choices == CUDA_SHAPES) return true;
-  for (i = 0; i < n && n > 1 && trial.y && d->status == TFM_OK; i++) {
-    float ms = cuda_lt_time(d, j, &trial, &found[i].algo);
+  int i;
+  for (i = 0; i < n && n > 1 && trial->y && d->status == TFM_OK; i++) {
+    float ms = cuda_lt_time(d, j, trial, &found[i].algo);
     if (ms < least) least = ms, *out = found[i].algo;
   }
-  lt->choice[lt->choices].shape = *p;
-  lt->choice[lt->choices++].algorithm = *out;
   return d->status == TFM_OK;
+}
+
+static cuda_choice_of *cuda_lt_known(cuda_lt *lt, const cuda_product_shape *p) {
+  int i;
+  for (i = 0; i < lt->choices; i++)
+    if (memcmp(&lt->choice[i].shape, p, sizeof *p) == 0) return &lt->choice[i];
+  return NULL;
+}
+
+/* Remembered. What may be recorded is timed at once, as it is not chosen again; passes of more
+   rows, which come in any number, when their shape is met a second time. */
+static bool cuda_lt_choose(tfm_dev *d, const cuda_lt_job *j, const cuda_product_shape *p,
+                           const cuda_product *trial, cublasLtMatmulAlgo_t *out) {
+  cuda_lt *lt = cuda_of(d)->lt;
+  cuda_choice_of *known = cuda_lt_known(lt, p);
+  cublasLtMatmulHeuristicResult_t found[CUDA_PROPOSALS];
+  bool first = !known;
+  int n;
+  if (known && (known->timed || cuda_of(d)->recording)) return *out = known->algorithm, true;
+  n = cuda_lt_proposals(d, j, p, trial->space_bytes, found);
+  if (n == 0) return false;
+  *out = found[0].algo;
+  if (cuda_of(d)->recording || (first && lt->choices == CUDA_SHAPES)) return true;
+  if (first) known = &lt->choice[lt->choices++];
+  known->shape = *p;
+  known->timed = !first || p->m <= CUDA_RECORDED;
+  if (known->timed && !cuda_lt_race(d, j, trial, found, n, out)) return false;
+  known->algorithm = *out;
+  return true;
 }
 
 typedef struct cuda_pass { /* what a layer computes with, in tfm_dev.work */
@@ -3508,7 +3551,7 @@ static void cuda_lt_product(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_ma
     trial.y = (size_t)y.rows * (size_t)y.stride * cuda_size(y.type) <= pass->trial_bytes
                   ? pass->trial : NULL;
   if (d->status != TFM_OK) return;
-  if (cuda_lt_describe(d, &job, &p, ldw, bias) && cuda_lt_choose(d, &job, &p, trial, &algorithm))
+  if (cuda_lt_describe(d, &job, &p, ldw, bias) && cuda_lt_choose(d, &job, &p, &trial, &algorithm))
     cuda_lt_run(d, &job, &product, &algorithm);
   cuda_lt_forget(&job);
 }

@@ -127,13 +127,13 @@ run: ## generate a text, with a real model where there is one
 test: ## everything below but tsan and fuzz, with one closing line
 	@.ci/deps all
 	@$(MAKE) --no-print-directory -j 2 -k tests examples bench || echo "not all could be built"
-	@tests/run.sh $(TESTS) "tests/fuzz.sh replay $(FUZZERS)" tests/examples.sh tests/lint.py \
-	  tests/compat.sh
+	@tests/run.sh $(TESTS) "tests/fuzz.sh replay $(FUZZERS)" tests/examples.sh tests/python.py \
+	  tests/lint.py tests/compat.sh "tests/portability.sh --compile"
 lint: ## style, budgets, symbols, the list of public functions
 	@tests/lint.py
 compat: ## gcc and clang, C11 to C++17, strict warnings, beside the application's stb_ds
 	@tests/compat.sh
-portability: ## the core tests on AArch64, i686, musl, Windows; what is installed of them
+portability: ## the core tests on AArch64 (all its kernels), i686, musl, Windows, where installed
 	@tests/portability.sh
 tsan: $(UNITS:%=$B/tsan/%) ## the unit tests under the thread sanitizer
 	@tests/run.sh $^

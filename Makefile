@@ -9,6 +9,8 @@ CFLAGS  ?= -O3 -march=native
 NVCC    ?= nvcc
 PREFIX  ?= /usr/local
 T       ?= 60
+PROMPT  ?= Once upon a time
+SEED    ?= 1
 WARN     = -Wall -Wextra
 LIBS     = -lm -lpthread
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
@@ -110,17 +112,13 @@ $B/libtransformer.so: transformer.h transformer_cpu.c tests/api.txt | $B
 
 # ---- Using ----
 
-STORIES = ../shared/data/stories260K/stories260K.bin
-TINY    = tests/data/models/tiny
+TALES = examples/tales/tales.gguf
 
 deps: ## install what is missing (Debian, Ubuntu); does nothing when all is there
 	@.ci/deps all
-run: ## generate a text, with a real model where there is one
+run: ## a small model of our own goes on with a tale; PROMPT='...' SEED=1
 	@.ci/deps build && $(MAKE) --no-print-directory $B/generate
-	@if [ -f $(STORIES) ]; then echo "model: $(STORIES), trained on children's stories"; \
-	  $B/generate $(STORIES) -p "Once upon a time"; \
-	else echo "model: $(TINY), random weights: expect nonsense"; \
-	  $B/generate $(TINY) -p "Once upon a time"; fi
+	@$B/generate $(TALES) -p "$(PROMPT)" -n 150 -t 0.7 --top-p 0.9 --seed $(SEED)
 
 # ---- Checking: each suite closes with "N passed, N failed, N skipped"; run.sh adds them up ----
 

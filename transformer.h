@@ -16468,7 +16468,8 @@ static tfmi_buffers tfmi_take_buffers(tfmi_arena *a, const tfm_net *net, tfm_mat
   b.in = b.mid = b.out = stream;
   b.norm1 = b.norm2 = b.branch1 = b.branch2 = tfmi_take_mat(a, type, rows, net->width);
   b.qkv = tfmi_take_mat(a, type, rows, qkv);
-  b.qk = tfmi_columns(b.qkv, 0, (net->heads + net->kv_heads) * net->head_width);
+  b.qk = b.qkv; /* its first columns; there is no memory yet when sizes are told */
+  b.qk.cols = (net->heads + net->kv_heads) * net->head_width;
   b.attn = tfmi_take_mat(a, type, rows, net->heads * net->head_width);
   b.act = tfmi_take_mat(a, type, rows, wide);
   if (net->gated) b.up = tfmi_take_mat(a, type, rows, 2 * wide);
@@ -19164,7 +19165,8 @@ static tfmi_buffers tfmi_take_kept(tfm_trainer *t, tfmi_arena *a, tfm_mat in) {
   b.in = in;
   b.norm1 = tfmi_take_mat(a, type, n, net->width);
   b.qkv = tfmi_take_mat(a, type, n, (net->heads + 2 * net->kv_heads) * net->head_width);
-  b.qk = tfmi_columns(b.qkv, 0, (net->heads + net->kv_heads) * net->head_width);
+  b.qk = b.qkv; /* its first columns; there is no memory yet when sizes are told */
+  b.qk.cols = (net->heads + net->kv_heads) * net->head_width;
   if (net->layer[0].q_norm) {
     b.qk = tfmi_take_mat(a, type, n, (net->heads + net->kv_heads) * net->head_width);
     b.q_stats = tfmi_take_floats(a, 2 * (int64_t)n * net->heads);

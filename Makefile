@@ -22,7 +22,8 @@ EXAMPLES = $(patsubst examples/%.c,$B/%,$(wildcard examples/*.c)) $B/cpp
 UNITS    = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 CUDA_UNITS = test_kernels test_model test_session test_engine cuda_faults
 FUZZERS  = $(patsubst tests/%.c,%,$(wildcard tests/fuzz_*.c))
-TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels $B/avx2/test_gradients
+TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels $B/avx2/test_gradients \
+           $B/amx/test_kernels $B/amx/test_gradients
 LIBRARY  = $B/libtransformer.a
 
 # What the tools are linked with. A companion that declines its kernels is passed over at run time.
@@ -43,7 +44,7 @@ lib-shared: $B/libtransformer.so ## the shared library, for examples/transformer
 
 # ---- Building ----
 
-$B $B/asan $B/avx2 $B/tsan $B/fuzz:
+$B $B/asan $B/avx2 $B/amx $B/tsan $B/fuzz:
 	@mkdir -p $@
 
 $B/%: examples/%.c $(HEADERS) $(OBJECTS) | $B
@@ -52,7 +53,7 @@ $B/%: examples/%.c $(HEADERS) $(OBJECTS) | $B
 $B/cpp: examples/cpp.cpp $(HEADERS) $(OBJECTS) | $B
 	$(CXX) -std=c++17 $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
 
-$B/bench: bench/bench.c $(HEADERS) $(OBJECTS) | $B
+$B/bench $B/entries: $B/%: bench/%.c $(HEADERS) $(OBJECTS) | $B
 	$(CC) $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
 
 $B/test_%: tests/test_%.c $(HEADERS) $(OBJECTS) | $B
@@ -63,6 +64,11 @@ $B/asan/test_%: tests/test_%.c $(HEADERS) | $B/asan
 
 $B/avx2/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/avx2
 	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AVX2_ONLY=1 -DTFM_CPU_SCRATCH=2048 -o $@ $< \
+	  transformer_cpu.c $(LIBS)
+
+# AMX's tiles in C, for processors that have AVX-512 with BF16 and no tiles.
+$B/amx/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/amx
+	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AMX_STANDIN='"tests/amx_standin.h"' -o $@ $< \
 	  transformer_cpu.c $(LIBS)
 
 $B/tsan/test_%: tests/test_%.c $(HEADERS) | $B/tsan
@@ -137,9 +143,13 @@ test-cuda: ## the tests that use a GPU, on a GPU: needs nvcc, a C compiler, stb_
 	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda cuda-tests
 cuda-tests: $(CUDA_UNITS:%=$B/%)
 	@tests/run.sh $^ tests/cuda_sanitize.sh
-bench-cuda: ## the benchmark on a GPU: shapes of 124M, 1B and 8B; REPEAT=3
-	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda $B/cuda/bench
-	@bench/cuda.sh $B/cuda/bench
+bench-cuda: ## the benchmark on a GPU, beside PyTorch: shapes of 124M, 1B and 8B; REPEAT=3
+	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda $B/cuda/bench $B/cuda/entries
+	@bench/cuda.sh $B/cuda
+cuda-archs: ## the CUDA companion for other GPUs: 80, 86, 89, 100, 120
+	for arch in 80 86 89 100 120; do \
+	  $(NVCC) -arch=sm_$$arch -O3 -c -o $B/transformer_cuda.$$arch.o transformer_cuda.cu || exit 1; \
+	done
 cuda-check: $B/transformer_cuda.o $B/cuda_host ## the CUDA companion's host side, no GPU needed
 format: ## clang-format on the lines that differ from the last commit
 	git clang-format --extensions c,h,cu,cpp
@@ -163,6 +173,6 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
 
 .PHONY: all examples tests bench lib lib-shared deps run test lint compat portability tsan \
-  fuzz cuda-check test-cuda cuda-tests bench-cuda format install uninstall clean help
+  fuzz cuda-archs cuda-check test-cuda cuda-tests bench-cuda format install uninstall clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:

@@ -638,6 +638,9 @@ typedef struct tfm_trainer_config {
   tfm_host host;
   tfm_device device;     /* of tfm_trainer_init; 0: the first. tfm_trainer_create takes the model's.
                             Where that cannot train yet, the reference does */
+  /* What matrix products round their operands to; weights, sums and all else stay F32. 0: F32.
+     BF16: faster on processors with AMX; elsewhere F32 all the same, with a warning in the log */
+  tfm_type precision;
   int32_t threads;       /* workers; 0: one per core */
   int32_t batch;         /* B rows of tokens in one pass; 0: 1 */
   int32_t context;       /* T tokens of each; 0: the model's, at most 1024 */
@@ -699,6 +702,7 @@ typedef struct tfm_trainer_info {
   int32_t batch, context, accumulate;
   int64_t step;
   int64_t sequences; /* rows that steps were given, skipped ones too: where the data goes on */
+  tfm_type precision; /* that is computed in: F32, or BF16 where the device has it */
 } tfm_trainer_info;
 
 /* Trains what the model's files hold, matrices of any type made float32. The model may be freed. */
@@ -838,6 +842,11 @@ typedef struct tfm_dev {
   void *work; /* an engine's or a trainer's: work_bytes for temporaries of entries; else NULL */
   void *state; /* the backend's own, from open to close */
   tfm_usage usage;
+  /* Training. `open` says whether products of BF16, summed up in F32, are faster here than of F32;
+     then the trainer may ask for them with BF16: of matmul and matmul_moe with weights that learn,
+     and of matmul_dx, matmul_dw, moe_dx and moe_dw. */
+  bool has_bf16;
+  tfm_type products; /* TFM_BF16, or 0: of the operands as they are */
 } tfm_dev;
 
 /* Keeps the first failure until sync. printf-like. By the thread that called the entry only. */
@@ -19036,10 +19045,10 @@ TFM_API tfm_status tfm_convert(const char *from, const char *to, const tfm_conve
 
    A pass is >>forward with buffers of its own for every layer, then the same in reverse. `d`
    carries the gradient of the residual stream down through the layers: each branch adds to it
-   through its norm. The head runs over TFMI_HEAD_ROWS rows at a time, so that logits are never held
-   for all. */
+   through its norm. The head runs over some rows at a time, so that logits are never held for
+   all. */
 
-enum { TFMI_HEAD_ROWS = 256 };
+enum { TFMI_HEAD_ROWS = 256, TFMI_HEAD_LOGITS = 1 << 22 }; /* as many at a time: at least, about */
 
 typedef struct tfmi_parameter {
   tfmi_slot slot;
@@ -19088,7 +19097,7 @@ struct tfm_trainer {
   uint8_t *packed_device;
   float *w, *g, *m, *v, *frequencies, *sumsq, *losses, *hits, *weights, *head_stats;
   int32_t *id, *pos, *seq, *target;
-  tfm_mat normed, logits;                     /* [N, C], [TFMI_HEAD_ROWS, V] */
+  tfm_mat normed, logits;                     /* [N, C], [rows at a time, V] */
   tfm_mat uncapped;                           /* logits before their cap, where they have one */
   float *balance_count;                       /* [2, E] of all layers: slots, and probabilities */
   tfmi_buffers d_slots;                       /* gradients of what experts need; their routing's
@@ -19394,7 +19403,10 @@ static void tfmi_take_device(tfm_trainer *t, tfmi_arena *a, size_t packed) {
   t->seq = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
   t->target = (int32_t *)tfmi_take(a, (uint64_t)t->rows, sizeof(int32_t));
   t->normed = tfmi_take_mat(a, type, t->rows, net->width);
-  t->logits = tfmi_take_mat(a, TFM_F32, tfmi_min32(t->rows, TFMI_HEAD_ROWS), net->vocabulary);
+  t->logits = tfmi_take_mat(a, TFM_F32,
+                            tfmi_min32(t->rows, tfmi_max32(TFMI_HEAD_ROWS,
+                                                           TFMI_HEAD_LOGITS / net->vocabulary)),
+                            net->vocabulary);
   if (net->logit_softcap != 0)
     t->uncapped = tfmi_take_mat(a, TFM_F32, t->logits.rows, net->vocabulary);
   if (net->experts) t->balance_count = tfmi_take_floats(a, 2 * (int64_t)net->experts);
@@ -19570,8 +19582,8 @@ static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, const tfmi
 
 static void tfmi_train_loss(tfm_trainer *t, const tfmi_loss *how) {
   int32_t first;
-  for (first = 0; first < t->rows; first += TFMI_HEAD_ROWS)
-    tfmi_train_head(t, first, tfmi_min32(TFMI_HEAD_ROWS, t->rows - first), how);
+  for (first = 0; first < t->rows; first += t->logits.rows)
+    tfmi_train_head(t, first, tfmi_min32(t->logits.rows, t->rows - first), how);
 }
 
 /* d += the gradient of d_norm through a norm whose input was x. */
@@ -19947,6 +19959,9 @@ static tfm_status tfmi_bad_training(const char *field, double value, const char 
 }
 
 static tfm_status tfmi_trainer_check(const tfm_trainer_config *c) {
+  if (c->precision != TFM_TYPE_DEFAULT && c->precision != TFM_F32 && c->precision != TFM_BF16)
+    return tfmi_report(TFM_E_ARG, "tfm_trainer_config.precision is %s; expected F32 or BF16",
+                       tfm_type_name(c->precision));
   if (c->batch < 1 || c->batch > 65536) return tfmi_bad_training("batch", c->batch, "1 to 65536");
   if (c->accumulate < 1) return tfmi_bad_training("accumulate", c->accumulate, "1 or more");
   if (!(c->lr > 0 && c->lr < FLT_MAX)) return tfmi_bad_training("lr", (double)c->lr, "above 0");
@@ -20201,6 +20216,15 @@ static tfm_status tfmi_trainer_open(tfm_trainer *t, const tfmi_origin *from) {
                      "TFM_REF", t->dev.table->name, missing);
 }
 
+/* Products in BF16 where that was asked for and is faster. */
+static void tfmi_trainer_precision(tfm_trainer *t) {
+  if (t->config.precision != TFM_BF16) return;
+  if (t->dev.has_bf16) t->dev.products = TFM_BF16;
+  else
+    tfmi_log(&t->heap.host, TFM_LOG_WARNING, "precision BF16: device %s has no products of BF16 "
+             "here that are faster than those of F32; it trains in F32", t->dev.table->name);
+}
+
 static tfm_status tfmi_trainer_net(tfm_trainer *t, const tfmi_origin *from) {
   const tfm_model *m = from->model;
   tfm_status status;
@@ -20293,6 +20317,7 @@ static tfm_status tfmi_trainer_make(tfm_trainer *t, const tfmi_origin *from) {
   if (status == TFM_OK) status = tfmi_trainer_configure(t);
   if (status == TFM_OK) status = tfmi_trainer_open(t, from);
   if (status != TFM_OK) return status;
+  tfmi_trainer_precision(t);
   tfmi_parameters(t);
   if (!t->trained)
     return tfmi_report(TFM_E_ARG, "trainer: every parameter is frozen; nothing is left to train");
@@ -20356,6 +20381,7 @@ TFM_API tfm_status tfm_trainer_describe(const tfm_trainer *trainer, tfm_trainer_
   out->accumulate = trainer->config.accumulate;
   out->step = trainer->step;
   out->sequences = trainer->sequences;
+  out->precision = trainer->dev.products == TFM_BF16 ? TFM_BF16 : TFM_F32;
   return TFM_OK;
 }
 

@@ -8,10 +8,13 @@
    all be here, as the weights are laid out differently.
 
    No compiler flags are needed. The kernels at the end of this file are compiled once per
-   instruction set, by including the file into itself: for AVX2 with FMA and F16C, and for AVX-512
-   with VNNI. tfm_backend_cpu asks the processor which to hand out. On a processor that has neither
-   the table lacks its matmul, and TFM_AUTO passes it over, with a line in the log. Define
-   TFM_CPU_AVX2_ONLY as 1 to hide AVX-512, as a test does.
+   instruction set, by including the file into itself: on x86-64 for AVX2 with FMA and F16C, and for
+   AVX-512 with VNNI; on AArch64 for NEON, which all have, with its products of bytes (DotProd), and
+   of matrices of bytes (I8MM). An instruction set is a vocabulary of vectors, sums of products of
+   bytes, and a list of tiles; all else is common. tfm_backend_cpu asks the processor, or the
+   system, which to hand out. On a processor that has none the table lacks its matmul, and TFM_AUTO
+   passes it over, with a line in the log. Define TFM_CPU_AVX2_ONLY as 1 to hide AVX-512, as a test
+   does.
 
    Weights. A matrix lies in panels of 32 rows, dealt out like cards: unit 0 of each of the 32 rows,
    then unit 1, and so on; a unit is a value of a float type, or four bytes of a quantised block. So
@@ -61,6 +64,9 @@ enum {
   CPU_PANELS = 8,         /* panels of a product that are packed together, */
   CPU_BLOCK = 264,        /* rows whose sums are kept meanwhile, */
   CPU_TURNED = 1 << 15,   /* floats of a matrix that are transposed at a time, */
+  CPU_SIDE = 4 << 20,     /* in bf16: bytes of an operand that are packed together, */
+  CPU_DEEP = 2048,        /* terms that are, of the backward products */
+  CPU_ABREAST = 256,      /* columns that an item may have */
   CPU_TRAIN_BYTES = 4 * (CPU_PANELS * CPU_ROWS * (CPU_DEPTH + CPU_BLOCK) + CPU_TURNED), /* of all */
   CPU_HUGE = 4 << 20      /* bytes from which memory is worth huge pages */
 };
@@ -106,8 +112,12 @@ static void cpu_release(tfm_dev *d, void *p, size_t bytes) {
   cpu_realloc(d->host, raw, bytes + 2 * CPU_ALIGN, 0);
 }
 
+static bool cpu_has_amx(void);
+
 static tfm_status cpu_open(tfm_dev *d) {
-  d->state = NULL;
+  static const char amx[] = "tiles";
+  d->has_bf16 = cpu_has_amx();
+  d->state = d->has_bf16 ? (void *)(uintptr_t)amx : NULL; /* all that is to be known */
   return TFM_OK;
 }
 
@@ -149,9 +159,12 @@ static size_t cpu_quantised_bytes(int32_t cols) { /* never 0 */
   return cpu_align(((size_t)cols / CPU_GROUP + 1) * sizeof(cpu_group));
 }
 
-/* Of rows as long, so many are quantised at a time: even parts. */
-static int32_t cpu_quantised_rows(int32_t rows, int32_t cols) {
-  size_t most = CPU_SCRATCH / cpu_quantised_bytes(cols), parts;
+/* The same in bf16: whole tiles of 32, and a line more, so that rows begin in different lines. */
+static size_t cpu_brain_bytes(int32_t cols) { return cpu_align(2 * (size_t)cols) + CPU_ALIGN; }
+
+/* Of rows of as many bytes, so many are made at a time: even parts. */
+static int32_t cpu_quantised_rows(int32_t rows, size_t row_bytes) {
+  size_t most = CPU_SCRATCH / row_bytes, parts;
   if (most < 1) most = 1;
   parts = ((size_t)rows + most - 1) / most;
   return parts ? (int32_t)(((size_t)rows + parts - 1) / parts) : 1;
@@ -166,17 +179,20 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
                              int32_t context) {
   const int32_t cols[] = {net->width, net->heads * net->head_width, net->ffn_width,
                           net->expert_width};
-  size_t most = 0, bytes, i;
+  const size_t beyond = d->state ? CPU_ROWS - 1 : 0; /* rows that tiles take in, and none uses */
+  size_t most = 0, bytes, row, i;
   int32_t slots = rows > sequences ? rows : sequences;
   (void)context;
   if (slots < 16) slots = 16; /* rows that the engine turns to logits together */
   if (net->experts_used > 1) slots *= net->experts_used;
-  for (i = 0; i < sizeof cols / sizeof *cols; i++) {
-    bytes = (size_t)cpu_quantised_rows(slots, cols[i]) * cpu_quantised_bytes(cols[i]);
-    if (bytes > most) most = bytes;
+  for (i = 0; i < 2 * (sizeof cols / sizeof *cols); i++) {
+    row = i % 2 ? cpu_brain_bytes(cols[i / 2]) : cpu_quantised_bytes(cols[i / 2]);
+    bytes = ((size_t)cpu_quantised_rows(slots, row) + beyond) * row;
+    if (bytes > most && (i % 2 == 0 || d->state)) most = bytes;
   }
   if (net->embed.roles & TFM_ROLE_GRADIENT && most < (size_t)d->threads * CPU_TRAIN_BYTES)
     most = (size_t)d->threads * CPU_TRAIN_BYTES;
+  if (d->products == TFM_BF16) most += 2 * CPU_SIDE;
   return (size_t)d->threads * CPU_TILE_BYTES + most;
 }
 
@@ -209,6 +225,13 @@ enum { /* panels in a thread's memory that block types are unpacked to: numbers 
   CPU_UNPACKED = TFM_TYPE_COUNT, CPU_UNPACKED_LOW, CPU_UNPACKED_HALVES, CPU_FORMS
 };
 
+/* The shift, see below, of numbers of 8 bits: x86 multiplies unsigned bytes by signed ones. */
+#if defined(__aarch64__)
+#define CPU_SHIFT 0
+#else
+#define CPU_SHIFT 7
+#endif
+
 static const struct cpu_layout {
   uint16_t cols;   /* of a block in a file; 0: a type that is not computed with */
   uint8_t bytes;   /* of it; of a value of a float type */
@@ -218,7 +241,7 @@ static const struct cpu_layout {
 } cpu_layouts[CPU_FORMS] = {
   {0, 0, 0, 0, 0, 0, 0, 0}, {1, 4, 0, 0, 0, 0, 0, 0}, {1, 2, 0, 0, 0, 0, 0, 0},
   {1, 2, 0, 0, 0, 0, 0, 0},
-  {32, 34, 1, 0, 0, 8, 7, 0},                     /* Q8_0 */
+  {32, 34, 1, 0, 0, 8, CPU_SHIFT, 0},             /* Q8_0 */
   {32, 18, 1, 0, 0, 4, 3, CPU_UNPACKED},          /* Q4_0 */
   {32, 20, 2, 0, 0, 4, 0, CPU_UNPACKED_LOW},      /* Q4_1 */
   {32, 22, 1, 0, 1, 4, 4, CPU_UNPACKED},          /* Q5_0 */
@@ -227,7 +250,12 @@ static const struct cpu_layout {
   {256, 176, 2, 2, 1, 4, 0, CPU_UNPACKED_LOW},    /* Q5_K */
   {256, 210, 1, 2, 2, 4, 5, CPU_UNPACKED_HALVES}, /* Q6_K */
   {1, 1, 0, 0, 0, 0, 0, 0}, {1, 1, 0, 0, 0, 0, 0, 0}, /* F8: converted from, only */
-  {32, 0, 2, 0, 0, 8, 7, 0}, {32, 0, 4, 0, 0, 8, 0, 0}, {32, 0, 4, 0, 0, 8, 7, 0}};
+  {32, 0, 2, 0, 0, 8, CPU_SHIFT, 0}, {32, 0, 4, 0, 0, 8, 0, 0}, {32, 0, 4, 0, 0, 8, CPU_SHIFT, 0}};
+
+/* What a number is more than it stands for. */
+CPU_INLINE int32_t cpu_more(int type) {
+  return cpu_layouts[type].shift ? 1 << cpu_layouts[type].shift : 0;
+}
 
 CPU_INLINE bool cpu_has_blocks(int type) { return cpu_layouts[type].cols > 1; }
 
@@ -350,7 +378,8 @@ static void cpu_piece_of_32(cpu_piece *p, const uint8_t *x, tfm_type type) {
   memcpy(p->f16, x, 2 * (size_t)l->f16);
   x += 2 * l->f16;
   if (l->high) p->high[0] = cpu_spread(cpu_dword(x)), x += 4;
-  for (u = 0; u < l->low; u++) p->low[u] = cpu_dword(x + 4 * u) ^ (l->low == 8 ? 0x80808080u : 0);
+  for (u = 0; u < l->low; u++)
+    p->low[u] = cpu_dword(x + 4 * u) ^ (l->low == 8 && l->shift == 7 ? 0x80808080u : 0);
 }
 
 /* Columns 32 g to 32 g + 31 of a block of 256: see the reference's decoders. */
@@ -544,7 +573,7 @@ static void cpu_pack(tfm_dev *d, tfm_weight *w, const tfm_weight_source *s, void
 static void cpu_piece_values(tfm_dev *d, float *y, const cpu_piece *p, tfm_type type) {
   const struct cpu_layout *l = &cpu_layouts[type];
   float f16[2] = {0, 0}, scale[2], low = 0;
-  int i, offset = l->shift ? 1 << l->shift : 0;
+  int i;
   cpu_convert(d, cpu_view(f16, TFM_F32, 1, l->f16, 2), cpu_view(p->f16, TFM_F16, 1, l->f16, 2));
   scale[0] = scale[1] = f16[0];
   if (l->f16 == 2) low = f16[1];
@@ -557,9 +586,10 @@ static void cpu_piece_values(tfm_dev *d, float *y, const cpu_piece *p, tfm_type 
   for (i = 0; i < 32; i++) {
     const int u = i / 4, byte = 8 * (i % 4);
     uint32_t q = l->low == 8 ? p->low[u] >> byte & 255 : p->low[u % 4] >> (byte + u / 4 * 4) & 15;
+    if (l->low == 8 && l->shift == 0) q = (uint32_t)(int8_t)q;
     if (l->high == 1) q |= (p->high[0] >> (byte + u) & 1) << 4;
     if (l->high == 2) q |= (p->high[u / 4] >> (byte + u % 4 * 2) & 3) << 4;
-    y[i] = scale[i / 16] * (float)((int32_t)q - offset) + low;
+    y[i] = scale[i / 16] * (float)((int32_t)q - cpu_more((int)type)) + low;
   }
 }
 
@@ -718,9 +748,10 @@ typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. 
   const tfm_routing *routing; /* NULL: a plain matrix */
   bool spread;
   int32_t first, rows;
-  uint8_t *quantised;         /* [rows] of these rows */
+  uint8_t *quantised;         /* [rows] of these rows: groups, or values of bf16 */
   size_t quantised_bytes;     /* of a row */
   uint8_t *work;              /* CPU_TILE_BYTES of each thread */
+  bool tiles, brains;         /* there is AMX; and the weight, all of bf16, is multiplied by it */
 } cpu_product;
 
 /* One panel or more of W. Of float types: out[i * CPU_OUT + j] = x[i] . row j of the panels. Of
@@ -763,6 +794,14 @@ static bool cpu_is_quantised(const tfm_weight *w) { /* at least a part of it */
   for (i = 0; i < packed->stripes; i++)
     if (cpu_has_blocks((int)packed->stripe[i].type)) return true;
   return false;
+}
+
+static bool cpu_is_brain(const tfm_weight *w) { /* all of it of bf16 */
+  const cpu_weight *packed = cpu_weight_of(w);
+  int32_t i;
+  for (i = 0; i < packed->stripes; i++)
+    if (packed->stripe[i].type != TFM_BF16) return false;
+  return true;
 }
 
 /* A row of x in the form that a stripe's tiles take. */
@@ -963,8 +1002,71 @@ typedef struct cpu_attn_bwd_job {
 
 /* ---- The instruction sets ---- */
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if defined(__GNUC__) && defined(__x86_64__)
 #define CPU_X86 1
+#elif defined(__GNUC__) && defined(__aarch64__) && !defined(__AARCH64EB__)
+#define CPU_ARM 1
+#endif
+
+#define CPU_PASTE2(name, level) cpu_##name##_##level
+#define CPU_PASTE(name, level) CPU_PASTE2(name, level)
+#define V(name) CPU_PASTE(name, CPU_LEVEL) /* V(tile): this level's cpu_tile_avx2 */
+
+#if defined(__clang__)
+#define CPU_TARGET_WITH(flags, features) \
+  _Pragma(CPU_TEXT(clang attribute push(__attribute__((target(features))), apply_to = function)))
+#define CPU_TARGET_END _Pragma("clang attribute pop")
+#else
+#define CPU_TARGET_WITH(flags, features) \
+  _Pragma("GCC push_options") _Pragma(CPU_TEXT(GCC optimize(flags))) \
+  _Pragma(CPU_TEXT(GCC target(features)))
+#define CPU_TARGET_END _Pragma("GCC pop_options")
+#endif
+#define CPU_TARGET_BEGIN(features) CPU_TARGET_WITH("O3", features) /* O3: tiles are unrolled */
+#define CPU_TEXT(text) #text
+
+/* Loops over the vectors of a tile: unrolled early, so that its sums are registers. */
+#if defined(CPU_ARM) && defined(__clang__)
+#define CPU_UNROLL _Pragma("clang loop unroll(full)")
+#elif defined(CPU_ARM)
+#define CPU_UNROLL _Pragma("GCC unroll 16")
+#else
+#define CPU_UNROLL
+#endif
+
+/* Tiles of AMX, which Linux saves for a process that asked for them; or a test's own, in C. */
+#if defined(TFM_CPU_AMX_STANDIN)
+#define CPU_AMX 1
+#elif defined(CPU_X86) && defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 12) && \
+    (defined(__clang__) || __GNUC__ >= 11)
+#define CPU_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define CPU_AMX 0
+#endif
+
+#if CPU_AMX /* see below; false: not theirs */
+static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t);
+static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+                             int32_t n, int32_t col, int32_t worker);
+static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker);
+#elif defined(CPU_X86) || defined(CPU_ARM)
+static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
+  (void)d, (void)t;
+  return false;
+}
+static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+                             int32_t n, int32_t col, int32_t worker) {
+  (void)t, (void)stripe, (void)panel, (void)n, (void)col, (void)worker;
+  return false;
+}
+static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker) {
+  (void)context, (void)begin, (void)end, (void)worker;
+}
+#endif
+
+#if defined(CPU_X86)
 #if !defined(__clang__)
 #pragma GCC diagnostic push /* of gcc 12's own, once they are inlined */
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -975,22 +1077,6 @@ typedef struct cpu_attn_bwd_job {
 #if !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
-
-#define CPU_PASTE2(name, level) cpu_##name##_##level
-#define CPU_PASTE(name, level) CPU_PASTE2(name, level)
-#define V(name) CPU_PASTE(name, CPU_LEVEL) /* V(tile): this level's cpu_tile_avx2 */
-
-#if defined(__clang__)
-#define CPU_TARGET_BEGIN(features) \
-  _Pragma(CPU_TEXT(clang attribute push(__attribute__((target(features))), apply_to = function)))
-#define CPU_TARGET_END _Pragma("clang attribute pop")
-#else
-#define CPU_TARGET_BEGIN(features) \
-  _Pragma("GCC push_options") _Pragma("GCC optimize(\"O3\")") /* loops of tiles are unrolled */ \
-  _Pragma(CPU_TEXT(GCC target(features)))
-#define CPU_TARGET_END _Pragma("GCC pop_options")
-#endif
-#define CPU_TEXT(text) #text
 
 #define CPU_LEVEL avx2
 #define CPU_LANES 8
@@ -1009,27 +1095,675 @@ CPU_TARGET_END
 #undef CPU_LANES
 
 typedef struct cpu_features { /* bits of cpuid and of xgetbv that a level needs */
-  uint32_t leaf1_ecx, leaf7_ebx, leaf7_ecx, state;
+  uint32_t leaf1_ecx, leaf7_ebx, leaf7_ecx, leaf7_edx, more_eax, state; /* more: leaf 7, 1 */
 } cpu_features;
 
 /* FMA, OSXSAVE, AVX, F16C; AVX2; registers of 256 bits saved. */
-static const cpu_features cpu_avx2 = {1u << 12 | 1u << 27 | 1u << 28 | 1u << 29, 1u << 5, 0, 0x06};
+static const cpu_features cpu_avx2 = {1u << 12 | 1u << 27 | 1u << 28 | 1u << 29, 1u << 5, 0, 0, 0,
+                                      0x06};
 /* and AVX512 F, DQ, BW, VL; VNNI; masks and registers of 512 bits saved. */
-static const cpu_features cpu_avx512 = {0, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, 1u << 11,
-                                        0xe6};
+static const cpu_features cpu_avx512 = {0, 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, 1u << 11, 0,
+                                        0, 0xe6};
+#if defined(TFM_CPU_AMX_STANDIN)
+static const cpu_features cpu_amx = {0, 0, 0, 0, 1u << 5, 0xe6};
+#else
+/* and AVX512 BF16; AMX BF16, TILE, INT8; tiles saved. */
+static const cpu_features cpu_amx = {0, 0, 0, 1u << 22 | 1u << 24 | 1u << 25, 1u << 5, 0x600e6};
+#endif
 
 static cpu_features cpu_detect(void) {
-  cpu_features f = {0, 0, 0, 0};
+  cpu_features f = {0, 0, 0, 0, 0, 0};
   uint32_t a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &f.leaf1_ecx, &d)) return f;
   if (f.leaf1_ecx & 1u << 27) __asm__ volatile("xgetbv" : "=a"(f.state), "=d"(d) : "c"(0));
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) f.leaf7_ebx = b, f.leaf7_ecx = c;
+  if (!__get_cpuid_count(7, 0, &a, &f.leaf7_ebx, &f.leaf7_ecx, &f.leaf7_edx) || a < 1) return f;
+  __get_cpuid_count(7, 1, &f.more_eax, &b, &c, &d);
   return f;
 }
 
 static bool cpu_has(cpu_features f, cpu_features wanted) {
   return !(wanted.leaf1_ecx & ~f.leaf1_ecx) && !(wanted.leaf7_ebx & ~f.leaf7_ebx) &&
-         !(wanted.leaf7_ecx & ~f.leaf7_ecx) && !(wanted.state & ~f.state);
+         !(wanted.leaf7_ecx & ~f.leaf7_ecx) && !(wanted.leaf7_edx & ~f.leaf7_edx) &&
+         !(wanted.more_eax & ~f.more_eax) && !(wanted.state & ~f.state);
+}
+
+/* The system saves tiles for processes that asked; its answer holds for all their threads. */
+static bool cpu_tiles_permitted(void) {
+#if defined(TFM_CPU_AMX_STANDIN) || !CPU_AMX
+  return CPU_AMX;
+#else
+  enum { REQUEST = 0x1023, TILE_DATA = 18 };
+  return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#endif
+}
+
+static bool cpu_has_amx(void) {
+  cpu_features f = cpu_detect();
+  return CPU_AMX && !TFM_CPU_AVX2_ONLY && cpu_has(f, cpu_avx2) && cpu_has(f, cpu_avx512) &&
+         cpu_has(f, cpu_amx) && cpu_tiles_permitted();
+}
+
+/* ---- Products of bf16, in tiles ---- */
+
+#if CPU_AMX
+#define CPU_LEVEL avx512 /* V(...): what is taken from there */
+CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
+#if defined(TFM_CPU_AMX_STANDIN)
+#include TFM_CPU_AMX_STANDIN
+#endif
+
+/* A tile holds 16 rows of 64 bytes. One of a has 16 rows of 32 terms; one of b has 16 pairs of
+   terms of 16 columns, so the terms of a pair lie side by side. b is packed so, each tile in one
+   piece, by all threads; a too where it is used column by column (dw), else 32 rows at a time by
+   the thread that multiplies them. 32 rows by 32 columns are four tiles of sums. Terms that are
+   missing are zeros. An element's sum has the same order whatever the block, the item and the
+   thread. */
+enum { CPU_TILE_ROWS = 16, CPU_TERMS = 32, CPU_TILE_SIZE = 1024, CPU_GROUPS = 4 };
+
+typedef struct cpu_tiled { /* a block of a product: these rows and columns of c, these terms */
+  const cpu_gemm *t;
+  int32_t row, rows, col, cols, k, depth;
+  int32_t steps;     /* tiles along depth */
+  int32_t wide;      /* columns of an item */
+  uint8_t *a, *b;    /* [rows / 16][steps] and [cols / 16][steps] tiles; a NULL: by the items */
+} cpu_tiled;
+
+/* 16 floats, n of them there, which may be none. */
+CPU_INLINE __m512 cpu_sixteen(const float *p, int32_t n) {
+  if (n >= 16) return V(load)(p);
+  return n > 0 ? V(load_some)(p, n) : _mm512_setzero_ps();
+}
+
+/* 32 terms of a row, n of them there: 16 pairs. */
+CPU_INLINE __m512i cpu_pairs_along(const float *row, int32_t n) {
+  if (!row) return _mm512_setzero_si512();
+  return (__m512i)_mm512_cvtne2ps_pbh(cpu_sixteen(row + 16, n - 16), cpu_sixteen(row, n));
+}
+
+/* Of 16 columns from col on, n of them there: a term of each, from one row, beside the next, from
+   another. */
+CPU_INLINE __m512i cpu_pairs_across(const float *first, const float *second, int32_t col,
+                                    int32_t n) {
+  const __m512i deal = _mm512_set_epi16(
+      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
+      3, 18, 2, 17, 1, 16, 0);
+  __m512 low = cpu_sixteen(first + col, first ? n : 0);
+  __m512 high = cpu_sixteen(second + col, second ? n : 0);
+  return _mm512_permutexvar_epi16(deal, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
+/* 16 vectors of 16 dwords are transposed: by pairs, by fours, then whole quarters. */
+CPU_INLINE void cpu_turn_pairs(__m512i *v) {
+  __m512i a[16], b[16];
+  int i;
+  for (i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (i = 0; i < 16; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (i = 0; i < 4; i++) { /* column 4 q + i of all rows lies in the quarters q */
+    __m512i even = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
+    __m512i odd = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
+    __m512i even2 = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
+    __m512i odd2 = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
+    v[i] = _mm512_shuffle_i32x4(even, even2, 0x88);
+    v[i + 4] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
+    v[i + 8] = _mm512_shuffle_i32x4(even, even2, 0xdd);
+    v[i + 12] = _mm512_shuffle_i32x4(odd, odd2, 0xdd);
+  }
+}
+
+/* A row in memory of operand a, or b: of its terms, or of its rows or columns. */
+CPU_INLINE const float *cpu_tiled_line(const cpu_gemm *t, bool a, int32_t i) {
+  return a ? cpu_gemm_a(t, i) : cpu_gemm_b(t, i, 0);
+}
+
+/* Whether terms run along a row in memory, or from row to row. */
+CPU_INLINE bool cpu_terms_run_along(const cpu_gemm *t, bool a) {
+  return a ? t->form != CPU_DW : t->form == CPU_FORWARD;
+}
+
+CPU_INLINE void cpu_tile_store(uint8_t *to, const __m512i *v) {
+  int i;
+  for (i = 0; i < CPU_TILE_ROWS; i++) _mm512_store_si512(to + 64 * i, v[i]);
+}
+
+/* Rows or columns first .. first + n - 1, 16 at most, where terms run along: all their tiles. */
+static void cpu_pack_along(uint8_t *to, const cpu_tiled *p, bool a, int32_t first, int32_t n) {
+  const float *line[CPU_TILE_ROWS];
+  __m512i v[CPU_TILE_ROWS];
+  int32_t step, left;
+  int i;
+  for (i = 0; i < CPU_TILE_ROWS; i++)
+    line[i] = i < n ? cpu_tiled_line(p->t, a, first + i) + p->k : NULL;
+  for (step = 0; step < p->steps; step++, to += CPU_TILE_SIZE) {
+    left = p->depth - step * CPU_TERMS;
+    for (i = 0; i < CPU_TILE_ROWS; i++)
+      v[i] = cpu_pairs_along(line[i] ? line[i] + step * CPU_TERMS : NULL, left);
+    if (!a) cpu_turn_pairs(v);
+    cpu_tile_store(to, v);
+  }
+}
+
+/* The same where terms run across, of four groups of 16, n rows or columns altogether. */
+static void cpu_pack_across(uint8_t *to, const cpu_tiled *p, bool a, int32_t first, int32_t n) {
+  const float *line[CPU_TERMS];
+  __m512i v[CPU_TILE_ROWS];
+  int32_t step, group, left;
+  int i;
+  for (step = 0; step < p->steps; step++)
+    for (group = 0; group < CPU_GROUPS; group++) {
+      for (i = 0; i < CPU_TERMS && group == 0; i++) {
+        int32_t k = step * CPU_TERMS + i;
+        line[i] = k < p->depth ? cpu_tiled_line(p->t, a, p->k + k) + first : NULL;
+      }
+      left = n - group * CPU_TILE_ROWS;
+      for (i = 0; i < CPU_TILE_ROWS; i++)
+        v[i] = cpu_pairs_across(line[2 * i], line[2 * i + 1], group * CPU_TILE_ROWS, left);
+      if (a) cpu_turn_pairs(v);
+      cpu_tile_store(to + ((int64_t)group * p->steps + step) * CPU_TILE_SIZE, v);
+    }
+}
+
+/* Four groups of 16 rows or columns. */
+static void cpu_pack_groups(const cpu_tiled *p, bool a, int32_t first) {
+  const int32_t from = (a ? p->row : p->col) + first;
+  const int32_t n = cpu_min(CPU_GROUPS * CPU_TILE_ROWS, (a ? p->rows : p->cols) - first);
+  uint8_t *to = (a ? p->a : p->b) + (int64_t)(first / CPU_TILE_ROWS) * p->steps * CPU_TILE_SIZE;
+  int32_t i;
+  if (!cpu_terms_run_along(p->t, a)) cpu_pack_across(to, p, a, from, n);
+  else
+    for (i = 0; i < CPU_GROUPS; i++, to += (int64_t)p->steps * CPU_TILE_SIZE)
+      cpu_pack_along(to, p, a, from + i * CPU_TILE_ROWS, n - i * CPU_TILE_ROWS);
+}
+
+static int32_t cpu_pack_items_of(int32_t n) { /* rows or columns */
+  return (n + CPU_GROUPS * CPU_TILE_ROWS - 1) / (CPU_GROUPS * CPU_TILE_ROWS);
+}
+
+/* Items of b, then of a. */
+static void cpu_pack_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_tiled *p = (const cpu_tiled *)context;
+  int32_t of_b = cpu_pack_items_of(p->cols), i;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    cpu_pack_groups(p, i >= of_b, (i < of_b ? i : i - of_b) * CPU_GROUPS * CPU_TILE_ROWS);
+}
+
+/* Eight tiles: sums 0 to 3; a in 4 and 5, of so many bytes a row; b in 6 and 7. */
+static void cpu_tiles_begin(int bytes) {
+  uint8_t config[64] __attribute__((aligned(64))) = {1}; /* palette; [16]: bytes; [48]: rows */
+  int i;
+  for (i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = CPU_TILE_ROWS;
+  for (i = 4; i < 6; i++) {
+    config[16 + 2 * i] = (uint8_t)bytes;
+    config[50 + i] = (uint8_t)(bytes / 4);
+  }
+  _tile_loadconfig(config);
+}
+
+typedef struct cpu_walk { /* through tiles of an operand, in pairs, the second tile `next` away */
+  const uint8_t *at;
+  size_t row, next, step; /* bytes */
+} cpu_walk;
+
+/* out [32][32], of rows so many bytes apart, (+)= 32 rows of a times 32 columns of b. */
+CPU_INLINE void cpu_tiles_multiply(float *out, size_t row, cpu_walk a, cpu_walk b, int32_t steps,
+                                   bool more) {
+  uint8_t *at = (uint8_t *)out, *below = at + CPU_TILE_ROWS * row;
+  if (more) {
+    _tile_loadd(0, at, row);
+    _tile_loadd(1, at + 64, row);
+    _tile_loadd(2, below, row);
+    _tile_loadd(3, below + 64, row);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (; steps; steps--, a.at += a.step, b.at += b.step) {
+    _tile_loadd(4, a.at, a.row);
+    _tile_loadd(6, b.at, b.row);
+    _tile_loadd(5, a.at + a.next, a.row);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, b.at + b.next, b.row);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, at, row);
+  _tile_stored(1, at + 64, row);
+  _tile_stored(2, below, row);
+  _tile_stored(3, below + 64, row);
+}
+
+/* Where the sums of 32 rows will go to is asked for. */
+static void cpu_tiles_expect(const cpu_tiled *p, int32_t row, int32_t rows, int32_t col,
+                             int32_t cols) {
+  int32_t i, j;
+  for (i = 0; i < rows; i++) {
+    float *c = cpu_row(p->t->c, cpu_gemm_c(p->t, p->row + row + i)) + p->col + col;
+    for (j = 0; j < cols; j += CPU_ALIGN / 4) __builtin_prefetch(c + j, 1);
+  }
+}
+
+static int32_t cpu_tiled_rows(const cpu_tiled *p) { return (p->rows + CPU_ROWS - 1) / CPU_ROWS; }
+
+/* The tiles of 32 rows of a: packed by all threads, or now. */
+static const uint8_t *cpu_tiles_of_a(const cpu_tiled *p, int32_t row, int32_t worker) {
+  const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
+  uint8_t *own = cpu_quantised_at(p->t->d) + (size_t)worker * CPU_TRAIN_BYTES;
+  if (p->a) return p->a + row / CPU_TILE_ROWS * group;
+  cpu_pack_along(own, p, true, p->row + row, p->rows - row);
+  cpu_pack_along(own + group, p, true, p->row + row + CPU_TILE_ROWS,
+                 p->rows - row - CPU_TILE_ROWS);
+  return own;
+}
+
+/* 32 rows of a times columns col .. col + cols - 1, as many as an item may have at a time. */
+static void cpu_tiles_run(const cpu_tiled *p, const uint8_t *a, float *out, int32_t row,
+                          int32_t col, int32_t cols) {
+  const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
+  int32_t rows = cpu_min(CPU_ROWS, p->rows - row), i;
+  cpu_walk x = {a, 64, (size_t)group, CPU_TILE_SIZE}, w = x;
+  cpu_tiles_expect(p, row, rows, col, cols);
+  for (i = 0; i < cols; i += CPU_ROWS) {
+    w.at = p->b + (col + i) / CPU_TILE_ROWS * group;
+    cpu_tiles_multiply(out + i, CPU_ABREAST * sizeof *out, x, w, p->steps, false);
+  }
+  for (i = 0; i < rows; i++)
+    V(finish)(p->t, cpu_gemm_c(p->t, p->row + row + i), p->col + col, out + i * CPU_ABREAST, cols);
+}
+
+/* Items are (some columns, 32 rows), rows running fastest, so that b's part stays near. */
+static void cpu_tiles_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_tiled *p = (const cpu_tiled *)context;
+  float *out = (float *)(void *)((uint8_t *)p->t->d->work + (size_t)worker * CPU_TILE_BYTES);
+  int32_t item, row, col, last;
+  const uint8_t *a;
+  cpu_tiles_begin(64);
+  for (item = begin; item < end; item++) {
+    row = item % cpu_tiled_rows(p) * CPU_ROWS;
+    col = item / cpu_tiled_rows(p) * p->wide;
+    last = cpu_min(col + p->wide, p->cols);
+    a = cpu_tiles_of_a(p, row, worker);
+    for (; col < last; col += CPU_ABREAST)
+      cpu_tiles_run(p, a, out, row, col, cpu_min(CPU_ABREAST, last - col));
+  }
+  _tile_release();
+}
+
+/* Columns of an item: what of b stays in the second cache, but several items for each thread. */
+static int32_t cpu_tiles_wide(const cpu_tiled *p) {
+  int32_t panels = cpu_min(cpu_panels(p->cols), CPU_SIDE / 4 / (2 * CPU_TILE_SIZE) / p->steps);
+  while (panels > 1 && cpu_tiled_rows(p) * (cpu_panels(p->cols) / panels) < 3 * p->t->d->threads)
+    panels = (panels + 1) / 2;
+  return (panels > 0 ? panels : 1) * CPU_ROWS;
+}
+
+/* packed: whether what of a is packed beforehand is already. */
+static void cpu_tiles_block(cpu_tiled *p, bool packed) {
+  tfm_dev *d = p->t->d;
+  int32_t of_a = packed || p->t->form != CPU_DW ? 0 : cpu_pack_items_of(p->rows);
+  p->steps = (p->depth + CPU_TERMS - 1) / CPU_TERMS;
+  p->b = cpu_quantised_at(d) + (size_t)d->threads * CPU_TRAIN_BYTES;
+  p->a = p->t->form == CPU_DW ? p->b + CPU_SIDE : NULL;
+  p->wide = cpu_tiles_wide(p);
+  tfm_parallel_for(d, cpu_pack_items_of(p->cols) + of_a, 1, cpu_pack_items, p);
+  tfm_parallel_for(d, cpu_tiled_rows(p) * ((p->cols + p->wide - 1) / p->wide), 1, cpu_tiles_items,
+                   p);
+}
+
+/* Rows, or columns, of as many terms that fit a side: whole items of packing. */
+static int32_t cpu_side_lines(int32_t depth) {
+  const int32_t item = CPU_GROUPS * CPU_TILE_ROWS;
+  int64_t bytes = (int64_t)(depth + CPU_TERMS - 1) / CPU_TERMS * CPU_TERMS * 2 * item;
+  return (int32_t)(CPU_SIDE / bytes) * item;
+}
+
+/* False: its operands are not floats in rows, or too long. */
+static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *g) {
+  int32_t deepest = g->form == CPU_FORWARD ? g->depth : cpu_min(g->depth, CPU_DEEP);
+  int32_t most = cpu_side_lines(deepest);
+  cpu_gemm t = *g;
+  cpu_tiled p;
+  if (most == 0 || (g->w && !cpu_weight_floats(g->w, g->first, 0))) return false;
+  t.d = d;
+  p.t = &t;
+  for (p.k = 0; p.k < g->depth; p.k += p.depth) {
+    p.depth = cpu_min(deepest, g->depth - p.k);
+    t.beta = p.k ? 1 : g->beta;
+    t.e = p.k + p.depth == g->depth ? g->e : NULL;
+    for (p.row = 0; p.row < g->rows; p.row += p.rows) {
+      p.rows = cpu_min(most, g->rows - p.row);
+      for (p.col = 0; p.col < g->cols; p.col += p.cols) {
+        p.cols = cpu_min(most, g->cols - p.col);
+        cpu_tiles_block(&p, p.col > 0);
+      }
+    }
+  }
+  return true;
+}
+
+/* ---- Packed weights in tiles ----
+   Of bf16: x is rounded to it as well, always, so that a row of x alone has the bits that it has
+   among others; one row is multiplied by vectors, in the order of the tile's sums. Of blocks: the
+   same integers as without tiles, and the same scales, so the same bits; few rows are left to
+   these. A thread's memory holds sums [rows][32], a chunk of a panel, and integers. */
+enum {
+  CPU_TILES_OUT = 256 * CPU_ROWS * 4,  /* bytes of sums: 256 rows of bf16, */
+  CPU_TILES_MANY = 192, CPU_TILES_FEW = 8, /* of blocks; fewer are not worth a tile */
+  CPU_TILED_PIECE = CPU_ROWS * (4 + 4 + 32) /* scales, lowest values, numbers of 32 columns */
+};
+
+/* Rows of x in bf16, zeros after them. */
+static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_product *t = (const cpu_product *)context;
+  int32_t i, col;
+  (void)worker;
+  for (i = begin; i < end; i++) {
+    const float *x = cpu_row(t->x, t->first + i);
+    uint8_t *to = t->quantised + (size_t)i * t->quantised_bytes;
+    for (col = 0; col < t->x.cols; col += CPU_TERMS, to += 2 * CPU_TERMS)
+      _mm512_store_si512(to, cpu_pairs_along(x + col, t->x.cols - col));
+  }
+}
+
+/* One row of x times panels of W: per 32 columns, even and odd ones have sums of their own, as a
+   tile has; denormals are zeros. out [panels][32]. */
+CPU_INLINE void cpu_brain_line(float *out, const uint8_t *x, const uint8_t *w, size_t panel_bytes,
+                               int32_t cols, const int panels) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+  const unsigned control = _mm_getcsr();
+  __m512 sum[4][2], part[4][2][2], x_of[2];
+  int32_t col, k;
+  int p, i;
+  _mm_setcsr(control | 0x8040);
+  for (p = 0; p < panels; p++) sum[p][0] = sum[p][1] = _mm512_setzero_ps();
+  for (col = 0; col < cols; col += CPU_TERMS) {
+    for (p = 0; p < panels; p++)
+      for (i = 0; i < 4; i++) part[p][i / 2][i % 2] = _mm512_setzero_ps();
+    for (k = col; k < cpu_min(col + CPU_TERMS, cols); k += 2, x += 4) {
+      __m512i pair = _mm512_set1_epi32((int32_t)cpu_dword(x));
+      x_of[0] = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
+      x_of[1] = _mm512_castsi512_ps(_mm512_and_si512(pair, upper));
+      for (p = 0; p < panels; p++)
+        for (i = 0; i < 2 && k + i < cols; i++) { /* rows 0 to 15 in the lower halves */
+          const uint8_t *at = w + (size_t)p * panel_bytes + (size_t)(k + i) * 2 * CPU_ROWS;
+          __m512i both = _mm512_loadu_si512(at);
+          __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+          __m512 high = _mm512_castsi512_ps(_mm512_and_si512(both, upper));
+          __builtin_prefetch(at + CPU_AHEAD);
+          part[p][0][i] = _mm512_fmadd_ps(x_of[i], low, part[p][0][i]);
+          part[p][1][i] = _mm512_fmadd_ps(x_of[i], high, part[p][1][i]);
+        }
+    }
+    for (p = 0; p < panels; p++)
+      for (i = 0; i < 2; i++)
+        sum[p][i] = _mm512_add_ps(sum[p][i], _mm512_add_ps(part[p][i][0], part[p][i][1]));
+  }
+  _mm_setcsr(control);
+  for (p = 0; p < 2 * panels; p++) _mm512_storeu_ps(out + 16 * p, sum[p / 2][p % 2]);
+}
+
+/* n columns of a panel of bf16: per 32 of them, a tile of rows 0 to 15 and one of the others. */
+static void cpu_brain_tiles(uint8_t *to, const uint8_t *w, int32_t n) {
+  const __mmask32 odd = 0xaaaaaaaa;
+  int32_t k, last = (n + CPU_TERMS - 1) / CPU_TERMS * CPU_TERMS;
+  for (k = 0; k < last; k += 2, w += 4 * CPU_ROWS) {
+    uint8_t *at = to + k / CPU_TERMS * 2 * CPU_TILE_SIZE + k % CPU_TERMS * 32;
+    __m512i first = k < n ? _mm512_loadu_si512(w) : _mm512_setzero_si512();
+    __m512i second = k + 1 < n ? _mm512_loadu_si512(w + 64) : _mm512_setzero_si512();
+    __builtin_prefetch(w + CPU_AHEAD), __builtin_prefetch(w + CPU_AHEAD + 64);
+    _mm512_store_si512(at, _mm512_mask_blend_epi16(odd, first, _mm512_slli_epi32(second, 16)));
+    _mm512_store_si512(at + CPU_TILE_SIZE,
+                       _mm512_mask_blend_epi16(odd, _mm512_srli_epi32(first, 16), second));
+  }
+}
+
+/* A panel of bf16 times n rows of x, from x on. */
+static void cpu_brain_panel(const cpu_product *t, float *out, const uint8_t *x, int32_t n,
+                            const uint8_t *w) {
+  uint8_t *room = (uint8_t *)out + CPU_TILES_OUT;
+  cpu_walk a = {x, t->quantised_bytes, CPU_TILE_ROWS * t->quantised_bytes, 2 * CPU_TERMS};
+  const cpu_walk b = {room, 64, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE};
+  int32_t k, i, cols, steps;
+  for (k = 0; k < t->x.cols; k += cols) {
+    cols = cpu_min(CPU_CHUNK, t->x.cols - k);
+    steps = (cols + CPU_TERMS - 1) / CPU_TERMS;
+    cpu_brain_tiles(room, w + (size_t)k * 2 * CPU_ROWS, cols);
+    for (i = 0; i < n; i += CPU_ROWS) {
+      a.at = x + (size_t)i * t->quantised_bytes + 2 * (size_t)k;
+      cpu_tiles_multiply(out + i * CPU_ROWS, CPU_ROWS * sizeof *out, a, b, steps, k > 0);
+    }
+  }
+}
+
+/* cols columns of a panel of blocks: per 32, floats of scales and lowest values, then numbers. */
+CPU_INLINE void cpu_tiles_unpack_as(uint8_t *to, const uint8_t *w, int32_t cols, const int type) {
+  const __m512i more = _mm512_set1_epi8((char)cpu_more(type));
+  int32_t b;
+  int j, u;
+  for (b = 0; b < cols / 32; b++, to += CPU_TILED_PIECE) {
+    const uint8_t *front, *at = cpu_piece_at(&front, w, type, b);
+    for (u = 0; u < cpu_layouts[type].low; u++) __builtin_prefetch(at + CPU_AHEAD + 128 * u);
+    for (j = 0; j < 2; j++) {
+      _mm512_store_ps(to + 64 * j, V(scales)(front, at, type, 0, j));
+      if (V(has_low)(type)) _mm512_store_ps(to + 128 + 64 * j, V(scales)(front, at, type, 2, j));
+      for (u = 0; u < 8; u++)
+        _mm512_store_si512(to + 256 + 128 * u + 64 * j,
+                           _mm512_sub_epi8(V(numbers)(at, type, u, j), more));
+    }
+  }
+}
+
+/* False: not a type for tiles. *low: whether it has lowest values. */
+static bool cpu_tiles_unpack(uint8_t *to, const uint8_t *w, int32_t cols, tfm_type type,
+                             bool *low) {
+  *low = V(has_low)((int)type);
+  switch (type) {
+    case TFM_Q8_0: cpu_tiles_unpack_as(to, w, cols, TFM_Q8_0); return true;
+    case TFM_Q4_0: cpu_tiles_unpack_as(to, w, cols, TFM_Q4_0); return true;
+    case TFM_Q4_1: cpu_tiles_unpack_as(to, w, cols, TFM_Q4_1); return true;
+    case TFM_Q5_0: cpu_tiles_unpack_as(to, w, cols, TFM_Q5_0); return true;
+    case TFM_Q5_1: cpu_tiles_unpack_as(to, w, cols, TFM_Q5_1); return true;
+    case TFM_Q4_K: cpu_tiles_unpack_as(to, w, cols, TFM_Q4_K); return true;
+    case TFM_Q5_K: cpu_tiles_unpack_as(to, w, cols, TFM_Q5_K); return true;
+    default: return false;
+  }
+}
+
+/* dots [blocks][32][32] of 32 rows of x, columns of one of their groups; two: more than 16 rows. */
+CPU_INLINE void cpu_tiles_dots(int32_t *dots, const uint8_t *x, size_t row, const uint8_t *w,
+                               int32_t blocks, bool two) {
+  int32_t b;
+  for (b = 0; b < blocks; b++, x += 32, w += CPU_TILED_PIECE, dots += CPU_ROWS * CPU_ROWS) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_loadd(4, x, row);
+    _tile_loadd(6, w + 256, 128);
+    _tile_loadd(7, w + 320, 128);
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    _tile_stored(0, dots, 128);
+    _tile_stored(1, dots + 16, 128);
+    if (!two) continue;
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(5, x + CPU_TILE_ROWS * row, row);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+    _tile_stored(2, dots + CPU_TILE_ROWS * CPU_ROWS, 128);
+    _tile_stored(3, dots + CPU_TILE_ROWS * CPU_ROWS + 16, 128);
+  }
+}
+
+/* out [n][32] += dots, with the scales of W and of a group of x, added up as V(block_tile) does. */
+CPU_INLINE void cpu_tiles_scale(float *out, const int32_t *dots, const uint8_t *x, size_t row,
+                                int32_t n, const uint8_t *w, const int blocks, const bool low) {
+  int32_t i;
+  int b, j;
+  for (i = 0; i < n; i++, x += row, out += CPU_ROWS, dots += CPU_ROWS) {
+    const cpu_group *g = (const cpu_group *)(const void *)x;
+    for (j = 0; j < 2; j++) {
+      __m512 sum = _mm512_setzero_ps();
+      for (b = 0; b < blocks; b++) {
+        const uint8_t *scale = w + b * CPU_TILED_PIECE + 64 * j;
+        __m512i dot = _mm512_load_si512(dots + b * CPU_ROWS * CPU_ROWS + 16 * j);
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_load_ps(scale), sum);
+        if (low) sum = _mm512_fmadd_ps(_mm512_load_ps(scale + 128), _mm512_set1_ps(g->sum[b]), sum);
+      }
+      _mm512_store_ps(out + 16 * j, _mm512_fmadd_ps(sum, _mm512_set1_ps(g->scale),
+                                                    _mm512_load_ps(out + 16 * j)));
+    }
+  }
+}
+
+/* 32 rows of x, n of them there, times cols columns that were unpacked. */
+static void cpu_tiles_blocks(float *out, int32_t *dots, const uint8_t *x, size_t row, int32_t n,
+                             const uint8_t *w, int32_t cols, bool low) {
+  int32_t b, blocks;
+  for (b = 0; b < cols / 32; b += blocks) {
+    const uint8_t *from = w + (size_t)b * CPU_TILED_PIECE;
+    blocks = cpu_min(CPU_GROUP / 32, cols / 32 - b);
+    cpu_tiles_dots(dots, x, row, from, blocks, n > CPU_TILE_ROWS);
+    if (blocks == 4 && !low) cpu_tiles_scale(out, dots, x, row, n, from, 4, false);
+    else if (blocks == 4) cpu_tiles_scale(out, dots, x, row, n, from, 4, true);
+    else cpu_tiles_scale(out, dots, x, row, n, from, blocks, low);
+    x += sizeof(cpu_group);
+  }
+}
+
+/* A panel of blocks times n rows of x, from x on. */
+static void cpu_block_tiles(const cpu_product *t, float *out, const uint8_t *x, int32_t n,
+                            const cpu_stripe *stripe, const uint8_t *w) {
+  int32_t *dots = (int32_t *)out + CPU_TILES_MANY * CPU_ROWS;
+  uint8_t *room = (uint8_t *)(dots + 4 * CPU_ROWS * CPU_ROWS);
+  int32_t k, i, cols;
+  bool low;
+  memset(out, 0, (size_t)n * CPU_ROWS * sizeof *out);
+  for (k = 0; k < t->x.cols; k += cols) {
+    cols = cpu_min(CPU_CHUNK, t->x.cols - k);
+    cpu_tiles_unpack(room, w + cpu_panel_span((int)stripe->type, k), cols, stripe->type, &low);
+    for (i = 0; i < n; i += CPU_ROWS) {
+      const uint8_t *from = x + (size_t)i * t->quantised_bytes;
+      cpu_tiles_blocks(out + i * CPU_ROWS, dots, from + (size_t)(k / CPU_GROUP) * sizeof(cpu_group),
+                       t->quantised_bytes, cpu_min(CPU_ROWS, n - i), room, cols, low);
+    }
+  }
+}
+
+static void cpu_lines(const cpu_product *t, const cpu_stripe *stripe, int32_t panel, int32_t n,
+                      int32_t col) {
+  const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes;
+  int32_t cols = cpu_min(n * CPU_ROWS, stripe->rows - panel * CPU_ROWS);
+  float out[CPU_OUT];
+  if (n == 4) cpu_brain_line(out, t->quantised, w, stripe->bytes, t->x.cols, 4);
+  else cpu_brain_line(out, t->quantised, w, 0, t->x.cols, 1);
+  V(write)(t, out, cols, t->first, col);
+}
+
+/* n panels of a stripe times the rows of x, which are no expert's. False: not for tiles. */
+static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+                             int32_t n, int32_t col, int32_t worker) {
+  float *out = (float *)(void *)(t->work + (size_t)worker * CPU_TILE_BYTES);
+  const int32_t many = t->brains ? CPU_TILES_OUT / CPU_ROWS / 4 : CPU_TILES_MANY;
+  int32_t first, rows, cols, i;
+  bool blocks = cpu_has_blocks((int)stripe->type) && stripe->type != TFM_Q6_K;
+  if (!t->tiles || !(t->brains || (blocks && t->rows >= CPU_TILES_FEW))) return false;
+  if (t->brains && t->rows == 1) {
+    cpu_lines(t, stripe, panel, n, col);
+    return true;
+  }
+  cpu_tiles_begin(t->brains ? 64 : 32);
+  for (; n > 0; n--, panel++, col += CPU_ROWS) {
+    const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes, *x = t->quantised;
+    cols = cpu_min(CPU_ROWS, stripe->rows - panel * CPU_ROWS);
+    for (first = 0; first < t->rows; first += rows, x += (size_t)rows * t->quantised_bytes) {
+      rows = cpu_min(many, t->rows - first);
+      if (t->brains) cpu_brain_panel(t, out, x, rows, w);
+      else cpu_block_tiles(t, out, x, rows, stripe, w);
+      for (i = 0; i < rows; i++)
+        V(write)(t, out + i * CPU_ROWS, cols, t->first + first + i, col);
+    }
+  }
+  _tile_release();
+  return true;
+}
+CPU_TARGET_END
+#undef CPU_LEVEL
+#endif
+#endif
+
+#if !defined(CPU_X86)
+static bool cpu_has_amx(void) { return false; }
+#endif
+
+#if defined(CPU_ARM)
+
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+#define CPU_LANES 4
+#if defined(__clang__)
+#define CPU_ARM_TARGET(gcc, clang) CPU_TARGET_BEGIN(clang)
+#else /* before registers are dealt out, gcc's scheduler asks for more of them than there are */
+#define CPU_ARM_TARGET(gcc, clang) CPU_TARGET_WITH("O3,no-schedule-insns", gcc)
+#endif
+
+#define CPU_LEVEL neon
+#define CPU_DOT 0 /* CPU_DOT: instructions for sums of products of bytes; 1: four, 2: matrices */
+CPU_ARM_TARGET("arch=armv8-a", "neon")
+#include "transformer_cpu.c"
+CPU_TARGET_END
+#undef CPU_LEVEL
+#undef CPU_DOT
+
+#define CPU_LEVEL dotprod
+#define CPU_DOT 1
+CPU_ARM_TARGET("arch=armv8.2-a+dotprod", "dotprod")
+#include "transformer_cpu.c"
+CPU_TARGET_END
+#undef CPU_LEVEL
+#undef CPU_DOT
+
+#define CPU_LEVEL i8mm
+#define CPU_DOT 2
+CPU_ARM_TARGET("arch=armv8.2-a+dotprod+i8mm", "dotprod,i8mm")
+#include "transformer_cpu.c"
+CPU_TARGET_END
+#undef CPU_LEVEL
+#undef CPU_DOT
+#undef CPU_LANES
+
+typedef struct cpu_features {
+  bool dotprod, i8mm;
+} cpu_features;
+
+/* The system is asked, as its registers of features are not a program's to read everywhere. */
+static cpu_features cpu_detect(void) {
+  cpu_features f = {false, false};
+#if defined(__linux__)
+  f.dotprod = (getauxval(AT_HWCAP) >> 20 & 1) != 0;
+  f.i8mm = (getauxval(AT_HWCAP2) >> 13 & 1) != 0;
+#elif defined(__APPLE__)
+  int has;
+  size_t bytes = sizeof has;
+  f.dotprod = !sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &bytes, NULL, 0) && has;
+  bytes = sizeof has;
+  f.i8mm = !sysctlbyname("hw.optional.arm.FEAT_I8MM", &has, &bytes, NULL, 0) && has;
+#endif
+  return f;
 }
 #endif
 
@@ -1053,8 +1787,13 @@ static bool cpu_has(cpu_features f, cpu_features wanted) {
 #define CPU_NONE(name) NULL
 #define CPU_AVX2(name) cpu_##name##_avx2
 #define CPU_AVX512(name) cpu_##name##_avx512
+#define CPU_NEON(name) cpu_##name##_neon
+#define CPU_DOTPROD(name) cpu_##name##_dotprod
+#define CPU_I8MM(name) cpu_##name##_i8mm
 
-static const tfm_backend cpu_table_none = CPU_TABLE(CPU_NONE); /* incomplete: passed over */
+#if !defined(CPU_ARM) /* incomplete: passed over */
+static const tfm_backend cpu_table_none = CPU_TABLE(CPU_NONE);
+#endif
 
 #if defined(CPU_X86)
 static const tfm_backend cpu_table_avx2 = CPU_TABLE(CPU_AVX2);
@@ -1064,6 +1803,16 @@ const tfm_backend *tfm_backend_cpu(void) {
   cpu_features f = cpu_detect();
   if (!cpu_has(f, cpu_avx2)) return &cpu_table_none;
   return cpu_has(f, cpu_avx512) && !TFM_CPU_AVX2_ONLY ? &cpu_table_avx512 : &cpu_table_avx2;
+}
+#elif defined(CPU_ARM)
+static const tfm_backend cpu_table_neon = CPU_TABLE(CPU_NEON);
+static const tfm_backend cpu_table_dotprod = CPU_TABLE(CPU_DOTPROD);
+static const tfm_backend cpu_table_i8mm = CPU_TABLE(CPU_I8MM);
+
+const tfm_backend *tfm_backend_cpu(void) {
+  cpu_features f = cpu_detect();
+  if (!f.dotprod) return &cpu_table_neon;
+  return f.i8mm ? &cpu_table_i8mm : &cpu_table_dotprod;
 }
 #else
 const tfm_backend *tfm_backend_cpu(void) { return &cpu_table_none; }
@@ -1081,7 +1830,8 @@ enum {
   V(vectors) = 2, /* of a panel */
   V(stream) = 4,  /* panels at a time for one row of x: streams from memory, and chains of sums */
   V(wide) = 2,    /* ... of a float type for more rows; 1 of a quantised type */
-  V(shift) = 7    /* dot's w is 128 more than it stands for: 1 << 7 */
+  V(shift) = 7,   /* dot's w is 128 more than it stands for: 1 << 7 */
+  V(zipped) = 0
 };
 
 /* The largest: 24 sums and 4 vectors of W; 16 sums of integers, 16 of floats. */
@@ -1164,7 +1914,7 @@ CPU_INLINE V(ints) V(dot)(V(ints) sum, V(ints) w, V(ints) x) {
 }
 /* the same for w 0 to 63 */
 CPU_INLINE V(ints) V(dot6)(V(ints) sum, V(ints) w, V(ints) x) { return V(dot)(sum, w, x); }
-#else
+#elif CPU_LANES == 8
 typedef __m256 V(vec);
 typedef __m256i V(ints);
 
@@ -1172,7 +1922,8 @@ enum { /* as above, for half the registers of half the width */
   V(vectors) = 4,
   V(stream) = 2,
   V(wide) = 1,
-  V(shift) = 0 /* dot takes the offset off itself */
+  V(shift) = 0, /* dot takes the offset off itself */
+  V(zipped) = 0
 };
 
 #define CPU_FLOAT_TILES(tile, type)                                                              \
@@ -1257,8 +2008,178 @@ CPU_INLINE V(ints) V(dot)(V(ints) sum, V(ints) w, V(ints) x) {
   __m256i value = _mm256_xor_si256(w, _mm256_set1_epi8(-128));
   return V(dot6)(sum, _mm256_abs_epi8(value), _mm256_sign_epi8(x, value));
 }
+#else
+typedef float32x4_t V(vec);
+typedef int32x4_t V(ints);
+
+enum { /* as above: 32 registers of a quarter of the width */
+  V(vectors) = 8,
+  V(stream) = 2,
+  V(wide) = 1,
+  V(shift) = 0,
+  V(zipped) = CPU_DOT == 2 /* what is unpacked is in the order of V(zip) */
+};
+
+/* The largest: 24 sums, 3 values of x and 2 vectors of W; of integers, what CPU_DOT leaves room
+   for, see V(dots). */
+#define CPU_FLOAT_TILES(tile, type)                                                              \
+  tile(float_tile, type, 3, 1) tile(float_tile, type, 2, 1) tile(float_tile, type, 1, 1)         \
+  tile(float_tile, type, 1, 2)
+#if CPU_DOT == 2
+#define CPU_BLOCK_TILES(tile, type)                                                              \
+  tile(block_tile, type, 4, 1) tile(block_tile, type, 2, 1) tile(block_tile, type, 1, 1)         \
+  tile(block_tile, type, 1, 2)
+#else
+#define CPU_BLOCK_TILES(tile, type)                                                              \
+  tile(block_tile, type, 3, 1) tile(block_tile, type, 2, 1) tile(block_tile, type, 1, 1)         \
+  tile(block_tile, type, 1, 2)
+#endif
+#define CPU_LINE_TILES(tile, type) CPU_BLOCK_TILES(tile, type)
+
+CPU_INLINE V(vec) V(load)(const float *p) { return vld1q_f32(p); }
+CPU_INLINE void V(store)(float *p, V(vec) v) { vst1q_f32(p, v); }
+CPU_INLINE V(vec) V(load_some)(const float *p, int32_t n) {
+  V(vec) v = vdupq_n_f32(0);
+  if (n >= 4) return vld1q_f32(p);
+  v = vld1q_lane_f32(p, v, 0);
+  if (n > 1) v = vld1q_lane_f32(p + 1, v, 1);
+  return n > 2 ? vld1q_lane_f32(p + 2, v, 2) : v;
+}
+CPU_INLINE void V(store_some)(float *p, V(vec) v, int32_t n) {
+  if (n >= 4) {
+    vst1q_f32(p, v);
+    return;
+  }
+  vst1q_lane_f32(p, v, 0);
+  if (n > 1) vst1q_lane_f32(p + 1, v, 1);
+  if (n > 2) vst1q_lane_f32(p + 2, v, 2);
+}
+CPU_INLINE V(vec) V(all)(float x) { return vdupq_n_f32(x); }
+CPU_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return vaddq_f32(a, b); }
+CPU_INLINE V(vec) V(mul)(V(vec) a, V(vec) b) { return vmulq_f32(a, b); }
+CPU_INLINE V(vec) V(div)(V(vec) a, V(vec) b) { return vdivq_f32(a, b); }
+CPU_INLINE V(vec) V(sqrt)(V(vec) a) { return vsqrtq_f32(a); }
+CPU_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return vfmaq_f32(c, a, b); }
+CPU_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+CPU_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+CPU_INLINE V(vec) V(round)(V(vec) a) { return vrndnq_f32(a); }
+CPU_INLINE V(ints) V(load_ints)(const void *p) { return vld1q_s32((const int32_t *)p); }
+CPU_INLINE void V(store_ints)(int32_t *p, V(ints) a) { vst1q_s32(p, a); }
+CPU_INLINE V(ints) V(all_ints)(int32_t x) { return vdupq_n_s32(x); }
+CPU_INLINE V(ints) V(and)(V(ints) a, V(ints) b) { return vandq_s32(a, b); }
+CPU_INLINE V(ints) V(or)(V(ints) a, V(ints) b) { return vorrq_s32(a, b); }
+CPU_INLINE V(ints) V(add_bytes)(V(ints) a, V(ints) b) {
+  return vreinterpretq_s32_s8(vaddq_s8(vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b)));
+}
+/* The compilers' own operators: the intrinsics want n in the source, not after inlining. */
+CPU_INLINE V(ints) V(left)(V(ints) a, const int n) { return a << n; }
+CPU_INLINE V(ints) V(signed_right)(V(ints) a, const int n) { return a >> n; }
+CPU_INLINE V(ints) V(right)(V(ints) a, const int n) {
+  return vreinterpretq_s32_u32(vreinterpretq_u32_s32(a) >> (uint32_t)n);
+}
+CPU_INLINE V(ints) V(top)(V(ints) a, V(ints) b) { return vmaxq_s32(a, b); }
+CPU_INLINE V(ints) V(plus)(V(ints) a, V(ints) b) { return vaddq_s32(a, b); }
+CPU_INLINE int8x8_t V(four_bytes)(const void *p) {
+  uint32_t four;
+  memcpy(&four, p, sizeof four);
+  return vcreate_s8(four);
+}
+CPU_INLINE V(ints) V(widen_signed)(const void *p) {
+  return vmovl_s16(vget_low_s16(vmovl_s8(V(four_bytes)(p))));
+}
+CPU_INLINE V(ints) V(widen_bytes)(const void *p) {
+  uint16x8_t wide = vmovl_u8(vreinterpret_u8_s8(V(four_bytes)(p)));
+  return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(wide)));
+}
+CPU_INLINE void V(store_bytes)(int8_t *p, V(ints) a) {
+  int16x4_t half = vmovn_s32(a);
+  int8x8_t four = vmovn_s16(vcombine_s16(half, half));
+  uint32_t u = vget_lane_u32(vreinterpret_u32_s8(four), 0);
+  memcpy(p, &u, sizeof u);
+}
+CPU_INLINE V(ints) V(to_ints)(V(vec) a) { return vcvtnq_s32_f32(a); }
+CPU_INLINE V(vec) V(to_floats)(V(ints) a) { return vcvtq_f32_s32(a); }
+CPU_INLINE V(vec) V(as_floats)(V(ints) a) { return vreinterpretq_f32_s32(a); }
+CPU_INLINE V(vec) V(positive)(V(vec) a) {
+  uint32x4_t one = vreinterpretq_u32_f32(vdupq_n_f32(1.0f));
+  return vreinterpretq_f32_u32(vandq_u32(vcgtq_f32(a, vdupq_n_f32(0)), one));
+}
+CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) { /* in two steps, as AVX2's */
+  const V(ints) one = vdupq_n_s32(127);
+  V(ints) all = V(to_ints)(n), half = V(signed_right)(all, 1), rest = vsubq_s32(all, half);
+  a = vmulq_f32(a, V(as_floats)(V(left)(vaddq_s32(half, one), 23)));
+  return vmulq_f32(a, V(as_floats)(V(left)(vaddq_s32(rest, one), 23)));
+}
+CPU_INLINE V(vec) V(halves)(const void *p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p)));
+}
+CPU_INLINE V(vec) V(brains)(const void *p) {
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16((const uint16_t *)p), 16));
+}
+CPU_INLINE float V(max_of)(V(vec) v) { return vmaxvq_f32(v); }
+CPU_INLINE float V(first_of)(V(vec) v) { return vgetq_lane_f32(v, 0); }
+CPU_INLINE float V(sum_of)(V(vec) v) { return vaddvq_f32(v); }
+CPU_INLINE int32_t V(sum16)(const int8_t *q) { return vaddlvq_s8(vld1q_s8(q)); }
+
+/* to[stride * i + j] = row[j][i], i, j < 4 */
+CPU_INLINE void V(transpose4)(float *to, int32_t stride, const float *const *row, int32_t at) {
+  float32x4x2_t a = vzipq_f32(vld1q_f32(row[0] + at), vld1q_f32(row[2] + at));
+  float32x4x2_t b = vzipq_f32(vld1q_f32(row[1] + at), vld1q_f32(row[3] + at));
+  float32x4x2_t low = vzipq_f32(a.val[0], b.val[0]), high = vzipq_f32(a.val[1], b.val[1]);
+  vst1q_f32(to, low.val[0]);
+  vst1q_f32(to + stride, low.val[1]);
+  vst1q_f32(to + 2 * stride, high.val[0]);
+  vst1q_f32(to + 3 * stride, high.val[1]);
+}
+CPU_INLINE void V(transpose)(float *to, int32_t stride, const float *const *row) {
+  int i, j;
+  for (i = 0; i < 8; i += 4)
+    for (j = 0; j < 8; j += 4) V(transpose4)(to + stride * i + j, stride, row + j, i);
+}
+
+/* sum + four products of signed bytes per lane. gcc knows the intrinsics' builtins by their target
+   only, clang 14's header by the command line only: so assembly. */
+CPU_INLINE V(ints) V(dot)(V(ints) sum, V(ints) w, V(ints) x) {
+#if CPU_DOT
+  __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(w), "w"(x));
+  return sum;
+#else /* pairs of products stay within 16 bits: 2 * 128 * 127 */
+  int8x16_t a = vreinterpretq_s8_s32(w), b = vreinterpretq_s8_s32(x);
+  int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+  return vpadalq_s16(sum, vpaddq_s16(low, high));
+#endif
+}
+
+/* Rows r and r + 1 of W, then r + 2 and r + 3: 8 columns each, from two dwords of all four. */
+CPU_INLINE void V(zip)(V(ints) *pair) {
+#if CPU_DOT == 2
+  int32x4x2_t both = vzipq_s32(pair[0], pair[1]);
+  pair[0] = both.val[0];
+  pair[1] = both.val[1];
+#else
+  (void)pair;
+#endif
+}
+
+#if CPU_DOT == 2
+CPU_INLINE V(ints) V(eights)(const int8_t *a, const int8_t *b) {
+  return vreinterpretq_s32_s8(vcombine_s8(vld1_s8(a), vld1_s8(b)));
+}
+/* sum [2][2] + x [2][8] w [2][8]^T */
+CPU_INLINE V(ints) V(dot_pairs)(V(ints) sum, V(ints) x, V(ints) w) {
+  __asm__("smmla %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(w));
+  return sum;
+}
+/* Row `second` of x, from its pair's sums with a zipped pair. */
+CPU_INLINE V(ints) V(sums_of)(const V(ints) *sum, int second) {
+  int64x2_t low = vreinterpretq_s64_s32(sum[0]), high = vreinterpretq_s64_s32(sum[1]);
+  return vreinterpretq_s32_s64(second ? vzip2q_s64(low, high) : vzip1q_s64(low, high));
+}
+#endif
 #endif
 
+#if defined(CPU_X86)
+CPU_INLINE void V(zip)(V(ints) *pair) { (void)pair; } /* AArch64 has a use for it */
 CPU_INLINE float V(max_of)(V(vec) v) {
   __m256 a = V(eight_max)(v);
   __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
@@ -1274,6 +2195,37 @@ CPU_INLINE float V(sum_of)(V(vec) v) {
   b = _mm_add_ps(b, _mm_movehl_ps(b, b));
   return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
 }
+
+/* The sum of 16 signed bytes. */
+CPU_INLINE int32_t V(sum16)(const int8_t *q) {
+  __m128i more = _mm_xor_si128(_mm_loadu_si128((const __m128i *)(const void *)q),
+                               _mm_set1_epi8(-128));
+  __m128i sums = _mm_sad_epu8(more, _mm_setzero_si128());
+  return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_unpackhi_epi64(sums, sums))) - 16 * 128;
+}
+
+/* to[stride * i + j] = row[j][i], i, j < 8 */
+CPU_INLINE void V(transpose)(float *to, int32_t stride, const float *const *row) {
+  __m256 a[8], b[8];
+  int i;
+  for (i = 0; i < 8; i += 2) {
+    __m256 x = _mm256_loadu_ps(row[i]), y = _mm256_loadu_ps(row[i + 1]);
+    a[i] = _mm256_unpacklo_ps(x, y);
+    a[i + 1] = _mm256_unpackhi_ps(x, y);
+  }
+  for (i = 0; i < 8; i += 4) { /* columns i, i + 1, ... of four rows, in each half */
+    b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+    b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+    b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+    b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+  }
+  for (i = 0; i < 4; i++) {
+    _mm256_storeu_ps(to + stride * i, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+    _mm256_storeu_ps(to + stride * (i + 4), _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+  }
+}
+
+#endif
 
 /* e^x within 3 units in the last place: x = n log 2 + r (the coefficients are Cephes'). */
 CPU_INLINE V(vec) V(exp)(V(vec) x) {
@@ -1375,15 +2327,15 @@ CPU_INLINE void V(float_tile)(float *out, const void *const *x, const uint8_t *w
   V(vec) sum[CPU_TILE][4 * V(vectors)], low, high, b;
   int32_t k;
   int i, j, p, l;
-  for (i = 0; i < rows; i++)
-    for (j = 0; j < panels * V(vectors); j++) sum[i][j] = V(all)(0.0f);
+  CPU_UNROLL for (i = 0; i < rows; i++)
+    CPU_UNROLL for (j = 0; j < panels * V(vectors); j++) sum[i][j] = V(all)(0.0f);
   for (k = 0; k < cols; k++, w += bytes)
-    for (p = 0; p < panels; p++) {
+    CPU_UNROLL for (p = 0; p < panels; p++) {
       const uint8_t *at = w + (size_t)p * panel_bytes;
       for (l = 0; l < bytes; l += CPU_ALIGN) __builtin_prefetch(at + CPU_AHEAD + l);
-      for (j = 0; j < half; j++) {
+      CPU_UNROLL for (j = 0; j < half; j++) {
         V(pair)(&low, &high, at, type, j);
-        for (i = 0; i < rows; i++) {
+        CPU_UNROLL for (i = 0; i < rows; i++) {
           V(vec) *s = &sum[i][p * V(vectors) + j];
           b = V(all)(((const float *)x[i])[k]);
           s[0] = V(fma)(low, b, s[0]);
@@ -1391,8 +2343,8 @@ CPU_INLINE void V(float_tile)(float *out, const void *const *x, const uint8_t *w
         }
       }
     }
-  for (i = 0; i < rows; i++)
-    for (j = 0; j < panels * V(vectors); j++)
+  CPU_UNROLL for (i = 0; i < rows; i++)
+    CPU_UNROLL for (j = 0; j < panels * V(vectors); j++)
       V(store)(out + i * CPU_OUT + j * CPU_LANES, sum[i][j]);
 }
 
@@ -1462,33 +2414,108 @@ CPU_INLINE V(ints) V(first_sum)(const cpu_group *x, int32_t k, const int type, c
   return shift == 7 ? sum : V(signed_right)(sum, 7 - shift);
 }
 
+/* dots[i][j] += dwords begin .. begin + step - 1 of vector j of the panel, times x[i]'s. */
+#if defined(CPU_X86)
+CPU_INLINE void V(dots)(V(ints) (*dots)[V(vectors)], const cpu_group *const *x, int32_t k,
+                        const uint8_t *w, const int type, const int rows, const int begin,
+                        const int step) {
+  V(ints) numbers[V(vectors)], four;
+  int i, j, u;
+  for (u = begin; u < begin + step; u++) {
+    for (j = 0; j < V(vectors); j++) numbers[j] = V(numbers)(w, type, u, j);
+    for (i = 0; i < rows; i++) {
+      four = V(quad)(x[i]->value + 32 * k + 4 * u);
+      for (j = 0; j < V(vectors); j++)
+        dots[i][j] = cpu_layouts[type].shift == 7 ? V(dot)(dots[i][j], numbers[j], four)
+                                                  : V(dot6)(dots[i][j], numbers[j], four);
+    }
+  }
+}
+#else /* more vectors of W than rows of x: these stay in registers */
+CPU_INLINE void V(dots_of_four)(V(ints) (*dots)[V(vectors)], const cpu_group *const *x, int32_t k,
+                                const uint8_t *w, const int type, const int rows,
+                                const int begin, const int step) {
+  V(ints) four[CPU_TILE], numbers;
+  int i, j, u;
+  CPU_UNROLL for (u = begin; u < begin + step; u++) {
+    CPU_UNROLL for (i = 0; i < rows; i++) four[i] = V(quad)(x[i]->value + 32 * k + 4 * u);
+    CPU_UNROLL for (j = 0; j < V(vectors); j++) {
+      numbers = V(numbers)(w, type, u, j);
+      CPU_UNROLL for (i = 0; i < rows; i++) dots[i][j] = V(dot)(dots[i][j], numbers, four[i]);
+    }
+  }
+}
+
+#if CPU_DOT == 2
+/* Products of matrices: 8 columns of 2 rows of x with 8 of 2 rows of W, and so 2 x 2 sums. Half of
+   the panel at a time leaves room for the sums of 4 rows. An odd row stands in for its partner. */
+CPU_INLINE void V(dots_of_pairs)(V(ints) (*dots)[V(vectors)], const cpu_group *const *x, int32_t k,
+                                 const uint8_t *w, const int type, const int rows,
+                                 const int begin, const int step) {
+  enum { HALF = V(vectors) / 2 };
+  V(ints) sum[CPU_TILE / 2][HALF][2], eight[CPU_TILE / 2], pair[2];
+  const int pairs = (rows + 1) / 2, last = rows - 1;
+  int half, i, j, u;
+  CPU_UNROLL for (half = 0; half < 2; half++) {
+    CPU_UNROLL for (i = 0; i < pairs; i++)
+      CPU_UNROLL for (j = 0; j < HALF; j++) sum[i][j][0] = sum[i][j][1] = V(all_ints)(0);
+    CPU_UNROLL for (u = begin; u < begin + step; u += 2) {
+      CPU_UNROLL for (i = 0; i < pairs; i++)
+        eight[i] = V(eights)(x[2 * i]->value + 32 * k + 4 * u,
+                             x[cpu_min(2 * i + 1, last)]->value + 32 * k + 4 * u);
+      CPU_UNROLL for (j = 0; j < HALF; j++) {
+        pair[0] = V(numbers)(w, type, u, half * HALF + j);
+        pair[1] = V(numbers)(w, type, u + 1, half * HALF + j);
+        if (!V(is_unpacked)(type)) V(zip)(pair);
+        CPU_UNROLL for (i = 0; i < pairs; i++) {
+          sum[i][j][0] = V(dot_pairs)(sum[i][j][0], eight[i], pair[0]);
+          sum[i][j][1] = V(dot_pairs)(sum[i][j][1], eight[i], pair[1]);
+        }
+      }
+    }
+    CPU_UNROLL for (j = 0; j < HALF; j++)
+      CPU_UNROLL for (i = 0; i < rows; i++)
+        dots[i][half * HALF + j] = V(plus)(dots[i][half * HALF + j],
+                                           V(sums_of)(sum[i / 2][j], i % 2));
+  }
+}
+#endif
+
+CPU_INLINE void V(dots)(V(ints) (*dots)[V(vectors)], const cpu_group *const *x, int32_t k,
+                        const uint8_t *w, const int type, const int rows, const int begin,
+                        const int step) {
+#if CPU_DOT == 2
+  if (rows > 1 || V(is_unpacked)(type)) {
+    V(dots_of_pairs)(dots, x, k, w, type, rows, begin, step);
+    return;
+  }
+#endif
+  V(dots_of_four)(dots, x, k, w, type, rows, begin, step);
+}
+#endif
+
 /* sum[i][j] += vector j of the panel times piece k of x[i], with the scales of W. */
 CPU_INLINE void V(block)(V(vec) (*sum)[V(vectors)], const cpu_group *const *x, int32_t k,
                          const uint8_t *front, const uint8_t *w, const int type, const int rows) {
   const int step = V(halved)(type) ? 4 : 8;
-  V(ints) dots[CPU_TILE][V(vectors)], numbers[V(vectors)], four;
+  V(ints) dots[CPU_TILE][V(vectors)];
   V(vec) scale;
-  int begin, i, j, u;
-  for (begin = 0; begin < 8; begin += step) {
-    for (i = 0; i < rows; i++)
-      for (j = 0; j < V(vectors); j++) dots[i][j] = V(first_sum)(x[i], k, type, begin);
-    for (u = begin; u < begin + step; u++) {
-      for (j = 0; j < V(vectors); j++) numbers[j] = V(numbers)(w, type, u, j);
-      for (i = 0; i < rows; i++) {
-        four = V(quad)(x[i]->value + 32 * k + 4 * u);
-        for (j = 0; j < V(vectors); j++)
-          dots[i][j] = cpu_layouts[type].shift == 7 ? V(dot)(dots[i][j], numbers[j], four)
-                                                    : V(dot6)(dots[i][j], numbers[j], four);
-      }
-    }
-    for (j = 0; j < V(vectors); j++) {
+  int begin, i, j;
+  CPU_UNROLL for (begin = 0; begin < 8; begin += step) {
+    CPU_UNROLL for (i = 0; i < rows; i++)
+      CPU_UNROLL for (j = 0; j < V(vectors); j++) dots[i][j] = V(first_sum)(x[i], k, type, begin);
+    V(dots)(dots, x, k, w, type, rows, begin, step);
+    CPU_UNROLL for (j = 0; j < V(vectors); j++) {
       scale = V(scales)(front, w, type, begin / 4, j);
-      for (i = 0; i < rows; i++) sum[i][j] = V(fma)(V(to_floats)(dots[i][j]), scale, sum[i][j]);
+      CPU_UNROLL for (i = 0; i < rows; i++)
+        sum[i][j] = V(fma)(V(to_floats)(dots[i][j]), scale, sum[i][j]);
     }
   }
-  for (j = 0; j < V(vectors) && V(has_low)(type); j++) {
+  if (!V(has_low)(type)) return;
+  CPU_UNROLL for (j = 0; j < V(vectors); j++) {
     scale = V(scales)(front, w, type, 2, j);
-    for (i = 0; i < rows; i++) sum[i][j] = V(fma)(scale, V(all)(x[i]->sum[k]), sum[i][j]);
+    CPU_UNROLL for (i = 0; i < rows; i++)
+      sum[i][j] = V(fma)(scale, V(all)(x[i]->sum[k]), sum[i][j]);
   }
 }
 
@@ -1526,10 +2553,18 @@ CPU_INLINE void V(block_tile)(float *out, const void *const *x, const uint8_t *w
   }
 }
 
+/* What a type is unpacked to for many rows of x; 0: nothing, it is multiplied as it lies. */
+CPU_INLINE int V(form)(int type) {
+  if (type == TFM_Q8_0 && V(zipped)) return CPU_UNPACKED;
+  return cpu_layouts[type].form;
+}
+
 /* cols columns of a panel, numbers as bytes and scales as floats. */
 CPU_INLINE void V(unpack_as)(uint8_t *to, const uint8_t *w, int32_t cols, const int type) {
-  const int form = cpu_layouts[type].form, shift = cpu_layouts[type].shift;
-  const V(ints) more = V(all_ints)(shift ? (128 - (1 << shift)) * 0x01010101 : 0);
+  const int form = V(form)(type), dword = CPU_ROWS * 4;
+  const V(ints) more = V(all_ints)((int32_t)((uint32_t)(uint8_t)(cpu_more(form) - cpu_more(type)) *
+                                             0x01010101u));
+  V(ints) pair[2];
   int32_t b;
   int j, u;
   for (b = 0; b < cols / 32; b++) {
@@ -1543,10 +2578,14 @@ CPU_INLINE void V(unpack_as)(uint8_t *to, const uint8_t *w, int32_t cols, const 
                  V(scales)(front, at, type, form == CPU_UNPACKED_LOW ? 2 : 1, j));
     }
     to += cpu_front_bytes(form);
-    for (u = 0; u < 8; u++, to += CPU_ROWS * 4)
-      for (j = 0; j < V(vectors); j++)
-        V(store_ints)((int32_t *)(void *)to + CPU_LANES * j,
-                      V(add_bytes)(V(numbers)(at, type, u, j), more));
+    for (u = 0; u < 8; u += 2, to += 2 * dword)
+      for (j = 0; j < V(vectors); j++) {
+        pair[0] = V(add_bytes)(V(numbers)(at, type, u, j), more);
+        pair[1] = V(add_bytes)(V(numbers)(at, type, u + 1, j), more);
+        V(zip)(pair);
+        V(store_ints)((int32_t *)(void *)to + CPU_LANES * j, pair[0]);
+        V(store_ints)((int32_t *)(void *)(to + dword) + CPU_LANES * j, pair[1]);
+      }
   }
 }
 
@@ -1595,6 +2634,7 @@ static const cpu_tile_row *V(tile_for)(int type, int32_t rows, int32_t panels) {
 
 static void V(unpack)(uint8_t *to, const uint8_t *w, int32_t cols, tfm_type type) {
   switch (type) {
+    case TFM_Q8_0: V(unpack_as)(to, w, cols, TFM_Q8_0); break;
     case TFM_Q4_0: V(unpack_as)(to, w, cols, TFM_Q4_0); break;
     case TFM_Q4_1: V(unpack_as)(to, w, cols, TFM_Q4_1); break;
     case TFM_Q5_0: V(unpack_as)(to, w, cols, TFM_Q5_0); break;
@@ -1607,14 +2647,6 @@ static void V(unpack)(uint8_t *to, const uint8_t *w, int32_t cols, tfm_type type
 }
 
 /* ---- matmul ---- */
-
-/* The sum of 16 signed bytes. */
-CPU_INLINE int32_t V(sum16)(const int8_t *q) {
-  __m128i more = _mm_xor_si128(_mm_loadu_si128((const __m128i *)(const void *)q),
-                               _mm_set1_epi8(-128));
-  __m128i sums = _mm_sad_epu8(more, _mm_setzero_si128());
-  return _mm_cvtsi128_si32(_mm_add_epi32(sums, _mm_unpackhi_epi64(sums, sums))) - 16 * 128;
-}
 
 /* n values, whole 32s. NaN and infinity end up in the scale, as the bits of absolute values are in
    order. */
@@ -1681,7 +2713,7 @@ static void V(panels)(const cpu_product *t, const cpu_slots *s, const cpu_stripe
 static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, const cpu_slots *s,
                            int32_t slot, int32_t n, const cpu_stripe *stripe, int32_t panel) {
   const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes, *from;
-  const int form = n > 4 ? cpu_layouts[stripe->type].form : 0; /* fewer: not worth unpacking */
+  const int form = n > 4 ? V(form)((int)stripe->type) : 0; /* fewer: not worth unpacking */
   const void *x[CPU_TILE];
   const cpu_tile_row *tile;
   int32_t k, i, j, cols;
@@ -1733,6 +2765,7 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
       for (at = begin > s->panel ? begin : s->panel; at < last; at += n) {
         int32_t panel = at - s->panel, col = first + panel * CPU_ROWS;
         n = last - at < wide ? 1 : wide;
+        if (cpu_tiles_panels(t, s, panel, n, col, worker)) continue;
         if (blocks) V(block_panels)(t, &slots, s, panel, col, worker);
         else V(panels)(t, &slots, s, panel, n, col);
       }
@@ -1744,13 +2777,15 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
   const cpu_weight *w = cpu_weight_of(t->w);
   int32_t most = t->x.rows, grain;
   t->work = (uint8_t *)d->work;
-  t->quantised = cpu_is_quantised(t->w) ? cpu_quantised_at(d) : NULL;
-  t->quantised_bytes = cpu_quantised_bytes(t->x.cols);
-  if (t->quantised) most = cpu_quantised_rows(most, t->x.cols);
+  t->tiles = d->state != NULL && !t->routing;
+  t->brains = t->tiles && cpu_is_brain(t->w);
+  t->quantised = t->brains || cpu_is_quantised(t->w) ? cpu_quantised_at(d) : NULL;
+  t->quantised_bytes = t->brains ? cpu_brain_bytes(t->x.cols) : cpu_quantised_bytes(t->x.cols);
+  if (t->quantised) most = cpu_quantised_rows(most, t->quantised_bytes);
   for (t->first = 0; t->first < t->x.rows; t->first += t->rows) {
     t->rows = cpu_min(most, t->x.rows - t->first);
     if (t->quantised)
-      tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), V(quantise), t);
+      tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), t->brains ? cpu_brains : V(quantise), t);
     grain = cpu_grain((int64_t)t->x.cols * CPU_ROWS * t->rows);
     tfm_parallel_for(d, w->panels, grain, V(columns), t);
   }
@@ -1763,14 +2798,14 @@ static void V(matmul_moe_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weigh
 
 static void V(matmul)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                       const tfm_epilogue *e) {
-  cpu_product t = {y, x, w, e, NULL, false, 0, 0, NULL, 0, NULL};
+  cpu_product t = {y, x, w, e, NULL, false, 0, 0, NULL, 0, NULL, false, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_rows)(d, y, x, w, e);
 }
 
 static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                           const tfm_routing *r, bool spread) {
-  cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0, NULL};
+  cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0, NULL, false, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_moe_rows)(d, y, x, w, r, spread);
 }
@@ -1796,27 +2831,6 @@ static void V(widen)(float *to, const uint8_t *from, tfm_type type, int32_t n) {
   memcpy(last, from + 2 * i, 2 * (size_t)(n - i));
   V(store)(rest, type == TFM_F16 ? V(halves)(last) : V(brains)(last));
   memcpy(to + i, rest, (size_t)(n - i) * sizeof *to);
-}
-
-/* to[stride * i + j] = row[j][i], i, j < 8 */
-CPU_INLINE void V(transpose)(float *to, int32_t stride, const float *const *row) {
-  __m256 a[8], b[8];
-  int i;
-  for (i = 0; i < 8; i += 2) {
-    __m256 x = _mm256_loadu_ps(row[i]), y = _mm256_loadu_ps(row[i + 1]);
-    a[i] = _mm256_unpacklo_ps(x, y);
-    a[i + 1] = _mm256_unpackhi_ps(x, y);
-  }
-  for (i = 0; i < 8; i += 4) { /* columns i, i + 1, ... of four rows, in each half */
-    b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
-    b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
-    b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
-    b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
-  }
-  for (i = 0; i < 4; i++) {
-    _mm256_storeu_ps(to + stride * i, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
-    _mm256_storeu_ps(to + stride * (i + 4), _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
-  }
 }
 
 /* A panel of keys, or values, [width][32], whose places outside first .. end-1 are 0. rows: as much
@@ -2232,6 +3246,7 @@ static void V(gemm_items)(void *context, int32_t begin, int32_t end, int32_t wor
 
 static void V(gemm)(tfm_dev *d, cpu_gemm *t) {
   int32_t chunks;
+  if (d->products == TFM_BF16 && cpu_tiles_gemm(d, t)) return;
   t->d = d;
   t->work = cpu_quantised_at(d);
   t->pairs = (cpu_panels(t->cols) + 1) / 2;

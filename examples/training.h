@@ -156,7 +156,7 @@ typedef struct run_options {
 enum { RUN_KEY = 1024, RUN_LR, RUN_MIN_LR, RUN_SAVE, RUN_SEED, RUN_RESUME, RUN_VALIDATION,
        RUN_SHARE, RUN_SEPARATOR, RUN_GENERATE, RUN_KEEP, RUN_WARMUP, RUN_SCHEDULE, RUN_DECAY,
        RUN_CLIP, RUN_ACCUMULATE, RUN_SAMPLE, RUN_BATCHES, RUN_DROPOUT, RUN_RECOMPUTE, RUN_FREEZE,
-       RUN_FIRST_LAYER, RUN_MINUTES };
+       RUN_FIRST_LAYER, RUN_MINUTES, RUN_PRECISION };
 
 static const struct argp_option run_option_list[] = {
   {"output", 'o', "DIR", 0, "Model, tokenizer, checkpoint, log.jsonl, loss.svg, samples.txt", 0},
@@ -174,6 +174,8 @@ static const struct argp_option run_option_list[] = {
   {"decay", RUN_DECAY, "X", 0, "Weight decay, default 0.1; below 0: none", 0},
   {"clip", RUN_CLIP, "X", 0, "Longest gradient, default 1; below 0: any", 0},
   {"dropout", RUN_DROPOUT, "X", 0, "Of embeddings, attention and residual, default 0", 0},
+  {"precision", RUN_PRECISION, "TYPE", 0, "f32 (default), or bf16: products of matrices in bf16, "
+   "where the processor has AMX", 0},
   {"recompute", RUN_RECOMPUTE, NULL, 0, "Less memory for more time, the same result", 0},
   {"freeze", RUN_FREEZE, "LIST", 0, "Parts that stay as they are: embeddings, head, norms, "
    "attention, ffn, experts; separated by commas", 0},
@@ -198,6 +200,13 @@ static inline tfm_schedule run_schedule(struct argp_state *state, const char *te
     if (!strcmp(text, names[i])) return (tfm_schedule)i;
   argp_error(state, "--schedule: expected constant, linear, cosine or wsd, found \"%s\"", text);
   return TFM_CONSTANT;
+}
+
+static inline tfm_type run_precision(struct argp_state *state, const char *text) {
+  if (!strcmp(text, "bf16")) return TFM_BF16;
+  if (!strcmp(text, "f32")) return TFM_F32;
+  argp_error(state, "--precision: expected f32 or bf16, found \"%s\"", text);
+  return TFM_F32;
 }
 
 static inline unsigned run_freeze(struct argp_state *state, const char *text) {
@@ -239,6 +248,7 @@ static inline error_t run_option(int key, char *arg, struct argp_state *state) {
   case RUN_DROPOUT:
     c->drop_embed = c->drop_attn = c->drop_residual = tool_number(state, "--dropout", arg, 0, 0.9f);
     return 0;
+  case RUN_PRECISION: c->precision = run_precision(state, arg); return 0;
   case RUN_RECOMPUTE: c->recompute = true; return 0;
   case RUN_FREEZE: c->freeze = run_freeze(state, arg); return 0;
   case RUN_FIRST_LAYER: c->first_layer = run_count(state, "--first-layer", arg, 0); return 0;

@@ -107,7 +107,7 @@ def make_gpt2(folder):
 
 
 SMALL = {
-    "vocab_size": 256,
+    "vocab_size": 260,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 4,
@@ -153,6 +153,7 @@ def make_family(name, folder):
     tokenizer = Tokenizer(models.BPE(letters, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>", "<|endoftext|>"])  # llama.cpp's phi3 looks for them
     tokenizer.save(os.path.join(folder, "tokenizer.json"))
     return model
 

@@ -25,7 +25,9 @@ TABLES bool device_open(device *t, tfm_device which, int32_t threads) {
   memset(&net, 0, sizeof net);
   net.width = net.ffn_width = 2048; /* as much as any test below has */
   net.embed.roles = TFM_ROLE_GRADIENT;
+  t->d.products = t->d.has_bf16 ? TFM_BF16 : TFM_TYPE_DEFAULT; /* memory for these too */
   t->work_bytes = t->b->work_bytes(&t->d, &net, 256, 4, 256);
+  t->d.products = TFM_TYPE_DEFAULT;
   if (t->work_bytes) t->d.work = t->b->alloc(&t->d, t->work_bytes);
   return true;
 }

@@ -1,7 +1,8 @@
 /* Every backward and optimiser entry of every table that has it, against finite differences of
    naive forward loops in double precision, or naive loops themselves where the operation is linear:
    odd sizes, poisoned outputs, views with gaps between rows. Each test runs with one thread and
-   with three, and both must read back the same bits. */
+   with three, and both must read back the same bits. Products that may be of BF16 are tested as
+   such too. */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 #include "tables.h"
@@ -70,6 +71,21 @@ static void ints_free(device *t, const int32_t *p, int n) {
 
 /* ---- Products ---- */
 
+/* What rounding operands to BF16 may do to a sum of n products of a[i stride] and b[i stride], in
+   units of `tolerance`: each of the two is off by at most 2^-8 of itself, evenly at worst, so a
+   product by a deviation of at most 2^-8 sqrt(2/3) of itself; a sum by 6 of these. */
+static double rounding(const device *t, const float *a, int a_stride, const float *b, int b_stride,
+                       int n) {
+  double squares = 0;
+  int i;
+  if (t->d.products != TFM_BF16) return 0;
+  for (i = 0; i < n; i++) {
+    double term = (double)a[i * a_stride] * (double)b[i * b_stride];
+    squares += term * term;
+  }
+  return 6 * sqrt(squares * 2 / 3) / 256 / tolerance(TFM_F32);
+}
+
 /* y = x W^T of weights that learn, which a table may hold in another form. */
 static void forward(device *t, matrix *x, const weight *w) {
   matrix y = matrix_new(t, x->m.rows, w->w.rows, 2);
@@ -80,7 +96,8 @@ static void forward(device *t, matrix *x, const weight *w) {
   matrix_get(t, &y);
   for (i = 0; i < y.m.rows; i++)
     for (j = 0; j < y.m.cols; j++)
-      expect(&y, i, j, dot(x->v + i * k, w->v + j * k, k), 0.3 * sqrt(k) + 1);
+      expect(&y, i, j, dot(x->v + i * k, w->v + j * k, k),
+             0.3 * sqrt(k) + 1 + rounding(t, x->v + i * k, 1, w->v + j * k, 1, k));
   matrix_free(t, &y);
 }
 
@@ -98,7 +115,8 @@ static void products(device *t, int m, int n, int k, tfm_type type, int parts) {
       for (j = 0; j < k; j++) {
         double want = beta ? dx0[i * k + j] : 0;
         for (s = 0; s < n; s++) want += (double)dy.v[i * n + s] * (double)w.v[s * k + j];
-        expect(&dx, i, j, want, 0.3 * sqrt(n) + 1);
+        expect(&dx, i, j, want,
+               0.3 * sqrt(n) + 1 + rounding(t, dy.v + i * n, 1, w.v + j, k, n));
       }
   }
   t->b->matmul_dw(&t->d, dw.m, floats(&db), dy.m, x.m);
@@ -111,7 +129,8 @@ static void products(device *t, int m, int n, int k, tfm_type type, int parts) {
     for (j = 0; j < k; j++) {
       want = dw0[i * k + j];
       for (s = 0; s < m; s++) want += (double)dy.v[s * n + i] * (double)x.v[s * k + j];
-      expect(&dw, i, j, want, 0.3 * sqrt(m) + 1);
+      expect(&dw, i, j, want,
+             0.3 * sqrt(m) + 1 + rounding(t, dy.v + i, n, x.v + j, k, m));
     }
   }
   matrix_free(t, &x), matrix_free(t, &dy), matrix_free(t, &dx), matrix_free(t, &dw);
@@ -134,6 +153,17 @@ static void test_products(device *t) {
   products(t, 35, 66, 555, TFM_BF16, 1);
 }
 TEST(matmul_dx_and_dw) { on_threads(test_products); }
+
+/* The same with operands in BF16; and sizes beyond what is packed at once. */
+static void test_products_of_bf16(device *t) {
+  if (!t->d.has_bf16) return;
+  t->d.products = TFM_BF16;
+  test_products(t);
+  products(t, 100, 33, 65, TFM_F32, 1);
+  products(t, 2100, 5, 18, TFM_F32, 1);
+  products(t, 18, 2100, 70, TFM_F32, 1);
+}
+TEST(products_of_bf16) { on_threads(test_products_of_bf16); }
 
 /* ---- Epilogues ---- */
 

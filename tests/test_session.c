@@ -176,7 +176,7 @@ static void ragged_compare(tfm_type type, bool deterministic, float bound) {
   memset(&mc, 0, sizeof mc);
   memset(&c, 0, sizeof c);
   mc.weights = type;
-  m = tfm_model_load(LLAMA, &mc);
+  m = tfm_model_load(TINY, &mc);
   CHECK(m && tfm_model_describe(m, &info) == TFM_OK);
   c.sequences = RAGGED;
   c.page_tokens = 4;
@@ -437,6 +437,7 @@ TEST(cache_types_are_close) {
   float *a, *b, range = 0, worst = 0;
   size_t v = (size_t)vocabulary_of(m), i;
   memset(&f32, 0, sizeof f32);
+  f32.cache = TFM_F32;
   half = f32;
   half.cache = TFM_F16;
   a = run_alone(m, &f32, PROMPT);

@@ -228,6 +228,36 @@ TEST(threads_change_no_bit) {
   golden_close(&g);
 }
 
+/* BF16 where the device has it, near F32; elsewhere the same bits as F32, and told so. */
+static void precision_on(tfm_device device) {
+  golden g;
+  tfm_trainer_config c;
+  tfm_trainer_info info;
+  tfm_step s[2];
+  int i, k;
+  if (!golden_open(&g, "llama-a", device)) return;
+  c = golden_config(&g);
+  for (i = 0; i < 2; i++) {
+    tfm_trainer *t;
+    c.precision = i ? TFM_BF16 : TFM_F32;
+    t = tfm_trainer_create(g.model, &c);
+    for (k = 0; k < 20; k++)
+      CHECK_EQ_INT(tfm_trainer_step(t, g.ids, g.targets, NULL, &s[i]), TFM_OK);
+    CHECK_EQ_INT(tfm_trainer_describe(t, &info), TFM_OK);
+    CHECK_EQ_INT(info.precision, i && t->dev.has_bf16 ? TFM_BF16 : TFM_F32);
+    tfm_trainer_free(t);
+  }
+  if (info.precision == TFM_F32) CHECK(memcmp(&s[0], &s[1], sizeof s[0]) == 0);
+  else CHECK(s[0].loss != s[1].loss && fabs(s[0].loss - s[1].loss) < 0.02 * s[0].loss);
+  golden_close(&g);
+}
+TEST(precision_is_asked_for) {
+  precision_on(TFM_REF);
+#ifdef TFM_USE_CPU
+  precision_on(TFM_CPU);
+#endif
+}
+
 TEST(accumulation_is_a_larger_batch) {
   golden g;
   tfm_step a, b;
@@ -413,6 +443,7 @@ TEST(recomputation_needs_less_memory) {
   s.context = 64;
   memset(&c, 0, sizeof c);
   c.batch = 8;
+  c.threads = 1; /* each thread has its own workspace besides */
   CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &all), TFM_OK);
   c.recompute = true;
   CHECK_EQ_INT(tfm_trainer_plan(&s, &c, &less), TFM_OK);

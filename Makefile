@@ -144,6 +144,10 @@ cuda-tests: $(CUDA_UNITS:%=$B/%)
 bench-cuda: ## the benchmark on a GPU, beside PyTorch: shapes of 124M, 1B and 8B; REPEAT=3
 	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda $B/cuda/bench $B/cuda/entries
 	@bench/cuda.sh $B/cuda
+cuda-archs: ## the CUDA companion for other GPUs: 80, 86, 89, 100, 120
+	for arch in 80 86 89 100 120; do \
+	  $(NVCC) -arch=sm_$$arch -O3 -c -o $B/transformer_cuda.$$arch.o transformer_cuda.cu || exit 1; \
+	done
 cuda-check: $B/transformer_cuda.o $B/cuda_host ## the CUDA companion's host side, no GPU needed
 format: ## clang-format on the lines that differ from the last commit
 	git clang-format --extensions c,h,cu,cpp
@@ -167,6 +171,6 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
 
 .PHONY: all examples tests bench lib lib-shared deps run test lint compat portability tsan \
-  fuzz cuda-check test-cuda cuda-tests bench-cuda format install uninstall clean help
+  fuzz cuda-archs cuda-check test-cuda cuda-tests bench-cuda format install uninstall clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:

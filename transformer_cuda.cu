@@ -1987,6 +1987,7 @@ __device__ static int cuda_choose(const float *logits, float *work, int n, const
   if (penalised && top > -INFINITY) {
     best = cuda_best_of(work, n, c);
     top = work[cuda_rank_id(best)];
+    __syncthreads(); /* all have read it */
   }
   if (!(top > -INFINITY) || !(s.temperature > 0) || top == INFINITY) return cuda_rank_id(best);
   for (i = threadIdx.x; i < n; i += CUDA_THREADS) work[i] = expf((work[i] - top) / s.temperature);

@@ -27,6 +27,7 @@ typedef struct options {
   const char *path, *write;
   int32_t prompt, tokens, batch, repeat, rows, depth;
   tfm_type cache;
+  double memory_rate, product_rate; /* a GPU's limits, bytes and operations a second, or 0 */
   bool json, check, load, deterministic;
 } options;
 
@@ -591,7 +592,7 @@ typedef struct figure {
   double median, best;         /* tokens per second */
   double gb_per_s, gflops;     /* at the median */
   double share;                /* of the limit; below zero: no ceiling was measured */
-  const char *bound;           /* "read", "fma" or "int8" */
+  const char *bound;           /* "read", "fma", "int8" or a GPU's "products" */
 } figure;
 
 static figure figure_of(const workload *w, double *rates, int32_t n, double read, double multiply,
@@ -643,7 +644,9 @@ static int measure(const options *o, const tfm_model_info *info, const run_state
   figure f;
   int32_t i;
   if (tfm_session_stats(r->sessions[0], &stats) != TFM_OK) return tool_fail();
-  if (strcmp(info->device, "cuda")) { /* a GPU's ceilings are not measured here */
+  read = o->memory_rate; /* a GPU's ceilings are not measured here */
+  multiply = o->product_rate;
+  if (strcmp(info->device, "cuda")) {
     uint64_t set = info->token_bytes < 1 << 20 ? 1 << 20 : info->token_bytes;
     read = read_ceiling(cores_or(stats.threads), set < 1 << 30 ? set : 1 << 30);
     multiply = bytes ? byte_ceiling(cores_or(stats.threads))
@@ -655,7 +658,8 @@ static int measure(const options *o, const tfm_model_info *info, const run_state
     if (time < 0) return tool_fail();
     rates[i] = each / time;
   }
-  f = figure_of(w, rates, o->repeat, read, multiply, bytes ? "int8" : "fma");
+  f = figure_of(w, rates, o->repeat, read, multiply,
+                bytes ? "int8" : o->product_rate > 0 ? "products" : "fma");
   print_figure(o, info, w, &f, stats.threads);
   return 0;
 }
@@ -987,7 +991,7 @@ static int run(const options *o) {
 
 enum {
   KEY_BATCH = 256 + 32, KEY_REPEAT, KEY_ROWS, KEY_DEPTH, KEY_JSON, KEY_CACHE, KEY_WRITE, KEY_CHECK,
-  KEY_LOAD, KEY_DETERMINISTIC
+  KEY_LOAD, KEY_DETERMINISTIC, KEY_MEMORY, KEY_PRODUCTS
 };
 
 static const struct argp_option option_list[] = {
@@ -1002,6 +1006,8 @@ static const struct argp_option option_list[] = {
   {"check", KEY_CHECK, NULL, 0, "Also compare logits with the reference's on the same weights", 0},
   {"deterministic", KEY_DETERMINISTIC, NULL, 0, "Bits do not depend on the batch", 0},
   {"load", KEY_LOAD, NULL, 0, "Only how long a MODEL takes to load, up to its first token", 0},
+  {"memory", KEY_MEMORY, "GB/S", 0, "What a GPU's memory gives: figures are held against it", 0},
+  {"products", KEY_PRODUCTS, "TFLOP/S", 0, "The same of its products of matrices", 0},
   {"json", KEY_JSON, NULL, 0, "One JSON object per line", 0},
   {"write", KEY_WRITE, "FILE", 0, "Only write the shape to FILE, for other programs", 0},
   {NULL, 0, NULL, 0, NULL, 0}};
@@ -1021,6 +1027,12 @@ static error_t set_option(int key, char *arg, struct argp_state *state) {
   case KEY_DEPTH: o->depth = (int32_t)tool_integer(state, "--depth", arg, 1, 1 << 20); return 0;
   case KEY_JSON: o->json = true; return 0;
   case KEY_CHECK: o->check = true; return 0;
+  case KEY_MEMORY:
+    o->memory_rate = 1e9 * (double)tool_number(state, "--memory", arg, 0, 1e6f);
+    return 0;
+  case KEY_PRODUCTS:
+    o->product_rate = 1e12 * (double)tool_number(state, "--products", arg, 0, 1e6f);
+    return 0;
   case KEY_LOAD: o->load = true; return 0;
   case KEY_DETERMINISTIC: o->deterministic = true; return 0;
   case KEY_WRITE: o->write = arg; return 0;

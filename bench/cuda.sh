@@ -1,9 +1,13 @@
 #!/usr/bin/env bash
 # cuda.sh FOLDER: the figures of a GPU that bench/results keeps, as lines of JSON, by the programs
 # in FOLDER, and PyTorch's where python3 has it. REPEAT=3; WORK=/tmp: where 16 GB may be written.
+# Figures are held against MEMORY GB/s and PRODUCTS TFLOP/s: what an H200 was measured to reach.
 set -u
 bin=${1:?the folder of bench and entries}
-run() { "$bin/bench" -d cuda --json --repeat "${REPEAT:-3}" "$@"; }
+run() {
+  "$bin/bench" -d cuda --json --repeat "${REPEAT:-3}" --memory "${MEMORY:-4360}" \
+    --products "${PRODUCTS:-790}" "$@"
+}
 
 for type in f16 q8_0 q4_0; do
   run shape:gpt2-124m --type $type -p 512 --rows 512 -n 256 --check

@@ -9,6 +9,8 @@ CFLAGS  ?= -O3 -march=native
 NVCC    ?= nvcc
 PREFIX  ?= /usr/local
 T       ?= 60
+PROMPT  ?= Once upon a time
+SEED    ?= 1
 WARN     = -Wall -Wextra
 LIBS     = -lm -lpthread
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
@@ -53,7 +55,7 @@ $B/%: examples/%.c $(HEADERS) $(OBJECTS) | $B
 $B/cpp: examples/cpp.cpp $(HEADERS) $(OBJECTS) | $B
 	$(CXX) -std=c++17 $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
 
-$B/bench: bench/bench.c $(HEADERS) $(OBJECTS) | $B
+$B/bench $B/entries: $B/%: bench/%.c $(HEADERS) $(OBJECTS) | $B
 	$(CC) $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
 
 $B/test_%: tests/test_%.c $(HEADERS) $(OBJECTS) | $B
@@ -110,17 +112,13 @@ $B/libtransformer.so: transformer.h transformer_cpu.c tests/api.txt | $B
 
 # ---- Using ----
 
-STORIES = ../shared/data/stories260K/stories260K.bin
-TINY    = tests/data/models/tiny
+TALES = examples/tales/tales.gguf
 
 deps: ## install what is missing (Debian, Ubuntu); does nothing when all is there
 	@.ci/deps all
-run: ## generate a text, with a real model where there is one
+run: ## a small model of our own goes on with a tale; PROMPT='...' SEED=1
 	@.ci/deps build && $(MAKE) --no-print-directory $B/generate
-	@if [ -f $(STORIES) ]; then echo "model: $(STORIES), trained on children's stories"; \
-	  $B/generate $(STORIES) -p "Once upon a time"; \
-	else echo "model: $(TINY), random weights: expect nonsense"; \
-	  $B/generate $(TINY) -p "Once upon a time"; fi
+	@$B/generate $(TALES) -p "$(PROMPT)" -n 150 -t 0.7 --top-p 0.9 --seed $(SEED)
 
 # ---- Checking: each suite closes with "N passed, N failed, N skipped"; run.sh adds them up ----
 
@@ -143,9 +141,13 @@ test-cuda: ## the tests that use a GPU, on a GPU: needs nvcc, a C compiler, stb_
 	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda cuda-tests
 cuda-tests: $(CUDA_UNITS:%=$B/%)
 	@tests/run.sh $^ tests/cuda_sanitize.sh
-bench-cuda: ## the benchmark on a GPU: shapes of 124M, 1B and 8B; REPEAT=3
-	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda $B/cuda/bench
-	@bench/cuda.sh $B/cuda/bench
+bench-cuda: ## the benchmark on a GPU, beside PyTorch: shapes of 124M, 1B and 8B; REPEAT=3
+	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda $B/cuda/bench $B/cuda/entries
+	@bench/cuda.sh $B/cuda
+cuda-archs: ## the CUDA companion for other GPUs: 80, 86, 89, 100, 120
+	for arch in 80 86 89 100 120; do \
+	  $(NVCC) -arch=sm_$$arch -O3 -c -o $B/transformer_cuda.$$arch.o transformer_cuda.cu || exit 1; \
+	done
 cuda-check: $B/transformer_cuda.o $B/cuda_host ## the CUDA companion's host side, no GPU needed
 format: ## clang-format on the lines that differ from the last commit
 	git clang-format --extensions c,h,cu,cpp
@@ -169,6 +171,6 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
 
 .PHONY: all examples tests bench lib lib-shared deps run test lint compat portability tsan \
-  fuzz cuda-check test-cuda cuda-tests bench-cuda format install uninstall clean help
+  fuzz cuda-archs cuda-check test-cuda cuda-tests bench-cuda format install uninstall clean help
 .DELETE_ON_ERROR:
 .SUFFIXES:

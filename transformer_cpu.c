@@ -115,8 +115,9 @@ static void cpu_release(tfm_dev *d, void *p, size_t bytes) {
 static bool cpu_has_amx(void);
 
 static tfm_status cpu_open(tfm_dev *d) {
-  d->state = NULL;
+  static const char amx[] = "tiles";
   d->has_bf16 = cpu_has_amx();
+  d->state = d->has_bf16 ? (void *)(uintptr_t)amx : NULL; /* all that is to be known */
   return TFM_OK;
 }
 
@@ -158,9 +159,12 @@ static size_t cpu_quantised_bytes(int32_t cols) { /* never 0 */
   return cpu_align(((size_t)cols / CPU_GROUP + 1) * sizeof(cpu_group));
 }
 
-/* Of rows as long, so many are quantised at a time: even parts. */
-static int32_t cpu_quantised_rows(int32_t rows, int32_t cols) {
-  size_t most = CPU_SCRATCH / cpu_quantised_bytes(cols), parts;
+/* The same in bf16: whole tiles of 32, and a line more, so that rows begin in different lines. */
+static size_t cpu_brain_bytes(int32_t cols) { return cpu_align(2 * (size_t)cols) + CPU_ALIGN; }
+
+/* Of rows of as many bytes, so many are made at a time: even parts. */
+static int32_t cpu_quantised_rows(int32_t rows, size_t row_bytes) {
+  size_t most = CPU_SCRATCH / row_bytes, parts;
   if (most < 1) most = 1;
   parts = ((size_t)rows + most - 1) / most;
   return parts ? (int32_t)(((size_t)rows + parts - 1) / parts) : 1;
@@ -175,18 +179,20 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
                              int32_t context) {
   const int32_t cols[] = {net->width, net->heads * net->head_width, net->ffn_width,
                           net->expert_width};
-  size_t most = 0, bytes, i;
+  const size_t beyond = d->state ? CPU_ROWS - 1 : 0; /* rows that tiles take in, and none uses */
+  size_t most = 0, bytes, row, i;
   int32_t slots = rows > sequences ? rows : sequences;
   (void)context;
   if (slots < 16) slots = 16; /* rows that the engine turns to logits together */
   if (net->experts_used > 1) slots *= net->experts_used;
-  for (i = 0; i < sizeof cols / sizeof *cols; i++) {
-    bytes = (size_t)cpu_quantised_rows(slots, cols[i]) * cpu_quantised_bytes(cols[i]);
-    if (bytes > most) most = bytes;
+  for (i = 0; i < 2 * (sizeof cols / sizeof *cols); i++) {
+    row = i % 2 ? cpu_brain_bytes(cols[i / 2]) : cpu_quantised_bytes(cols[i / 2]);
+    bytes = ((size_t)cpu_quantised_rows(slots, row) + beyond) * row;
+    if (bytes > most && (i % 2 == 0 || d->state)) most = bytes;
   }
   if (net->embed.roles & TFM_ROLE_GRADIENT && most < (size_t)d->threads * CPU_TRAIN_BYTES)
     most = (size_t)d->threads * CPU_TRAIN_BYTES;
-  if (d->products == TFM_BF16 && most < 2 * CPU_SIDE) most = 2 * CPU_SIDE;
+  if (d->products == TFM_BF16) most += 2 * CPU_SIDE;
   return (size_t)d->threads * CPU_TILE_BYTES + most;
 }
 
@@ -742,9 +748,10 @@ typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. 
   const tfm_routing *routing; /* NULL: a plain matrix */
   bool spread;
   int32_t first, rows;
-  uint8_t *quantised;         /* [rows] of these rows */
+  uint8_t *quantised;         /* [rows] of these rows: groups, or values of bf16 */
   size_t quantised_bytes;     /* of a row */
   uint8_t *work;              /* CPU_TILE_BYTES of each thread */
+  bool tiles, brains;         /* there is AMX; and the weight, all of bf16, is multiplied by it */
 } cpu_product;
 
 /* One panel or more of W. Of float types: out[i * CPU_OUT + j] = x[i] . row j of the panels. Of
@@ -787,6 +794,14 @@ static bool cpu_is_quantised(const tfm_weight *w) { /* at least a part of it */
   for (i = 0; i < packed->stripes; i++)
     if (cpu_has_blocks((int)packed->stripe[i].type)) return true;
   return false;
+}
+
+static bool cpu_is_brain(const tfm_weight *w) { /* all of it of bf16 */
+  const cpu_weight *packed = cpu_weight_of(w);
+  int32_t i;
+  for (i = 0; i < packed->stripes; i++)
+    if (packed->stripe[i].type != TFM_BF16) return false;
+  return true;
 }
 
 /* A row of x in the form that a stripe's tiles take. */
@@ -1019,6 +1034,38 @@ typedef struct cpu_attn_bwd_job {
 #define CPU_UNROLL
 #endif
 
+/* Tiles of AMX, which Linux saves for a process that asked for them; or a test's own, in C. */
+#if defined(TFM_CPU_AMX_STANDIN)
+#define CPU_AMX 1
+#elif defined(CPU_X86) && defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 12) && \
+    (defined(__clang__) || __GNUC__ >= 11)
+#define CPU_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define CPU_AMX 0
+#endif
+
+#if CPU_AMX /* see below; false: not theirs */
+static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t);
+static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+                             int32_t n, int32_t col, int32_t worker);
+static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker);
+#elif defined(CPU_X86) || defined(CPU_ARM)
+static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
+  (void)d, (void)t;
+  return false;
+}
+static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+                             int32_t n, int32_t col, int32_t worker) {
+  (void)t, (void)stripe, (void)panel, (void)n, (void)col, (void)worker;
+  return false;
+}
+static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker) {
+  (void)context, (void)begin, (void)end, (void)worker;
+}
+#endif
+
 #if defined(CPU_X86)
 #if !defined(__clang__)
 #pragma GCC diagnostic push /* of gcc 12's own, once they are inlined */
@@ -1030,20 +1077,6 @@ typedef struct cpu_attn_bwd_job {
 #if !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
-
-/* Tiles of AMX, which Linux saves for a process that asked for them; or a test's own, in C. */
-#if defined(TFM_CPU_AMX_STANDIN)
-#define CPU_AMX 1
-#elif defined(__linux__) && (!defined(__clang__) || __clang_major__ >= 12) && \
-    (defined(__clang__) || __GNUC__ >= 11)
-#define CPU_AMX 1
-#include <sys/syscall.h>
-#include <unistd.h>
-#else
-#define CPU_AMX 0
-#endif
-
-static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t);
 
 #define CPU_LEVEL avx2
 #define CPU_LANES 8
@@ -1112,12 +1145,7 @@ static bool cpu_has_amx(void) {
 
 /* ---- Products of bf16, in tiles ---- */
 
-#if !CPU_AMX
-static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
-  (void)d, (void)t;
-  return false;
-}
-#else
+#if CPU_AMX
 #define CPU_LEVEL avx512 /* V(...): what is taken from there */
 CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
 #if defined(TFM_CPU_AMX_STANDIN)
@@ -1125,10 +1153,11 @@ CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-
 #endif
 
 /* A tile holds 16 rows of 64 bytes. One of a has 16 rows of 32 terms; one of b has 16 pairs of
-   terms of 16 columns, so the terms of a pair lie side by side. Both operands are packed so, each
-   tile in one piece, by all threads, before all threads multiply: 32 rows by 32 columns are four
-   tiles of sums. Terms that are missing are zeros. An element's sum has the same order whatever the
-   block, the item and the thread. */
+   terms of 16 columns, so the terms of a pair lie side by side. b is packed so, each tile in one
+   piece, by all threads; a too where it is used column by column (dw), else 32 rows at a time by
+   the thread that multiplies them. 32 rows by 32 columns are four tiles of sums. Terms that are
+   missing are zeros. An element's sum has the same order whatever the block, the item and the
+   thread. */
 enum { CPU_TILE_ROWS = 16, CPU_TERMS = 32, CPU_TILE_SIZE = 1024, CPU_GROUPS = 4 };
 
 typedef struct cpu_tiled { /* a block of a product: these rows and columns of c, these terms */
@@ -1136,24 +1165,30 @@ typedef struct cpu_tiled { /* a block of a product: these rows and columns of c,
   int32_t row, rows, col, cols, k, depth;
   int32_t steps;     /* tiles along depth */
   int32_t wide;      /* columns of an item */
-  uint8_t *a, *b;    /* [rows / 16][steps] and [cols / 16][steps] tiles */
+  uint8_t *a, *b;    /* [rows / 16][steps] and [cols / 16][steps] tiles; a NULL: by the items */
 } cpu_tiled;
+
+/* 16 floats, n of them there, which may be none. */
+CPU_INLINE __m512 cpu_sixteen(const float *p, int32_t n) {
+  if (n >= 16) return V(load)(p);
+  return n > 0 ? V(load_some)(p, n) : _mm512_setzero_ps();
+}
 
 /* 32 terms of a row, n of them there: 16 pairs. */
 CPU_INLINE __m512i cpu_pairs_along(const float *row, int32_t n) {
-  __m512 low = _mm512_setzero_ps(), high = low;
-  if (row) low = V(load_some)(row, n);
-  if (row && n > 16) high = V(load_some)(row + 16, n - 16);
-  return (__m512i)_mm512_cvtne2ps_pbh(high, low);
+  if (!row) return _mm512_setzero_si512();
+  return (__m512i)_mm512_cvtne2ps_pbh(cpu_sixteen(row + 16, n - 16), cpu_sixteen(row, n));
 }
 
-/* Of 16 columns, n of them there: a term of each, from one row, beside the next, from another. */
-CPU_INLINE __m512i cpu_pairs_across(const float *first, const float *second, int32_t n) {
+/* Of 16 columns from col on, n of them there: a term of each, from one row, beside the next, from
+   another. */
+CPU_INLINE __m512i cpu_pairs_across(const float *first, const float *second, int32_t col,
+                                    int32_t n) {
   const __m512i deal = _mm512_set_epi16(
       31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
       3, 18, 2, 17, 1, 16, 0);
-  __m512 low = first ? V(load_some)(first, n) : _mm512_setzero_ps();
-  __m512 high = second ? V(load_some)(second, n) : _mm512_setzero_ps();
+  __m512 low = cpu_sixteen(first + col, first ? n : 0);
+  __m512 high = cpu_sixteen(second + col, second ? n : 0);
   return _mm512_permutexvar_epi16(deal, (__m512i)_mm512_cvtne2ps_pbh(high, low));
 }
 
@@ -1183,7 +1218,7 @@ CPU_INLINE void cpu_turn_pairs(__m512i *v) {
   }
 }
 
-/* A row in memory of operand a, or b: of its terms, or (see below) of its rows or columns. */
+/* A row in memory of operand a, or b: of its terms, or of its rows or columns. */
 CPU_INLINE const float *cpu_tiled_line(const cpu_gemm *t, bool a, int32_t i) {
   return a ? cpu_gemm_a(t, i) : cpu_gemm_b(t, i, 0);
 }
@@ -1193,80 +1228,119 @@ CPU_INLINE bool cpu_terms_run_along(const cpu_gemm *t, bool a) {
   return a ? t->form != CPU_DW : t->form == CPU_FORWARD;
 }
 
-/* Rows or columns first .. first + n - 1, terms k .. k + depth - 1; the rest of the tile is 0. */
-static void cpu_pack_tile(uint8_t *to, const cpu_gemm *t, bool a, int32_t first, int32_t n,
-                          int32_t k, int32_t depth) {
-  const bool along = cpu_terms_run_along(t, a);
-  __m512i v[CPU_TILE_ROWS];
+CPU_INLINE void cpu_tile_store(uint8_t *to, const __m512i *v) {
   int i;
-  for (i = 0; i < CPU_TILE_ROWS; i++)
-    if (along) v[i] = cpu_pairs_along(i < n ? cpu_tiled_line(t, a, first + i) + k : NULL, depth);
-    else
-      v[i] = cpu_pairs_across(
-          2 * i < depth && n > 0 ? cpu_tiled_line(t, a, k + 2 * i) + first : NULL,
-          2 * i + 1 < depth && n > 0 ? cpu_tiled_line(t, a, k + 2 * i + 1) + first : NULL, n);
-  if (along != a) cpu_turn_pairs(v);
   for (i = 0; i < CPU_TILE_ROWS; i++) _mm512_store_si512(to + 64 * i, v[i]);
 }
 
-/* Four groups of 16 rows or columns, in the order in which they lie in memory. */
-static void cpu_pack_groups(const cpu_tiled *p, bool a, int32_t first) {
-  const bool along = cpu_terms_run_along(p->t, a);
-  const int32_t count = a ? p->rows : p->cols, from = a ? p->row : p->col;
-  uint8_t *to = a ? p->a : p->b;
-  int32_t i, group, step, n;
-  for (i = 0; i < CPU_GROUPS * p->steps; i++) {
-    group = first + (along ? i / p->steps : i % CPU_GROUPS);
-    step = along ? i % p->steps : i / CPU_GROUPS;
-    n = cpu_min(CPU_TILE_ROWS, count - group * CPU_TILE_ROWS);
-    cpu_pack_tile(to + ((int64_t)group * p->steps + step) * CPU_TILE_SIZE, p->t, a,
-                  from + group * CPU_TILE_ROWS, n, p->k + step * CPU_TERMS,
-                  cpu_min(CPU_TERMS, p->depth - step * CPU_TERMS));
+/* Rows or columns first .. first + n - 1, 16 at most, where terms run along: all their tiles. */
+static void cpu_pack_along(uint8_t *to, const cpu_tiled *p, bool a, int32_t first, int32_t n) {
+  const float *line[CPU_TILE_ROWS];
+  __m512i v[CPU_TILE_ROWS];
+  int32_t step, left;
+  int i;
+  for (i = 0; i < CPU_TILE_ROWS; i++)
+    line[i] = i < n ? cpu_tiled_line(p->t, a, first + i) + p->k : NULL;
+  for (step = 0; step < p->steps; step++, to += CPU_TILE_SIZE) {
+    left = p->depth - step * CPU_TERMS;
+    for (i = 0; i < CPU_TILE_ROWS; i++)
+      v[i] = cpu_pairs_along(line[i] ? line[i] + step * CPU_TERMS : NULL, left);
+    if (!a) cpu_turn_pairs(v);
+    cpu_tile_store(to, v);
   }
+}
+
+/* The same where terms run across, of four groups of 16, n rows or columns altogether. */
+static void cpu_pack_across(uint8_t *to, const cpu_tiled *p, bool a, int32_t first, int32_t n) {
+  const float *line[CPU_TERMS];
+  __m512i v[CPU_TILE_ROWS];
+  int32_t step, group, left;
+  int i;
+  for (step = 0; step < p->steps; step++)
+    for (group = 0; group < CPU_GROUPS; group++) {
+      for (i = 0; i < CPU_TERMS && group == 0; i++) {
+        int32_t k = step * CPU_TERMS + i;
+        line[i] = k < p->depth ? cpu_tiled_line(p->t, a, p->k + k) + first : NULL;
+      }
+      left = n - group * CPU_TILE_ROWS;
+      for (i = 0; i < CPU_TILE_ROWS; i++)
+        v[i] = cpu_pairs_across(line[2 * i], line[2 * i + 1], group * CPU_TILE_ROWS, left);
+      if (a) cpu_turn_pairs(v);
+      cpu_tile_store(to + ((int64_t)group * p->steps + step) * CPU_TILE_SIZE, v);
+    }
+}
+
+/* Four groups of 16 rows or columns. */
+static void cpu_pack_groups(const cpu_tiled *p, bool a, int32_t first) {
+  const int32_t from = (a ? p->row : p->col) + first;
+  const int32_t n = cpu_min(CPU_GROUPS * CPU_TILE_ROWS, (a ? p->rows : p->cols) - first);
+  uint8_t *to = (a ? p->a : p->b) + (int64_t)(first / CPU_TILE_ROWS) * p->steps * CPU_TILE_SIZE;
+  int32_t i;
+  if (!cpu_terms_run_along(p->t, a)) cpu_pack_across(to, p, a, from, n);
+  else
+    for (i = 0; i < CPU_GROUPS; i++, to += (int64_t)p->steps * CPU_TILE_SIZE)
+      cpu_pack_along(to, p, a, from + i * CPU_TILE_ROWS, n - i * CPU_TILE_ROWS);
 }
 
 static int32_t cpu_pack_items_of(int32_t n) { /* rows or columns */
   return (n + CPU_GROUPS * CPU_TILE_ROWS - 1) / (CPU_GROUPS * CPU_TILE_ROWS);
 }
 
-/* Items of a, then of b. */
+/* Items of b, then of a. */
 static void cpu_pack_items(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_tiled *p = (const cpu_tiled *)context;
-  int32_t of_a = cpu_pack_items_of(p->rows), i;
+  int32_t of_b = cpu_pack_items_of(p->cols), i;
   (void)worker;
   for (i = begin; i < end; i++)
-    cpu_pack_groups(p, i < of_a, (i < of_a ? i : i - of_a) * CPU_GROUPS);
+    cpu_pack_groups(p, i >= of_b, (i < of_b ? i : i - of_b) * CPU_GROUPS * CPU_TILE_ROWS);
 }
 
-static void cpu_tiles_begin(void) { /* eight tiles of 16 rows of 64 bytes */
+/* Eight tiles: sums 0 to 3; a in 4 and 5, of so many bytes a row; b in 6 and 7. */
+static void cpu_tiles_begin(int bytes) {
   uint8_t config[64] __attribute__((aligned(64))) = {1}; /* palette; [16]: bytes; [48]: rows */
   int i;
   for (i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = CPU_TILE_ROWS;
+  for (i = 4; i < 6; i++) {
+    config[16 + 2 * i] = (uint8_t)bytes;
+    config[50 + i] = (uint8_t)(bytes / 4);
+  }
   _tile_loadconfig(config);
 }
 
-/* out [32][32], of rows `stride` floats apart. */
-CPU_INLINE void cpu_tiles_multiply(float *out, int32_t stride, const uint8_t *a, const uint8_t *b,
-                                   int32_t steps) {
-  const size_t next = (size_t)steps * CPU_TILE_SIZE, bytes = (size_t)stride * sizeof *out;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
-  for (; steps; steps--, a += CPU_TILE_SIZE, b += CPU_TILE_SIZE) {
-    _tile_loadd(4, a, 64);
-    _tile_loadd(6, b, 64);
-    _tile_loadd(5, a + next, 64);
+typedef struct cpu_walk { /* through tiles of an operand, in pairs, the second tile `next` away */
+  const uint8_t *at;
+  size_t row, next, step; /* bytes */
+} cpu_walk;
+
+/* out [32][32], of rows so many bytes apart, (+)= 32 rows of a times 32 columns of b. */
+CPU_INLINE void cpu_tiles_multiply(float *out, size_t row, cpu_walk a, cpu_walk b, int32_t steps,
+                                   bool more) {
+  uint8_t *at = (uint8_t *)out, *below = at + CPU_TILE_ROWS * row;
+  if (more) {
+    _tile_loadd(0, at, row);
+    _tile_loadd(1, at + 64, row);
+    _tile_loadd(2, below, row);
+    _tile_loadd(3, below + 64, row);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (; steps; steps--, a.at += a.step, b.at += b.step) {
+    _tile_loadd(4, a.at, a.row);
+    _tile_loadd(6, b.at, b.row);
+    _tile_loadd(5, a.at + a.next, a.row);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b + next, 64);
+    _tile_loadd(7, b.at + b.next, b.row);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(3, 5, 7);
   }
-  _tile_stored(0, out, bytes);
-  _tile_stored(1, out + CPU_TILE_ROWS, bytes);
-  _tile_stored(2, out + CPU_TILE_ROWS * (int64_t)stride, bytes);
-  _tile_stored(3, out + CPU_TILE_ROWS * (int64_t)stride + CPU_TILE_ROWS, bytes);
+  _tile_stored(0, at, row);
+  _tile_stored(1, at + 64, row);
+  _tile_stored(2, below, row);
+  _tile_stored(3, below + 64, row);
 }
 
 /* Where the sums of 32 rows will go to is asked for. */
@@ -1281,47 +1355,69 @@ static void cpu_tiles_expect(const cpu_tiled *p, int32_t row, int32_t rows, int3
 
 static int32_t cpu_tiled_rows(const cpu_tiled *p) { return (p->rows + CPU_ROWS - 1) / CPU_ROWS; }
 
-/* Items are (some columns, 32 rows), rows running fastest. */
+/* The tiles of 32 rows of a: packed by all threads, or now. */
+static const uint8_t *cpu_tiles_of_a(const cpu_tiled *p, int32_t row, int32_t worker) {
+  const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
+  uint8_t *own = cpu_quantised_at(p->t->d) + (size_t)worker * CPU_TRAIN_BYTES;
+  if (p->a) return p->a + row / CPU_TILE_ROWS * group;
+  cpu_pack_along(own, p, true, p->row + row, p->rows - row);
+  cpu_pack_along(own + group, p, true, p->row + row + CPU_TILE_ROWS,
+                 p->rows - row - CPU_TILE_ROWS);
+  return own;
+}
+
+/* 32 rows of a times columns col .. col + cols - 1, as many as an item may have at a time. */
+static void cpu_tiles_run(const cpu_tiled *p, const uint8_t *a, float *out, int32_t row,
+                          int32_t col, int32_t cols) {
+  const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
+  int32_t rows = cpu_min(CPU_ROWS, p->rows - row), i;
+  cpu_walk x = {a, 64, (size_t)group, CPU_TILE_SIZE}, w = x;
+  cpu_tiles_expect(p, row, rows, col, cols);
+  for (i = 0; i < cols; i += CPU_ROWS) {
+    w.at = p->b + (col + i) / CPU_TILE_ROWS * group;
+    cpu_tiles_multiply(out + i, CPU_ABREAST * sizeof *out, x, w, p->steps, false);
+  }
+  for (i = 0; i < rows; i++)
+    V(finish)(p->t, cpu_gemm_c(p->t, p->row + row + i), p->col + col, out + i * CPU_ABREAST, cols);
+}
+
+/* Items are (some columns, 32 rows), rows running fastest, so that b's part stays near. */
 static void cpu_tiles_items(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_tiled *p = (const cpu_tiled *)context;
-  const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
   float *out = (float *)(void *)((uint8_t *)p->t->d->work + (size_t)worker * CPU_TILE_BYTES);
-  int32_t item, row, rows, col, cols, i;
-  cpu_tiles_begin();
+  int32_t item, row, col, last;
+  const uint8_t *a;
+  cpu_tiles_begin(64);
   for (item = begin; item < end; item++) {
     row = item % cpu_tiled_rows(p) * CPU_ROWS;
-    rows = cpu_min(CPU_ROWS, p->rows - row);
     col = item / cpu_tiled_rows(p) * p->wide;
-    cols = cpu_min(p->wide, p->cols - col);
-    cpu_tiles_expect(p, row, rows, col, cols);
-    for (i = 0; i < cols; i += CPU_ROWS)
-      cpu_tiles_multiply(out + i, CPU_ABREAST, p->a + row / CPU_TILE_ROWS * group,
-                         p->b + (col + i) / CPU_TILE_ROWS * group, p->steps);
-    for (i = 0; i < rows; i++)
-      V(finish)(p->t, cpu_gemm_c(p->t, p->row + row + i), p->col + col, out + i * CPU_ABREAST,
-                cols);
+    last = cpu_min(col + p->wide, p->cols);
+    a = cpu_tiles_of_a(p, row, worker);
+    for (; col < last; col += CPU_ABREAST)
+      cpu_tiles_run(p, a, out, row, col, cpu_min(CPU_ABREAST, last - col));
   }
   _tile_release();
 }
 
-/* a: whether that is not packed yet. */
-static void cpu_tiles_block(cpu_tiled *p, bool a) {
+/* Columns of an item: what of b stays in the second cache, but several items for each thread. */
+static int32_t cpu_tiles_wide(const cpu_tiled *p) {
+  int32_t panels = cpu_min(cpu_panels(p->cols), CPU_SIDE / 4 / (2 * CPU_TILE_SIZE) / p->steps);
+  while (panels > 1 && cpu_tiled_rows(p) * (cpu_panels(p->cols) / panels) < 3 * p->t->d->threads)
+    panels = (panels + 1) / 2;
+  return (panels > 0 ? panels : 1) * CPU_ROWS;
+}
+
+/* packed: whether what of a is packed beforehand is already. */
+static void cpu_tiles_block(cpu_tiled *p, bool packed) {
   tfm_dev *d = p->t->d;
-  int32_t of_a = cpu_pack_items_of(p->rows), items;
+  int32_t of_a = packed || p->t->form != CPU_DW ? 0 : cpu_pack_items_of(p->rows);
   p->steps = (p->depth + CPU_TERMS - 1) / CPU_TERMS;
-  p->a = cpu_quantised_at(d);
-  p->b = p->a + CPU_SIDE;
-  if (a) tfm_parallel_for(d, of_a + cpu_pack_items_of(p->cols), 1, cpu_pack_items, p);
-  else {
-    cpu_tiled only = *p;
-    only.rows = 0;
-    tfm_parallel_for(d, cpu_pack_items_of(p->cols), 1, cpu_pack_items, &only);
-  }
-  for (p->wide = CPU_ABREAST;; p->wide /= 2) { /* several items for each thread */
-    items = cpu_tiled_rows(p) * ((p->cols + p->wide - 1) / p->wide);
-    if (items >= 4 * d->threads || p->wide == CPU_ROWS) break;
-  }
-  tfm_parallel_for(d, items, 1, cpu_tiles_items, p);
+  p->b = cpu_quantised_at(d) + (size_t)d->threads * CPU_TRAIN_BYTES;
+  p->a = p->t->form == CPU_DW ? p->b + CPU_SIDE : NULL;
+  p->wide = cpu_tiles_wide(p);
+  tfm_parallel_for(d, cpu_pack_items_of(p->cols) + of_a, 1, cpu_pack_items, p);
+  tfm_parallel_for(d, cpu_tiled_rows(p) * ((p->cols + p->wide - 1) / p->wide), 1, cpu_tiles_items,
+                   p);
 }
 
 /* Rows, or columns, of as many terms that fit a side: whole items of packing. */
@@ -1348,10 +1444,256 @@ static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *g) {
       p.rows = cpu_min(most, g->rows - p.row);
       for (p.col = 0; p.col < g->cols; p.col += p.cols) {
         p.cols = cpu_min(most, g->cols - p.col);
-        cpu_tiles_block(&p, p.col == 0);
+        cpu_tiles_block(&p, p.col > 0);
       }
     }
   }
+  return true;
+}
+
+/* ---- Packed weights in tiles ----
+   Of bf16: x is rounded to it as well, always, so that a row of x alone has the bits that it has
+   among others; one row is multiplied by vectors, in the order of the tile's sums. Of blocks: the
+   same integers as without tiles, and the same scales, so the same bits; few rows are left to
+   these. A thread's memory holds sums [rows][32], a chunk of a panel, and integers. */
+enum {
+  CPU_TILES_OUT = 256 * CPU_ROWS * 4,  /* bytes of sums: 256 rows of bf16, */
+  CPU_TILES_MANY = 192, CPU_TILES_FEW = 8, /* of blocks; fewer are not worth a tile */
+  CPU_TILED_PIECE = CPU_ROWS * (4 + 4 + 32) /* scales, lowest values, numbers of 32 columns */
+};
+
+/* Rows of x in bf16, zeros after them. */
+static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_product *t = (const cpu_product *)context;
+  int32_t i, col;
+  (void)worker;
+  for (i = begin; i < end; i++) {
+    const float *x = cpu_row(t->x, t->first + i);
+    uint8_t *to = t->quantised + (size_t)i * t->quantised_bytes;
+    for (col = 0; col < t->x.cols; col += CPU_TERMS, to += 2 * CPU_TERMS)
+      _mm512_store_si512(to, cpu_pairs_along(x + col, t->x.cols - col));
+  }
+}
+
+/* One row of x times panels of W: per 32 columns, even and odd ones have sums of their own, as a
+   tile has; denormals are zeros. out [panels][32]. */
+CPU_INLINE void cpu_brain_line(float *out, const uint8_t *x, const uint8_t *w, size_t panel_bytes,
+                               int32_t cols, const int panels) {
+  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+  const unsigned control = _mm_getcsr();
+  __m512 sum[4][2], part[4][2][2], x_of[2];
+  int32_t col, k;
+  int p, i;
+  _mm_setcsr(control | 0x8040);
+  for (p = 0; p < panels; p++) sum[p][0] = sum[p][1] = _mm512_setzero_ps();
+  for (col = 0; col < cols; col += CPU_TERMS) {
+    for (p = 0; p < panels; p++)
+      for (i = 0; i < 4; i++) part[p][i / 2][i % 2] = _mm512_setzero_ps();
+    for (k = col; k < cpu_min(col + CPU_TERMS, cols); k += 2, x += 4) {
+      __m512i pair = _mm512_set1_epi32((int32_t)cpu_dword(x));
+      x_of[0] = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
+      x_of[1] = _mm512_castsi512_ps(_mm512_and_si512(pair, upper));
+      for (p = 0; p < panels; p++)
+        for (i = 0; i < 2 && k + i < cols; i++) { /* rows 0 to 15 in the lower halves */
+          const uint8_t *at = w + (size_t)p * panel_bytes + (size_t)(k + i) * 2 * CPU_ROWS;
+          __m512i both = _mm512_loadu_si512(at);
+          __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+          __m512 high = _mm512_castsi512_ps(_mm512_and_si512(both, upper));
+          __builtin_prefetch(at + CPU_AHEAD);
+          part[p][0][i] = _mm512_fmadd_ps(x_of[i], low, part[p][0][i]);
+          part[p][1][i] = _mm512_fmadd_ps(x_of[i], high, part[p][1][i]);
+        }
+    }
+    for (p = 0; p < panels; p++)
+      for (i = 0; i < 2; i++)
+        sum[p][i] = _mm512_add_ps(sum[p][i], _mm512_add_ps(part[p][i][0], part[p][i][1]));
+  }
+  _mm_setcsr(control);
+  for (p = 0; p < 2 * panels; p++) _mm512_storeu_ps(out + 16 * p, sum[p / 2][p % 2]);
+}
+
+/* n columns of a panel of bf16: per 32 of them, a tile of rows 0 to 15 and one of the others. */
+static void cpu_brain_tiles(uint8_t *to, const uint8_t *w, int32_t n) {
+  const __mmask32 odd = 0xaaaaaaaa;
+  int32_t k, last = (n + CPU_TERMS - 1) / CPU_TERMS * CPU_TERMS;
+  for (k = 0; k < last; k += 2, w += 4 * CPU_ROWS) {
+    uint8_t *at = to + k / CPU_TERMS * 2 * CPU_TILE_SIZE + k % CPU_TERMS * 32;
+    __m512i first = k < n ? _mm512_loadu_si512(w) : _mm512_setzero_si512();
+    __m512i second = k + 1 < n ? _mm512_loadu_si512(w + 64) : _mm512_setzero_si512();
+    __builtin_prefetch(w + CPU_AHEAD), __builtin_prefetch(w + CPU_AHEAD + 64);
+    _mm512_store_si512(at, _mm512_mask_blend_epi16(odd, first, _mm512_slli_epi32(second, 16)));
+    _mm512_store_si512(at + CPU_TILE_SIZE,
+                       _mm512_mask_blend_epi16(odd, _mm512_srli_epi32(first, 16), second));
+  }
+}
+
+/* A panel of bf16 times n rows of x, from x on. */
+static void cpu_brain_panel(const cpu_product *t, float *out, const uint8_t *x, int32_t n,
+                            const uint8_t *w) {
+  uint8_t *room = (uint8_t *)out + CPU_TILES_OUT;
+  cpu_walk a = {x, t->quantised_bytes, CPU_TILE_ROWS * t->quantised_bytes, 2 * CPU_TERMS};
+  const cpu_walk b = {room, 64, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE};
+  int32_t k, i, cols, steps;
+  for (k = 0; k < t->x.cols; k += cols) {
+    cols = cpu_min(CPU_CHUNK, t->x.cols - k);
+    steps = (cols + CPU_TERMS - 1) / CPU_TERMS;
+    cpu_brain_tiles(room, w + (size_t)k * 2 * CPU_ROWS, cols);
+    for (i = 0; i < n; i += CPU_ROWS) {
+      a.at = x + (size_t)i * t->quantised_bytes + 2 * (size_t)k;
+      cpu_tiles_multiply(out + i * CPU_ROWS, CPU_ROWS * sizeof *out, a, b, steps, k > 0);
+    }
+  }
+}
+
+/* cols columns of a panel of blocks: per 32, floats of scales and lowest values, then numbers. */
+CPU_INLINE void cpu_tiles_unpack_as(uint8_t *to, const uint8_t *w, int32_t cols, const int type) {
+  const __m512i more = _mm512_set1_epi8((char)cpu_more(type));
+  int32_t b;
+  int j, u;
+  for (b = 0; b < cols / 32; b++, to += CPU_TILED_PIECE) {
+    const uint8_t *front, *at = cpu_piece_at(&front, w, type, b);
+    for (u = 0; u < cpu_layouts[type].low; u++) __builtin_prefetch(at + CPU_AHEAD + 128 * u);
+    for (j = 0; j < 2; j++) {
+      _mm512_store_ps(to + 64 * j, V(scales)(front, at, type, 0, j));
+      if (V(has_low)(type)) _mm512_store_ps(to + 128 + 64 * j, V(scales)(front, at, type, 2, j));
+      for (u = 0; u < 8; u++)
+        _mm512_store_si512(to + 256 + 128 * u + 64 * j,
+                           _mm512_sub_epi8(V(numbers)(at, type, u, j), more));
+    }
+  }
+}
+
+/* False: not a type for tiles. *low: whether it has lowest values. */
+static bool cpu_tiles_unpack(uint8_t *to, const uint8_t *w, int32_t cols, tfm_type type,
+                             bool *low) {
+  *low = V(has_low)((int)type);
+  switch (type) {
+    case TFM_Q8_0: cpu_tiles_unpack_as(to, w, cols, TFM_Q8_0); return true;
+    case TFM_Q4_0: cpu_tiles_unpack_as(to, w, cols, TFM_Q4_0); return true;
+    case TFM_Q4_1: cpu_tiles_unpack_as(to, w, cols, TFM_Q4_1); return true;
+    case TFM_Q5_0: cpu_tiles_unpack_as(to, w, cols, TFM_Q5_0); return true;
+    case TFM_Q5_1: cpu_tiles_unpack_as(to, w, cols, TFM_Q5_1); return true;
+    case TFM_Q4_K: cpu_tiles_unpack_as(to, w, cols, TFM_Q4_K); return true;
+    case TFM_Q5_K: cpu_tiles_unpack_as(to, w, cols, TFM_Q5_K); return true;
+    default: return false;
+  }
+}
+
+/* dots [blocks][32][32] of 32 rows of x, columns of one of their groups; two: more than 16 rows. */
+CPU_INLINE void cpu_tiles_dots(int32_t *dots, const uint8_t *x, size_t row, const uint8_t *w,
+                               int32_t blocks, bool two) {
+  int32_t b;
+  for (b = 0; b < blocks; b++, x += 32, w += CPU_TILED_PIECE, dots += CPU_ROWS * CPU_ROWS) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_loadd(4, x, row);
+    _tile_loadd(6, w + 256, 128);
+    _tile_loadd(7, w + 320, 128);
+    _tile_dpbssd(0, 4, 6);
+    _tile_dpbssd(1, 4, 7);
+    _tile_stored(0, dots, 128);
+    _tile_stored(1, dots + 16, 128);
+    if (!two) continue;
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_loadd(5, x + CPU_TILE_ROWS * row, row);
+    _tile_dpbssd(2, 5, 6);
+    _tile_dpbssd(3, 5, 7);
+    _tile_stored(2, dots + CPU_TILE_ROWS * CPU_ROWS, 128);
+    _tile_stored(3, dots + CPU_TILE_ROWS * CPU_ROWS + 16, 128);
+  }
+}
+
+/* out [n][32] += dots, with the scales of W and of a group of x, added up as V(block_tile) does. */
+CPU_INLINE void cpu_tiles_scale(float *out, const int32_t *dots, const uint8_t *x, size_t row,
+                                int32_t n, const uint8_t *w, const int blocks, const bool low) {
+  int32_t i;
+  int b, j;
+  for (i = 0; i < n; i++, x += row, out += CPU_ROWS, dots += CPU_ROWS) {
+    const cpu_group *g = (const cpu_group *)(const void *)x;
+    for (j = 0; j < 2; j++) {
+      __m512 sum = _mm512_setzero_ps();
+      for (b = 0; b < blocks; b++) {
+        const uint8_t *scale = w + b * CPU_TILED_PIECE + 64 * j;
+        __m512i dot = _mm512_load_si512(dots + b * CPU_ROWS * CPU_ROWS + 16 * j);
+        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_load_ps(scale), sum);
+        if (low) sum = _mm512_fmadd_ps(_mm512_load_ps(scale + 128), _mm512_set1_ps(g->sum[b]), sum);
+      }
+      _mm512_store_ps(out + 16 * j, _mm512_fmadd_ps(sum, _mm512_set1_ps(g->scale),
+                                                    _mm512_load_ps(out + 16 * j)));
+    }
+  }
+}
+
+/* 32 rows of x, n of them there, times cols columns that were unpacked. */
+static void cpu_tiles_blocks(float *out, int32_t *dots, const uint8_t *x, size_t row, int32_t n,
+                             const uint8_t *w, int32_t cols, bool low) {
+  int32_t b, blocks;
+  for (b = 0; b < cols / 32; b += blocks) {
+    const uint8_t *from = w + (size_t)b * CPU_TILED_PIECE;
+    blocks = cpu_min(CPU_GROUP / 32, cols / 32 - b);
+    cpu_tiles_dots(dots, x, row, from, blocks, n > CPU_TILE_ROWS);
+    if (blocks == 4 && !low) cpu_tiles_scale(out, dots, x, row, n, from, 4, false);
+    else if (blocks == 4) cpu_tiles_scale(out, dots, x, row, n, from, 4, true);
+    else cpu_tiles_scale(out, dots, x, row, n, from, blocks, low);
+    x += sizeof(cpu_group);
+  }
+}
+
+/* A panel of blocks times n rows of x, from x on. */
+static void cpu_block_tiles(const cpu_product *t, float *out, const uint8_t *x, int32_t n,
+                            const cpu_stripe *stripe, const uint8_t *w) {
+  int32_t *dots = (int32_t *)out + CPU_TILES_MANY * CPU_ROWS;
+  uint8_t *room = (uint8_t *)(dots + 4 * CPU_ROWS * CPU_ROWS);
+  int32_t k, i, cols;
+  bool low;
+  memset(out, 0, (size_t)n * CPU_ROWS * sizeof *out);
+  for (k = 0; k < t->x.cols; k += cols) {
+    cols = cpu_min(CPU_CHUNK, t->x.cols - k);
+    cpu_tiles_unpack(room, w + cpu_panel_span((int)stripe->type, k), cols, stripe->type, &low);
+    for (i = 0; i < n; i += CPU_ROWS) {
+      const uint8_t *from = x + (size_t)i * t->quantised_bytes;
+      cpu_tiles_blocks(out + i * CPU_ROWS, dots, from + (size_t)(k / CPU_GROUP) * sizeof(cpu_group),
+                       t->quantised_bytes, cpu_min(CPU_ROWS, n - i), room, cols, low);
+    }
+  }
+}
+
+static void cpu_lines(const cpu_product *t, const cpu_stripe *stripe, int32_t panel, int32_t n,
+                      int32_t col) {
+  const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes;
+  int32_t cols = cpu_min(n * CPU_ROWS, stripe->rows - panel * CPU_ROWS);
+  float out[CPU_OUT];
+  if (n == 4) cpu_brain_line(out, t->quantised, w, stripe->bytes, t->x.cols, 4);
+  else cpu_brain_line(out, t->quantised, w, 0, t->x.cols, 1);
+  V(write)(t, out, cols, t->first, col);
+}
+
+/* n panels of a stripe times the rows of x, which are no expert's. False: not for tiles. */
+static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+                             int32_t n, int32_t col, int32_t worker) {
+  float *out = (float *)(void *)(t->work + (size_t)worker * CPU_TILE_BYTES);
+  const int32_t many = t->brains ? CPU_TILES_OUT / CPU_ROWS / 4 : CPU_TILES_MANY;
+  int32_t first, rows, cols, i;
+  bool blocks = cpu_has_blocks((int)stripe->type) && stripe->type != TFM_Q6_K;
+  if (!t->tiles || !(t->brains || (blocks && t->rows >= CPU_TILES_FEW))) return false;
+  if (t->brains && t->rows == 1) {
+    cpu_lines(t, stripe, panel, n, col);
+    return true;
+  }
+  cpu_tiles_begin(t->brains ? 64 : 32);
+  for (; n > 0; n--, panel++, col += CPU_ROWS) {
+    const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes, *x = t->quantised;
+    cols = cpu_min(CPU_ROWS, stripe->rows - panel * CPU_ROWS);
+    for (first = 0; first < t->rows; first += rows, x += (size_t)rows * t->quantised_bytes) {
+      rows = cpu_min(many, t->rows - first);
+      if (t->brains) cpu_brain_panel(t, out, x, rows, w);
+      else cpu_block_tiles(t, out, x, rows, stripe, w);
+      for (i = 0; i < rows; i++)
+        V(write)(t, out + i * CPU_ROWS, cols, t->first + first + i, col);
+    }
+  }
+  _tile_release();
   return true;
 }
 CPU_TARGET_END
@@ -1364,10 +1706,6 @@ static bool cpu_has_amx(void) { return false; }
 #endif
 
 #if defined(CPU_ARM)
-static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
-  (void)d, (void)t;
-  return false;
-}
 
 #include <arm_neon.h>
 #if defined(__linux__)
@@ -2429,6 +2767,7 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
       for (at = begin > s->panel ? begin : s->panel; at < last; at += n) {
         int32_t panel = at - s->panel, col = first + panel * CPU_ROWS;
         n = last - at < wide ? 1 : wide;
+        if (cpu_tiles_panels(t, s, panel, n, col, worker)) continue;
         if (blocks) V(block_panels)(t, &slots, s, panel, col, worker);
         else V(panels)(t, &slots, s, panel, n, col);
       }
@@ -2440,13 +2779,15 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
   const cpu_weight *w = cpu_weight_of(t->w);
   int32_t most = t->x.rows, grain;
   t->work = (uint8_t *)d->work;
-  t->quantised = cpu_is_quantised(t->w) ? cpu_quantised_at(d) : NULL;
-  t->quantised_bytes = cpu_quantised_bytes(t->x.cols);
-  if (t->quantised) most = cpu_quantised_rows(most, t->x.cols);
+  t->tiles = d->state != NULL && !t->routing;
+  t->brains = t->tiles && cpu_is_brain(t->w);
+  t->quantised = t->brains || cpu_is_quantised(t->w) ? cpu_quantised_at(d) : NULL;
+  t->quantised_bytes = t->brains ? cpu_brain_bytes(t->x.cols) : cpu_quantised_bytes(t->x.cols);
+  if (t->quantised) most = cpu_quantised_rows(most, t->quantised_bytes);
   for (t->first = 0; t->first < t->x.rows; t->first += t->rows) {
     t->rows = cpu_min(most, t->x.rows - t->first);
     if (t->quantised)
-      tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), V(quantise), t);
+      tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), t->brains ? cpu_brains : V(quantise), t);
     grain = cpu_grain((int64_t)t->x.cols * CPU_ROWS * t->rows);
     tfm_parallel_for(d, w->panels, grain, V(columns), t);
   }
@@ -2459,14 +2800,14 @@ static void V(matmul_moe_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weigh
 
 static void V(matmul)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                       const tfm_epilogue *e) {
-  cpu_product t = {y, x, w, e, NULL, false, 0, 0, NULL, 0, NULL};
+  cpu_product t = {y, x, w, e, NULL, false, 0, 0, NULL, 0, NULL, false, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_rows)(d, y, x, w, e);
 }
 
 static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                           const tfm_routing *r, bool spread) {
-  cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0, NULL};
+  cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0, NULL, false, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_moe_rows)(d, y, x, w, r, spread);
 }

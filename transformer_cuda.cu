@@ -1987,6 +1987,7 @@ __device__ static int cuda_choose(const float *logits, float *work, int n, const
   if (penalised && top > -INFINITY) {
     best = cuda_best_of(work, n, c);
     top = work[cuda_rank_id(best)];
+    __syncthreads(); /* all have read it */
   }
   if (!(top > -INFINITY) || !(s.temperature > 0) || top == INFINITY) return cuda_rank_id(best);
   for (i = threadIdx.x; i < n; i += CUDA_THREADS) work[i] = expf((work[i] - top) / s.temperature);
@@ -3117,6 +3118,17 @@ static bool cuda_layer_entry(tfm_dev *d, tfm_mat x, const tfm_net *net, int32_t 
   return true;
 }
 
+/* attn where q has 16 bits: as `layer` has it computed, unless the bits must not depend on the rows
+   beside, or more than y is wanted. */
+static void cuda_attn_halves(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
+                             const tfm_rows *rows, float *lse, const tfm_attn *p) {
+  cuda_attn a = {y, q, *kv, *rows, lse, *p, p->heads / kv->heads, false};
+  bool aligned = (uintptr_t)q.data % 16 == 0 && q.stride % 8 == 0 && y.stride % 2 == 0;
+  bool plain = q.type != TFM_F32 && kv->table && !lse && !p->probs && p->dropout.rate == 0;
+  if (d->deterministic || !plain || !aligned) cuda_attn_entry(d, y, q, kv, rows, lse, p);
+  else if (cuda_enter(d)) cuda_layer_attend(d, &a);
+}
+
 /* ---- What tfm_dev.state holds for the parts above ---- */
 
 static void cuda_parts_free(tfm_dev *d) {
@@ -3159,7 +3171,7 @@ static const tfm_backend cuda_table = {
   cuda_alloc_shared, cuda_release_shared, cuda_work_bytes, cuda_replay, cuda_record,
   cuda_pack_size, cuda_pack, cuda_unpack,
   cuda_cast, cuda_embed, cuda_gather, cuda_norm_entry, cuda_matmul, cuda_rope,
-  cuda_kv_put, cuda_attn_entry,
+  cuda_kv_put, cuda_attn_halves,
   cuda_glu, cuda_route, cuda_matmul_moe, cuda_combine, cuda_sample, cuda_top,
   cuda_layer_entry, cuda_decode,
   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* loss matmul_dx matmul_dw epilogue_bwd

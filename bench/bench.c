@@ -11,8 +11,8 @@
    "shape:" names an architecture: small random weights, made in memory. The limit of a workload is
    the slower of: its bytes at the read bandwidth measured over as many bytes, and its operations at
    the peak of fused float32 multiply-adds, or, for weights in blocks on a processor with AVX-512
-   VNNI, of products of bytes; all measured with the same threads. --write gives
-   a shape to other programs, as llama2.c (with FILE.tokenizer) or safetensors. */
+   VNNI, of products of bytes; all measured with the same threads. --write gives a shape to other
+   programs, as llama2.c (with FILE.tokenizer) or safetensors (with config.json). */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 #define TOOL "bench"
@@ -27,7 +27,8 @@ typedef struct options {
   const char *path, *write;
   int32_t prompt, tokens, batch, repeat, rows, depth;
   tfm_type cache;
-  bool json, check;
+  double memory_rate, product_rate; /* a GPU's limits, bytes and operations a second, or 0 */
+  bool json, check, load, deterministic;
 } options;
 
 static double seconds(void) {
@@ -468,6 +469,18 @@ static int save(const char *path, const void *data, size_t bytes) {
   return good ? 0 : TOOL_FAILED;
 }
 
+/* config.json beside the model, unless it is there already. */
+static int save_config(const char *model_path, const char *text) {
+  const char *slash = strrchr(model_path, '/');
+  char path[1024];
+  FILE *f;
+  snprintf(path, sizeof path, "%.*sconfig.json", slash ? (int)(slash + 1 - model_path) : 0,
+           model_path);
+  f = fopen(path, "rb");
+  if (f) fclose(f);
+  return f ? 0 : save(path, text, strlen(text));
+}
+
 /* Token i of Llama's vocabularies as far as they are fixed; the rest is made up. */
 static int32_t token_name(int32_t i, char *text, size_t cap) {
   static const char *const special[] = {"<unk>", "\n<s>\n", "\n</s>\n"};
@@ -517,7 +530,8 @@ static workload workload_of(const char *kind, int32_t tokens, const options *o,
   bool prompt = kind[0] == 'p';
   int32_t most = o->rows ? o->rows : 256;
   double heads, mean = 0.5 * tokens, rows = prompt ? (tokens < most ? tokens : most) : o->batch;
-  double cache = o->cache && o->cache != TFM_F32 ? 2 : 4;
+  bool halves = !strcmp(i->device, "cuda") && i->weights != TFM_F32; /* by default */
+  double cache = (o->cache ? o->cache != TFM_F32 : halves) ? 2 : 4;
   if (!prompt) mean += o->depth;
   heads = prompt ? 1.0 / tokens : 1; /* of a prompt, only the last token needs logits */
   w.bytes = (double)i->token_bytes / rows;
@@ -578,7 +592,7 @@ typedef struct figure {
   double median, best;         /* tokens per second */
   double gb_per_s, gflops;     /* at the median */
   double share;                /* of the limit; below zero: no ceiling was measured */
-  const char *bound;           /* "read", "fma" or "int8" */
+  const char *bound;           /* "read", "fma", "int8" or a GPU's "products" */
 } figure;
 
 static figure figure_of(const workload *w, double *rates, int32_t n, double read, double multiply,
@@ -606,13 +620,13 @@ static void print_figure(const options *o, const tfm_model_info *info, const wor
   if (f->share >= 0) snprintf(share, sizeof share, "%.3f", f->share);
   if (o->json)
     printf("{\"model\": \"%s\", \"type\": \"%s\", \"backend\": \"%s\", \"threads\": %d, "
-           "\"batch\": %d, \"workload\": \"%s\", \"tokens_per_s\": %.2f, "
+           "\"batch\": %d, \"deterministic\": %s, \"workload\": \"%s\", \"tokens_per_s\": %.2f, "
            "\"best_tokens_per_s\": %.2f, \"bytes_per_token\": %.0f, \"gb_per_s\": %.2f, "
            "\"flops_per_token\": %.0f, \"gflops\": %.2f, \"bound\": \"%s\", "
            "\"share_of_ceiling\": %s, \"version\": \"%s\"}\n",
            slash ? slash + 1 : o->path, tfm_type_name(info->weights), info->device, (int)threads,
-           (int)o->batch, name, f->median, f->best, w->bytes, f->gb_per_s, w->flops, f->gflops,
-           f->bound, share, tfm_version());
+           (int)o->batch, o->deterministic ? "true" : "false", name, f->median, f->best, w->bytes,
+           f->gb_per_s, w->flops, f->gflops, f->bound, share, tfm_version());
   else
     printf("%-6s %10.1f tokens/s (best %.1f)  %.2f MB and %.2f MFLOP a token: %.1f GB/s, "
            "%.1f GFLOP/s, %s of the limit (%s)\n",
@@ -630,7 +644,9 @@ static int measure(const options *o, const tfm_model_info *info, const run_state
   figure f;
   int32_t i;
   if (tfm_session_stats(r->sessions[0], &stats) != TFM_OK) return tool_fail();
-  if (strcmp(info->device, "cuda")) { /* a GPU's ceilings are not measured here */
+  read = o->memory_rate; /* a GPU's ceilings are not measured here */
+  multiply = o->product_rate;
+  if (strcmp(info->device, "cuda")) {
     uint64_t set = info->token_bytes < 1 << 20 ? 1 << 20 : info->token_bytes;
     read = read_ceiling(cores_or(stats.threads), set < 1 << 30 ? set : 1 << 30);
     multiply = bytes ? byte_ceiling(cores_or(stats.threads))
@@ -642,7 +658,8 @@ static int measure(const options *o, const tfm_model_info *info, const run_state
     if (time < 0) return tool_fail();
     rates[i] = each / time;
   }
-  f = figure_of(w, rates, o->repeat, read, multiply, bytes ? "int8" : "fma");
+  f = figure_of(w, rates, o->repeat, read, multiply,
+                bytes ? "int8" : o->product_rate > 0 ? "products" : "fma");
   print_figure(o, info, w, &f, stats.threads);
   return 0;
 }
@@ -657,6 +674,7 @@ static tfm_status open_sessions(run_state *r, const tfm_model *m, const options 
   config.sequences = o->batch;
   config.threads = o->model.threads;
   config.cache = o->cache;
+  config.deterministic = o->deterministic;
   config.host.log = o->model.host.log;
   r->engine = tfm_engine_create(m, &config);
   for (i = 0; r->engine && i < r->batch; i++)
@@ -890,6 +908,7 @@ static int measure_shape(const options *o, const shape *s) {
   if (o->write) {
     status = save(o->write, f.data, f.used);
     if (status == 0 && s->layout == LLAMA2C) status = save_tokenizer(o->write, s->vocabulary);
+    if (status == 0 && config.config_json) status = save_config(o->write, config.config_json);
   } else {
     tfm_model *m = tfm_model_load_memory(f.data, f.used, &config), *reference = NULL;
     status = m ? measure_all(o, m) : tool_fail();
@@ -903,6 +922,44 @@ static int measure_shape(const options *o, const shape *s) {
   }
   free(f.data);
   return status;
+}
+
+/* Seconds from nothing to the first token, the file being in memory already; below zero: failed. */
+static double load_once(const options *o) {
+  tfm_engine_config config;
+  double start = seconds();
+  tfm_model *m = tfm_model_load(o->path, &o->model);
+  tfm_session *s;
+  const int32_t id = 1;
+  bool good;
+  memset(&config, 0, sizeof config);
+  config.context = 64;
+  config.threads = o->model.threads;
+  s = m ? tfm_session_create(m, &config) : NULL;
+  good = s && tfm_feed(s, &id, 1) == TFM_OK && tfm_next(s, NULL) >= TFM_END;
+  start = seconds() - start;
+  tfm_session_free(s);
+  tfm_model_free(m);
+  return good ? start : -1;
+}
+
+static int measure_load(const options *o) {
+  double spent[REPEAT_MAX];
+  tfm_plan plan;
+  int32_t i;
+  if (tfm_plan_memory(o->path, &o->model, NULL, &plan) != TFM_OK) return tool_fail();
+  for (i = -1; i < o->repeat; i++) { /* the first reads the file */
+    double once = load_once(o);
+    if (once < 0) return tool_fail();
+    if (i >= 0) spent[i] = once;
+  }
+  qsort(spent, (size_t)o->repeat, sizeof *spent, by_value);
+  printf(o->json ? "{\"model\": \"%s\", \"workload\": \"load\", \"seconds\": %.3f, "
+                   "\"gb_per_s\": %.2f}\n"
+                 : "%s: %.3f s to the first token, %.2f GB/s\n",
+         o->path, spent[o->repeat / 2],
+         (double)plan.mapped_bytes / spent[o->repeat / 2] / 1e9);
+  return 0;
 }
 
 static int measure_file(const options *o) {
@@ -928,12 +985,13 @@ static int run(const options *o) {
     return g ? measure_training(o, g) : TOOL_FAILED;
   }
   if (!strcmp(o->path, "ceilings")) return print_ceilings(o);
-  if (!is_shape) return measure_file(o);
+  if (!is_shape) return o->load ? measure_load(o) : measure_file(o);
   return s ? measure_shape(o, s) : TOOL_FAILED;
 }
 
 enum {
-  KEY_BATCH = 256 + 32, KEY_REPEAT, KEY_ROWS, KEY_DEPTH, KEY_JSON, KEY_CACHE, KEY_WRITE, KEY_CHECK
+  KEY_BATCH = 256 + 32, KEY_REPEAT, KEY_ROWS, KEY_DEPTH, KEY_JSON, KEY_CACHE, KEY_WRITE, KEY_CHECK,
+  KEY_LOAD, KEY_DETERMINISTIC, KEY_MEMORY, KEY_PRODUCTS
 };
 
 static const struct argp_option option_list[] = {
@@ -946,6 +1004,10 @@ static const struct argp_option option_list[] = {
   {"type", 'w', "TYPE", 0, "The same as --weights; of training, its precision", 0},
   {"cache", KEY_CACHE, "TYPE", 0, "Keep keys and values as f32, f16 or bf16", 0},
   {"check", KEY_CHECK, NULL, 0, "Also compare logits with the reference's on the same weights", 0},
+  {"deterministic", KEY_DETERMINISTIC, NULL, 0, "Bits do not depend on the batch", 0},
+  {"load", KEY_LOAD, NULL, 0, "Only how long a MODEL takes to load, up to its first token", 0},
+  {"memory", KEY_MEMORY, "GB/S", 0, "What a GPU's memory gives: figures are held against it", 0},
+  {"products", KEY_PRODUCTS, "TFLOP/S", 0, "The same of its products of matrices", 0},
   {"json", KEY_JSON, NULL, 0, "One JSON object per line", 0},
   {"write", KEY_WRITE, "FILE", 0, "Only write the shape to FILE, for other programs", 0},
   {NULL, 0, NULL, 0, NULL, 0}};
@@ -965,6 +1027,14 @@ static error_t set_option(int key, char *arg, struct argp_state *state) {
   case KEY_DEPTH: o->depth = (int32_t)tool_integer(state, "--depth", arg, 1, 1 << 20); return 0;
   case KEY_JSON: o->json = true; return 0;
   case KEY_CHECK: o->check = true; return 0;
+  case KEY_MEMORY:
+    o->memory_rate = 1e9 * (double)tool_number(state, "--memory", arg, 0, 1e6f);
+    return 0;
+  case KEY_PRODUCTS:
+    o->product_rate = 1e12 * (double)tool_number(state, "--products", arg, 0, 1e6f);
+    return 0;
+  case KEY_LOAD: o->load = true; return 0;
+  case KEY_DETERMINISTIC: o->deterministic = true; return 0;
   case KEY_WRITE: o->write = arg; return 0;
   case ARGP_KEY_INIT: state->child_inputs[0] = &o->model; return 0;
   case ARGP_KEY_ARG: return tool_only_argument(state, arg, &o->path);

@@ -134,6 +134,18 @@ static double rate(uint64_t tokens, double seconds) {
   return seconds > 0 ? (double)tokens / seconds : 0;
 }
 
+static void print_usage(const tfm_stats *stats) { /* of a GPU */
+  double busy = 0;
+  int i;
+  for (i = 0; i < TFM_WORK_COUNT; i++) busy += stats->work_seconds[i];
+  fprintf(stderr,
+          TOOL ": the GPU was busy for %.0f%% of the time; first token after %.1f ms, %.2f of %.2f "
+               "GB in use\n",
+          100 * busy / stats->seconds, 1e3 * stats->first_token_seconds,
+          (double)(stats->device_total_bytes - stats->device_free_bytes) / 1e9,
+          (double)stats->device_total_bytes / 1e9);
+}
+
 static void print_speed(const tfm_session *s, const tfm_model_info *info) {
   tfm_stats stats;
   if (tfm_session_stats(s, &stats) != TFM_OK) return;
@@ -143,6 +155,7 @@ static void print_speed(const tfm_session *s, const tfm_model_info *info) {
           (unsigned long long)stats.prompt_tokens, rate(stats.prompt_tokens, stats.prompt_seconds),
           (unsigned long long)stats.generated_tokens,
           rate(stats.generated_tokens, stats.generate_seconds), info->device, (int)stats.threads);
+  if (stats.device_total_bytes) print_usage(&stats);
 }
 
 static int continue_text(tfm_session *s, const tfm_tokenizer *t, const options *o,

@@ -50,6 +50,7 @@ class ModelInfo(Structure):
     _fields_ += [("tied", c_bool), ("weights", c_int32), ("bos", c_int32), ("end", POINTER(c_int32))]
     _fields_ += [("end_count", c_int32), ("parameters", c_uint64), ("token_bytes", c_uint64)]
     _fields_ += [(name, c_uint64) for name in ["mapped_bytes", "memory_bytes", "peak_bytes"]]
+    _fields_ += [("converted", c_int32), ("converted_from", c_uint64), ("converted_to", c_uint64)]
 
 
 class Sampling(Structure):

@@ -92,7 +92,7 @@ static void standin_dpbf16ps(int c, int a, int b) {
 }
 
 /* The same of bytes, four to a dword; sums wrap around. */
-static void standin_dpbssd(int c, int a, int b) {
+__attribute__((unused)) static void standin_dpbssd(int c, int a, int b) {
   standin_tile *y = &standin_tiles[c];
   const standin_tile *x = &standin_tiles[a], *w = &standin_tiles[b];
   int m, k, n, i;

@@ -2,7 +2,9 @@
    makes pass through here on their way to libcudart and libcublasLt, are counted, and can be made
    to fail instead. So cuda_host.c runs on a GPU with the same tests; what is misused,
    compute-sanitizer finds. */
-#define _GNU_SOURCE
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* RTLD_NEXT */
+#endif
 #include "cuda_standin.h"
 #include <cuda_runtime_api.h>
 #include <cublasLt.h>

@@ -19,14 +19,18 @@ static double rounding_halves(const float *x, const float *w, int n) {
   return 6 * length_of_terms(x, w, n) / 2048;
 }
 
-/* What the tuned CPU table may be off by, as it multiplies quantised weights by activations rounded
-   to 8 bits: 6 deviations of a sum whose terms are off by up to half a step each. A group of 128
-   values has steps of a 127th of its largest. In units of `tolerance`. */
+/* What the tuned CPU table may be off by, as it multiplies weights of BF16 by activations of BF16
+   where it has tiles: each is off by 2^-8 of itself at most; 6 deviations of a sum of these. And
+   quantised weights by activations rounded to 8 bits: 6 deviations of a sum whose terms are off by
+   up to half a step each. A group of 128 values has steps of a 127th of its largest. In units of
+   `tolerance`. */
 static double rounding(const device *t, tfm_type type, const float *x, const float *w, int n) {
   double variance = 0, top = 0, squares = 0;
   int i;
   if (type == TFM_Q4_0 && !strcmp(t->b->name, "cuda"))
     return rounding_halves(x, w, n) / tolerance(t->b->activation);
+  if (type == TFM_BF16 && !strcmp(t->b->name, "cpu") && t->d.has_bf16)
+    return 6 * length_of_terms(x, w, n) / sqrt(3) / 256 / tolerance(t->b->activation);
   if (type < TFM_Q8_0 || strcmp(t->b->name, "cpu")) return 0;
   for (i = 0; i < n; i++) {
     if (i % 128 == 0) top = squares = 0;
@@ -200,7 +204,8 @@ static void test_matmul(device *t) {
   for (i = 0; i < 3; i++)
     for (j = 0; j < 6; j++) matmul_plain(t, 5, 9, ks[j], types[i], 1, 1);
   matmul_plain(t, 2, 1, 32, TFM_Q4_0, 1, 1);
-  for (i = 3; i < 5; i++) matmul_plain(t, 70, 70, 1184, types[i], 2, 1); /* over a chunk's edge */
+  for (i = 2; i < 5; i++) matmul_plain(t, 70, 70, 1184, types[i], 2, 1); /* over a chunk's edge */
+  for (i = 2; i < 5; i++) matmul_plain(t, 290, 40, 160, types[i], 1, 1); /* over a tile's rows */
 }
 TEST(matmul) { on_tables(test_matmul); }
 
@@ -508,9 +513,11 @@ typedef struct attention { /* a case */
   float softcap;
   tfm_type cache;
   bool rows_only; /* no cache */
+  tfm_type halves; /* of q and y, of one long sequence; 0: the table's activations, of three */
 } attention;
 
 enum { SEQS = 3, MAX_T = 220 };
+#define NONE TFM_TYPE_DEFAULT
 
 typedef struct cache {
   tfm_kv kv;
@@ -597,19 +604,20 @@ static void attn_with(device *t, attention a, bool plain) {
   cache c = cache_new(t, &a);
   tfm_attn p;
   batch b;
-  int n = 0, s, i, j, h, inner = a.kv_heads * a.width;
+  int n = 0, s, i, j, h, inner = a.kv_heads * a.width, sequences = a.halves ? 1 : SEQS;
+  tfm_type type = a.halves ? a.halves : t->b->activation;
   matrix q, k, v, y, probs, lse;
   for (i = 0; i < a.longest && !plain; i++) /* sequences of different lengths, interleaved */
-    for (s = 0; s < SEQS; s++)
+    for (s = 0; s < sequences; s++)
       if (i * (s + 1) < a.longest) b.pos[n] = i, b.seq[n] = s, n++;
-  for (s = 0; s < SEQS && plain; s++)
+  for (s = 0; s < sequences && plain; s++)
     for (i = 0; i * (s + 1) < a.longest; i++) b.pos[n] = i, b.seq[n] = s, n++;
-  b.pos[n] = -5, b.seq[n] = -1, n++;
+  if (!a.halves) b.pos[n] = -5, b.seq[n] = -1, n++;
   batch_put(t, &b, n);
-  q = matrix_new(t, n, a.heads * a.width, 3);
+  q = matrix_typed(t, n, a.heads * a.width, a.halves ? 8 : 3, type);
   k = matrix_new(t, n, inner, 5);
   v = matrix_new(t, n, inner, 5);
-  y = matrix_new(t, n, a.heads * a.width, 2);
+  y = matrix_typed(t, n, a.heads * a.width, 2, type);
   probs = matrix_typed(t, n * a.heads, MAX_T, 0, TFM_F32);
   lse = matrix_typed(t, n, a.heads, 0, TFM_F32);
   memset(&p, 0, sizeof p);
@@ -654,11 +662,13 @@ static void attn_with(device *t, attention a, bool plain) {
 
 static void test_attn(device *t) {
   static const attention cases[] = {
-    {4, 4, 48, 16, 0, 40, 0, TFM_F32, false},   {6, 2, 17, 5, 0, 90, 0, TFM_F32, false},
-    {9, 1, 33, 64, 0, 35, 0, TFM_F16, false},   {4, 2, 64, MAX_T, 0, 70, 0, TFM_BF16, false},
-    {4, 2, 32, 7, 11, 80, 0, TFM_F32, false},   {2, 1, 256, 33, 0, 20, 1.5f, TFM_F32, false},
-    {5, 5, 20, 1, 1, 20, 0, TFM_F16, false},    {6, 2, 24, 8, 0, 70, 0, TFM_F32, true},
-    {3, 3, 48, 8, 13, 70, 2, TFM_F32, true}};
+    {4, 4, 48, 16, 0, 40, 0, TFM_F32, false, NONE}, {6, 2, 17, 5, 0, 90, 0, TFM_F32, false, NONE},
+    {9, 1, 33, 64, 0, 35, 0, TFM_F16, false, NONE},
+    {4, 2, 64, MAX_T, 0, 70, 0, TFM_BF16, false, NONE},
+    {4, 2, 32, 7, 11, 80, 0, TFM_F32, false, NONE},
+    {2, 1, 256, 33, 0, 20, 1.5f, TFM_F32, false, NONE},
+    {5, 5, 20, 1, 1, 20, 0, TFM_F16, false, NONE}, {6, 2, 24, 8, 0, 70, 0, TFM_F32, true, NONE},
+    {3, 3, 48, 8, 13, 70, 2, TFM_F32, true, NONE}};
   int i;
   for (i = 0; i < TFMI_COUNT(cases); i++) {
     attn_with(t, cases[i], false);
@@ -666,6 +676,23 @@ static void test_attn(device *t) {
   }
 }
 TEST(attn) { on_tables(test_attn); }
+
+/* Prompts on a GPU's tensor cores: tiles of 128 rows of one sequence, keys and all of 16 bits. */
+static void test_attn_halves(device *t) {
+  static const attention cases[] = {
+    {4, 2, 64, 16, 0, 215, 0, TFM_F16, false, TFM_F16},
+    {2, 2, 128, 64, 50, 150, 0, TFM_BF16, false, TFM_BF16},
+    {3, 1, 128, 64, 0, 129, 1.5f, TFM_F16, false, TFM_F16},
+    {2, 1, 64, 64, 70, 220, 2, TFM_BF16, false, TFM_BF16},
+    {2, 1, 64, 64, 0, 17, 0, TFM_F16, false, TFM_F16}};
+  int i;
+  if (strcmp(t->b->name, "cuda")) return;
+  for (i = 0; i < 2 * TFMI_COUNT(cases); i++) {
+    t->d.deterministic = i % 2;
+    attn_with(t, cases[i / 2], true);
+  }
+}
+TEST(attn_of_halves) { on_tables(test_attn_halves); }
 
 /* The bits of a row: whatever the page size, the form, the batch and the threads. */
 static void test_attn_bits(device *t) {
@@ -685,7 +712,7 @@ static void test_attn_bits(device *t) {
   for (i = 0; i < N; i++) b.pos[i] = i, b.seq[i] = 1;
   batch_put(t, &b, N);
   for (j = 0; j < 5; j++) {
-    attention a = {H, 2, D, 0, 0, N, 0, t->b->activation, false};
+    attention a = {H, 2, D, 0, 0, N, 0, t->b->activation, false, NONE};
     cache c;
     a.page = pages[j];
     c = cache_new(t, &a);
@@ -977,6 +1004,73 @@ static void test_sample(device *t) {
   matrix_free(t, &logp);
 }
 TEST(sample) { on_tables(test_sample); }
+
+/* How near the random number is to a step of the cumulative sum, as a share of the whole. */
+static double nearest_step(const float *logits, const tfm_sampling *s, int32_t pos) {
+  double p[V], sum = 0, run = 0, nearest = 1, u;
+  int j;
+  survivors(logits, s, NULL, 0, p);
+  for (j = 0; j < V; j++) sum += p[j];
+  u = (double)tfmi_uniform(s->seed, s->sequence, (uint64_t)pos);
+  for (j = 0; j < V; j++) {
+    run += p[j];
+    nearest = fmin(nearest, fabs(run / sum - u));
+  }
+  return nearest;
+}
+
+/* On the same logits every table draws the reference's token, but beside a step. */
+static void test_same_draws(device *t) {
+  enum { R = 64, ROUNDS = 40 };
+  tfm_sampling how[R];
+  int32_t pos[R], seq[R], history[R], ids[2][R], round, i, k, differ = 0;
+  device other[2];
+  memset(how, 0, sizeof how);
+  memset(history, 0, sizeof history);
+  if (t->b == tfm_backend_ref() || !device_open(&other[1], TFM_REF, 1)) return;
+  other[0] = *t;
+  for (i = 0; i < R; i++) {
+    how[i].temperature = 0.5f + 0.02f * (float)i;
+    how[i].top_k = i % 3 == 1 ? 50 : 0;
+    how[i].top_p = i % 3 == 2 ? 0.95f : 0;
+    how[i].sequence = (uint64_t)i;
+    seq[i] = i;
+  }
+  for (round = 0; round < ROUNDS; round++) {
+    float values[R * V];
+    for (i = 0; i < R * V; i++) values[i] = (float)(4 * uniform());
+    for (i = 0; i < R; i++) pos[i] = round + 1;
+    for (k = 0; k < 2; k++) {
+      device *d = &other[k];
+      matrix logits = matrix_typed(d, R, V, 0, TFM_F32);
+      int32_t *out = (int32_t *)d->b->alloc(&d->d, sizeof ids[k]);
+      tfm_sampler s = {(tfm_sampling *)array(d, how, sizeof how),
+                       (int32_t *)array(d, pos, sizeof pos), (int32_t *)array(d, seq, sizeof seq),
+                       (int32_t *)array(d, history, sizeof history), 1,
+                       (float *)d->b->alloc(&d->d, sizeof(float) * 2 * R * V)};
+      memcpy(logits.v, values, sizeof values);
+      matrix_put(d, &logits);
+      d->b->sample(&d->d, out, NULL, logits.m, &s);
+      d->b->get(&d->d, ids[k], out, sizeof ids[k]);
+      d->b->release(&d->d, out, sizeof ids[k]);
+      d->b->release(&d->d, (void *)(uintptr_t)s.params, sizeof how);
+      d->b->release(&d->d, (void *)(uintptr_t)s.pos, sizeof pos);
+      d->b->release(&d->d, (void *)(uintptr_t)s.seq, sizeof seq);
+      d->b->release(&d->d, (void *)(uintptr_t)s.history, sizeof history);
+      d->b->release(&d->d, s.work, sizeof(float) * 2 * R * V);
+      matrix_free(d, &logits);
+    }
+    for (i = 0; i < R; i++) {
+      if (ids[0][i] == ids[1][i]) continue;
+      differ++;
+      CHECK(nearest_step(values + i * V, &how[i], pos[i]) <= 1e-6);
+    }
+  }
+  printf("  %s draws another token than the reference %d times of %d\n", t->b->name, (int)differ,
+         R * ROUNDS);
+  device_close(&other[1]);
+}
+TEST(draws_are_the_references) { on_tables(test_same_draws); }
 
 /* NaN and infinity have an answer. */
 static int32_t sample_one(device *t, matrix *logits, float temperature) {

@@ -1717,8 +1717,10 @@ static bool cpu_has_amx(void) { return false; }
 #define CPU_LANES 4
 #if defined(__clang__)
 #define CPU_ARM_TARGET(gcc, clang) CPU_TARGET_BEGIN(clang)
+#define CPU_ASSEMBLE
 #else /* before registers are dealt out, gcc's scheduler asks for more of them than there are */
 #define CPU_ARM_TARGET(gcc, clang) CPU_TARGET_WITH("O3,no-schedule-insns", gcc)
+#define CPU_ASSEMBLE ".arch armv8.2-a+dotprod+i8mm\n\t" /* without -O it forgets to say so */
 #endif
 
 #define CPU_LEVEL neon
@@ -2141,7 +2143,7 @@ CPU_INLINE void V(transpose)(float *to, int32_t stride, const float *const *row)
    only, clang 14's header by the command line only: so assembly. */
 CPU_INLINE V(ints) V(dot)(V(ints) sum, V(ints) w, V(ints) x) {
 #if CPU_DOT
-  __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(w), "w"(x));
+  __asm__(CPU_ASSEMBLE "sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(w), "w"(x));
   return sum;
 #else /* pairs of products stay within 16 bits: 2 * 128 * 127 */
   int8x16_t a = vreinterpretq_s8_s32(w), b = vreinterpretq_s8_s32(x);
@@ -2167,7 +2169,7 @@ CPU_INLINE V(ints) V(eights)(const int8_t *a, const int8_t *b) {
 }
 /* sum [2][2] + x [2][8] w [2][8]^T */
 CPU_INLINE V(ints) V(dot_pairs)(V(ints) sum, V(ints) x, V(ints) w) {
-  __asm__("smmla %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(w));
+  __asm__(CPU_ASSEMBLE "smmla %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(w));
   return sum;
 }
 /* Row `second` of x, from its pair's sums with a zipped pair. */

@@ -42,7 +42,8 @@ helps() { # TOOL
     grep -q "^$1 (transformer.h) [0-9]" "$work/out"
 }
 
-for tool in generate tokenize logits inspect bench train finetune classify perplexity convert; do
+for tool in generate tokenize logits inspect bench train finetune classify batch beam perplexity \
+  convert; do
   check "$tool --help" helps "$tool"
   check "$tool, wrong option" fails_with 2 "Try" "build/$tool" --no-such-option
   check "$tool, no argument" fails_with 2 "expected" "build/$tool"
@@ -55,6 +56,33 @@ check "hello, no such model" fails_with 1 "^hello: .*no/such" build/hello no/suc
 check "cpp, no such model" fails_with 1 "^cpp: .*no/such" build/cpp no/such prompt
 check "a number that is none" fails_with 2 "expected a whole number" build/generate $tiny -n many
 check "an unknown type" fails_with 2 "q8_0" build/generate $tiny -w q9
+
+# Prompts in a batch go on as each does alone, whoever is beside them and however many.
+printf 'Once upon a time\nThe dog\n\nA big red ball\nOne day\n' > "$work/prompts"
+in_batches() {
+  local size
+  for size in 1 3 16; do
+    status 0 build/batch $tiny -f "$work/prompts" -b $size -n 12 || return
+    grep -q '^batch: 4 prompts, [0-9]* tokens in .* tokens/s, up to' "$work/err" || return
+    [ $size = 1 ] && cp "$work/out" "$work/alone"
+    cmp "$work/out" "$work/alone" || return
+  done
+  [ "$(grep -c . "$work/alone")" -ge 4 ]
+}
+check "batch" in_batches
+check "batch, no such file" fails_with 1 "^batch: no/such" build/batch $tiny -f no/such
+
+# One beam is greedy; more find a text that is as probable or more.
+beams() {
+  status 0 build/beam $tiny -p "Once" -b 1 -n 8 && sed 's/^[^ ]*  //' "$work/out" > "$work/one" &&
+    cut -d' ' -f1 "$work/out" > "$work/score" &&
+    status 0 build/generate $tiny -p "Once" -n 8 -t 0 && diff "$work/out" "$work/one" &&
+    status 0 build/beam $tiny -p "Once" -b 6 -n 8 &&
+    [ "$(grep -c '^-[0-9.]*  Once' "$work/out")" = 6 ] &&
+    cut -d' ' -f1 "$work/out" | cat - "$work/score" | sort -g | tail -n 1 |
+    diff - <(head -n 1 "$work/out" | cut -d' ' -f1)
+}
+check "beam" beams
 
 greedy() { status 0 build/generate "$1" -p "$2" -t 0 -n "$3"; }
 check "generate" greedy $tiny "Once upon a time" 8

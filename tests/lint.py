@@ -80,7 +80,7 @@ def sources():
     found = [f for f in os.listdir(ROOT) if f in LIBRARY or f in ("Makefile", "README.md")]
     for folder in ("examples", "tests", "bench", ".ci"):
         for path, folders, files in os.walk(os.path.join(ROOT, folder)):
-            folders[:] = [f for f in folders if f not in ("data", "results", "__pycache__")]
+            folders[:] = [f for f in folders if f not in ("data", "results", "tales", "__pycache__")]
             found += [os.path.relpath(os.path.join(path, f), ROOT) for f in files]
     return sorted(f for f in found if not f.endswith(".pyc"))
 

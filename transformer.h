@@ -10995,7 +10995,8 @@ enum { /* what a family has */
   TFMI_SHARED = 1024,      /* ... and one for all tokens, behind a gate */
   TFMI_SOFTMAX_AFTER = 2048, /* the softmax is over the chosen experts' logits only */
   TFMI_LONGROPE = 4096,    /* every rotation that is scaled is longrope, "yarn" included */
-  TFMI_PAIRS = 8192        /* GGUF keeps rows of q and k in Meta's order */
+  TFMI_PAIRS = 8192,       /* GGUF keeps rows of q and k in Meta's order */
+  TFMI_NORMALISED = 16384  /* GGUF has only experts whose weights add up to 1 */
 };
 
 /* Which layers see a window only. Without layer_types: those from the first until the last of
@@ -11204,7 +11205,8 @@ static const tfmi_family tfmi_families[] = {
     {TFMI_N_EXPERT_FFN, 1408}, {TFMI_N_SHARED_FFN, 5632}, {TFMI_N_SPARSE_STEP, 1},
     {TFMI_N_BALANCE, 0.001}}},
   {"qwen3_moe", "qwen3moe", {"Qwen3MoeForCausalLM", "Qwen3MoeModel"}, "model.", tfmi_llama_slots,
-   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_HEAD_NORMS | TFMI_MOE, "hidden_act", "silu",
+   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_HEAD_NORMS | TFMI_MOE | TFMI_NORMALISED,
+   "hidden_act", "silu",
    {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
    {"tie_word_embeddings", false}, {"norm_topk_prob", false},
    {"use_sliding_window", false, false, false}, 0,
@@ -11607,7 +11609,7 @@ static void tfmi_net_experts(const tfmi_source *s, const tfmi_family *f, tfm_net
   net->expert_width = tfmi_whole(s, f, TFMI_N_EXPERT_FFN);
   if (net->expert_width == 0) net->expert_width = net->ffn_width;
   net->moe.softmax_after = tfmi_has(f, TFMI_SOFTMAX_AFTER);
-  net->moe.normalise = f->normalise.fallback;
+  net->moe.normalise = f->normalise.fallback || (s->gguf && (f->is & TFMI_NORMALISED));
   if (f->normalise.key && !s->gguf)
     net->moe.normalise = tfmi_setting_flag(s, f->normalise.key, f->normalise.fallback);
   if (net->experts_used > net->experts)

@@ -38,7 +38,18 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#if !defined(_WIN32)
 #include <sys/mman.h>
+#endif
+
+/* Not with gcc for Windows: it spills vectors to a stack that it aligns to 16 bytes only. */
+#if defined(__GNUC__) && defined(__x86_64__) && (!defined(_WIN32) || defined(__clang__))
+#define CPU_X86 1
+#elif defined(__GNUC__) && defined(__aarch64__) && !defined(__AARCH64EB__)
+#define CPU_ARM 1
+#elif defined(__GNUC__)
+#pragma GCC diagnostic ignored "-Wunused-function" /* no kernels, nobody who calls */
+#endif
 
 #ifndef TFM_CPU_SCRATCH
 #define TFM_CPU_SCRATCH (3 << 19) /* bytes: they fit a core's second cache; a test has fewer */
@@ -1001,12 +1012,6 @@ typedef struct cpu_attn_bwd_job {
 } cpu_attn_bwd_job;
 
 /* ---- The instruction sets ---- */
-
-#if defined(__GNUC__) && defined(__x86_64__)
-#define CPU_X86 1
-#elif defined(__GNUC__) && defined(__aarch64__) && !defined(__AARCH64EB__)
-#define CPU_ARM 1
-#endif
 
 #define CPU_PASTE2(name, level) cpu_##name##_##level
 #define CPU_PASTE(name, level) CPU_PASTE2(name, level)

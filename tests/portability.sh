@@ -29,7 +29,7 @@ s390x    s390x-linux-gnu-gcc     refused                        -       gcc-s390
 # Flags of a target, and sources beside the test: SSE as transformer.h's #error asks, the companion.
 declare -A flags=([i686]="-msse2 -mfpmath=sse")
 declare -A extra
-for name in neon dotprod i8mm; do
+for name in neon dotprod i8mm windows; do
   flags[$name]=-DTFM_USE_CPU
   extra[$name]=transformer_cpu.c
 done

@@ -9,6 +9,8 @@ CFLAGS  ?= -O3 -march=native
 NVCC    ?= nvcc
 PREFIX  ?= /usr/local
 T       ?= 60
+PROMPT  ?= Once upon a time
+SEED    ?= 1
 WARN     = -Wall -Wextra
 LIBS     = -lm -lpthread
 SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
@@ -110,30 +112,26 @@ $B/libtransformer.so: transformer.h transformer_cpu.c tests/api.txt | $B
 
 # ---- Using ----
 
-STORIES = ../shared/data/stories260K/stories260K.bin
-TINY    = tests/data/models/tiny
+TALES = examples/tales/tales.gguf
 
 deps: ## install what is missing (Debian, Ubuntu); does nothing when all is there
 	@.ci/deps all
-run: ## generate a text, with a real model where there is one
+run: ## a small model of our own goes on with a tale; PROMPT='...' SEED=1
 	@.ci/deps build && $(MAKE) --no-print-directory $B/generate
-	@if [ -f $(STORIES) ]; then echo "model: $(STORIES), trained on children's stories"; \
-	  $B/generate $(STORIES) -p "Once upon a time"; \
-	else echo "model: $(TINY), random weights: expect nonsense"; \
-	  $B/generate $(TINY) -p "Once upon a time"; fi
+	@$B/generate $(TALES) -p "$(PROMPT)" -n 150 -t 0.7 --top-p 0.9 --seed $(SEED)
 
 # ---- Checking: each suite closes with "N passed, N failed, N skipped"; run.sh adds them up ----
 
 test: ## everything below but tsan and fuzz, with one closing line
 	@.ci/deps all
 	@$(MAKE) --no-print-directory -j 2 -k tests examples bench || echo "not all could be built"
-	@tests/run.sh $(TESTS) "tests/fuzz.sh replay $(FUZZERS)" tests/examples.sh tests/lint.py \
-	  tests/compat.sh
+	@tests/run.sh $(TESTS) "tests/fuzz.sh replay $(FUZZERS)" tests/examples.sh tests/python.py \
+	  tests/lint.py tests/compat.sh "tests/portability.sh --compile"
 lint: ## style, budgets, symbols, the list of public functions
 	@tests/lint.py
 compat: ## gcc and clang, C11 to C++17, strict warnings, beside the application's stb_ds
 	@tests/compat.sh
-portability: ## the core tests on AArch64, i686, musl, Windows; what is installed of them
+portability: ## the core tests on AArch64 (all its kernels), i686, musl, Windows, where installed
 	@tests/portability.sh
 tsan: $(UNITS:%=$B/tsan/%) ## the unit tests under the thread sanitizer
 	@tests/run.sh $^

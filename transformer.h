@@ -9413,10 +9413,15 @@ TFM_API tfm_tokenizer *tfm_tokenizer_train(const char *const *texts, const size_
    Of vocabularies that are tables of merges, or of whole words, as they are there too. Those of
    scored pieces are not: their ranks are equal where their scores are. */
 
+typedef struct tfmi_saved {
+  tfmi_merge merge;
+  uint32_t left_n, right_n; /* bytes */
+} tfmi_saved;
+
 typedef struct tfmi_saving {
   const tfm_tokenizer *t;
-  const char *pattern;  /* NULL: GPT-2's, or none */
-  int32_t *slot;        /* of the merges, by rank; -1: none */
+  tfmi_saved *merge; /* [merges] in their order */
+  uint64_t merges;
 } tfmi_saving;
 
 static void tfmi_save_string(tfmi_out *o, const char *p, size_t n) {
@@ -9462,35 +9467,98 @@ static void tfmi_save_added(const tfm_tokenizer *t, tfmi_out *o) {
   tfmi_out_text(o, "]");
 }
 
-/* Whether a blank is put before the text, and then the pattern that cuts it; NULL: none does. */
+/* Whether a blank is put before the text that the cuts see. */
 static bool tfmi_save_prefix(const tfm_tokenizer *t) {
   return t->cuts && t->cut[0].rewrite == tfmi_rewrite_lead && !t->cut[0].content.n;
 }
 
-static tfmi_splitter tfmi_save_splitter(const tfm_tokenizer *t) {
-  const tfmi_step *last = t->cuts ? &t->cut[t->cuts - 1] : NULL;
-  return last && last->find == tfmi_find_split ? last->split : NULL;
+/* What goes into the file for a step that rewrites; false: there is no word for it. o NULL: only
+   told. SentencePiece's blanks are two normalizers there. */
+static bool tfmi_save_rewrite(const tfmi_step *s, tfmi_out *o) {
+  bool form = s->rewrite == tfmi_rewrite_form;
+  bool blanks = s->rewrite == tfmi_rewrite_blanks && !s->squeeze;
+  bool prepends = s->rewrite == tfmi_rewrite_prepend || (blanks && s->text.n);
+  bool replaces = blanks || (s->rewrite == tfmi_rewrite_replace && s->find == tfmi_find_text);
+  tfmi_text from = blanks ? tfmi_text_of(" ") : s->text;
+  if (!o) return form || prepends || replaces;
+  if (form)
+    tfmi_out_text(o, "{\"type\": \"NF%s%s\"}", s->compat ? "K" : "", s->composes ? "C" : "D");
+  if (prepends) {
+    tfmi_out_text(o, "{\"type\": \"Prepend\", \"prepend\": ");
+    tfmi_save_string(o, s->text.at, s->text.n);
+    tfmi_out_text(o, replaces ? "}, " : "}");
+  }
+  if (replaces) {
+    tfmi_out_text(o, "{\"type\": \"Replace\", \"pattern\": {\"String\": ");
+    tfmi_save_string(o, from.at, from.n);
+    tfmi_out_text(o, "}, \"content\": ");
+    tfmi_save_string(o, s->content.at, s->content.n);
+    tfmi_out_text(o, "}");
+  }
+  return true;
 }
 
-/* Pre-tokenizer and decoder. */
-static void tfmi_save_split(const tfmi_saving *s, tfmi_out *o) {
-  const tfm_tokenizer *t = s->t;
-  tfmi_out_text(o, ",\n  \"normalizer\": null,\n  \"pre_tokenizer\": ");
-  if (s->pattern) {
-    tfmi_out_text(o, "{\"type\": \"Sequence\", \"pretokenizers\": [{\"type\": \"Split\", "
-                  "\"pattern\": {\"Regex\": ");
-    tfmi_save_string(o, s->pattern, strlen(s->pattern));
-    tfmi_out_text(o, "}, \"behavior\": \"Isolated\", \"invert\": false}%s",
-                  t->from_bytes ? ", " : "]}");
+/* Likewise for a step that cuts. */
+static bool tfmi_save_cut(const tfmi_step *s, tfmi_out *o) {
+  bool digits = s->find == tfmi_find_character && s->set && tfmi_charset_at(s->set, '1') &&
+                tfmi_charset_at(s->set, 0xbd) && !tfmi_charset_at(s->set, 'a');
+  tfmi_text pattern = {NULL, 0};
+  int i;
+  for (i = 0; i < TFMI_COUNT(tfmi_patterns) && s->find == tfmi_find_split; i++)
+    if (s->split == tfmi_patterns[i].split) pattern = tfmi_text_of(tfmi_patterns[i].pattern);
+  if (s->find == tfmi_find_regex) pattern = s->text;
+  if (!o) return (pattern.n || digits) && !s->rewrite && s->behavior == TFMI_ISOLATED && !s->invert;
+  if (digits) {
+    tfmi_out_text(o, "{\"type\": \"Digits\", \"individual_digits\": true}");
+  } else {
+    tfmi_out_text(o, "{\"type\": \"Split\", \"pattern\": {\"Regex\": ");
+    tfmi_save_string(o, pattern.at, pattern.n);
+    tfmi_out_text(o, "}, \"behavior\": \"Isolated\", \"invert\": false}");
+  }
+  return true;
+}
+
+/* Whether the last cut is what ByteLevel does by itself. */
+static bool tfmi_save_own(const tfm_tokenizer *t) {
+  const tfmi_step *last = t->cuts ? &t->cut[t->cuts - 1] : NULL;
+  return t->from_bytes && last && last->find == tfmi_find_split && last->split == tfmi_split_gpt2;
+}
+
+static void tfmi_save_sequence(tfmi_out *o, const char *key, const char *inner, int32_t count) {
+  tfmi_out_text(o, ",\n  \"%s\": ", key);
+  if (count == 0) tfmi_out_text(o, "null");
+  if (count > 1) tfmi_out_text(o, "{\"type\": \"Sequence\", \"%s\": [", inner);
+}
+
+/* Normalizer, pre-tokenizer and decoder. */
+static void tfmi_save_steps(const tfm_tokenizer *t, tfmi_out *o) {
+  int32_t first = tfmi_save_prefix(t), end = t->cuts - tfmi_save_own(t), i;
+  int32_t count = end - first + t->from_bytes;
+  tfmi_save_sequence(o, "normalizer", "normalizers", t->rewrites ? 2 : 0);
+  for (i = 0; i < t->rewrites; i++) {
+    tfmi_out_text(o, i ? ", " : "");
+    tfmi_save_rewrite(&t->rewrite[i], o);
+  }
+  tfmi_out_text(o, t->rewrites ? "]}" : "");
+  tfmi_save_sequence(o, "pre_tokenizer", "pretokenizers", count);
+  for (i = first; i < end; i++) {
+    tfmi_out_text(o, i > first ? ", " : "");
+    tfmi_save_cut(&t->cut[i], o);
   }
   if (t->from_bytes)
-    tfmi_out_text(o, "{\"type\": \"ByteLevel\", \"add_prefix_space\": %s, \"trim_offsets\": false, "
-                  "\"use_regex\": %s}%s", tfmi_save_bool(tfmi_save_prefix(t)),
-                  tfmi_save_bool(!s->pattern && tfmi_save_splitter(t)), s->pattern ? "]}" : "");
-  else if (!s->pattern) tfmi_out_text(o, "null");
+    tfmi_out_text(o, "%s{\"type\": \"ByteLevel\", \"add_prefix_space\": %s, "
+                  "\"trim_offsets\": false, \"use_regex\": %s}", end > first ? ", " : "",
+                  tfmi_save_bool(first),
+                  tfmi_save_bool(tfmi_save_own(t)));
+  tfmi_out_text(o, count > 1 ? "]}" : "");
   if (t->from_bytes)
     tfmi_out_text(o, ",\n  \"decoder\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false, "
                   "\"trim_offsets\": false, \"use_regex\": false}");
+  else if (t->byte_fallback)
+    tfmi_out_text(o, ",\n  \"decoder\": {\"type\": \"Sequence\", \"decoders\": [{\"type\": "
+                  "\"Replace\", \"pattern\": {\"String\": \"%s\"}, \"content\": \" \"}, "
+                  "{\"type\": \"ByteFallback\"}, {\"type\": \"Fuse\"}%s]}", tfmi_low_line, t->strip
+                  ? ", {\"type\": \"Strip\", \"content\": \" \", \"start\": 1, \"stop\": 0}" : "");
   else tfmi_out_text(o, ",\n  \"decoder\": {\"type\": \"Fuse\"}");
 }
 
@@ -9533,8 +9601,8 @@ static void tfmi_save_template(const tfm_tokenizer *t, tfmi_out *o) {
 
 static void tfmi_save_model(const tfmi_saving *s, tfmi_out *o) {
   const tfm_tokenizer *t = s->t;
-  int32_t id, count = 0;
-  int64_t i, merges = 0;
+  int32_t id, last, count = 0;
+  uint64_t i;
   tfmi_out_text(o, ",\n  \"model\": {\n    \"type\": \"%s\"",
                 t->model == TFMI_WHOLE ? "WordLevel" : "BPE");
   if (t->unk >= 0 || t->model == TFMI_WHOLE) {
@@ -9544,24 +9612,23 @@ static void tfmi_save_model(const tfmi_saving *s, tfmi_out *o) {
   }
   if (t->model != TFMI_WHOLE)
     tfmi_out_text(o, ",\n    \"dropout\": null,\n    \"fuse_unk\": %s,\n    \"byte_fallback\": "
-                  "false,\n    \"ignore_merges\": %s", tfmi_save_bool(t->fuse_unk),
-                  tfmi_save_bool(t->whole.slot != NULL));
+                  "%s,\n    \"ignore_merges\": %s", tfmi_save_bool(t->fuse_unk),
+                  tfmi_save_bool(t->byte_fallback), tfmi_save_bool(t->whole.slot != NULL));
   tfmi_out_text(o, ",\n    \"vocab\": {");
-  for (id = 0; id < t->vocabulary; id++) {
-    if (t->token[id].speech == TFMI_SPEECH_NONE || t->token[id].added) continue;
+  for (last = t->vocabulary; last > 0 && t->token[last - 1].added;) last--;
+  for (id = 0; id < last; id++) { /* added tokens behind the others get their ids from the order */
+    if (t->token[id].speech == TFMI_SPEECH_NONE && !t->token[id].added) continue;
     tfmi_out_text(o, "%s\n      ", count++ ? "," : "");
     tfmi_save_token(t, o, id);
     tfmi_out_text(o, ": %d", (int)id);
   }
   tfmi_out_text(o, "\n    }");
   if (t->model != TFMI_WHOLE) tfmi_out_text(o, ",\n    \"merges\": [");
-  for (i = 0; i < t->merges.ranks; i++) {
-    const tfmi_merge *merge = &t->merges.slot[s->slot[i] < 0 ? 0 : s->slot[i]];
-    if (s->slot[i] < 0) continue;
-    tfmi_out_text(o, "%s\n      [", merges++ ? "," : "");
-    tfmi_save_token(t, o, merge->left);
+  for (i = 0; i < s->merges; i++) {
+    tfmi_out_text(o, "%s\n      [", i ? "," : "");
+    tfmi_save_token(t, o, s->merge[i].merge.left);
     tfmi_out_text(o, ", ");
-    tfmi_save_token(t, o, merge->right);
+    tfmi_save_token(t, o, s->merge[i].merge.right);
     tfmi_out_text(o, "]");
   }
   tfmi_out_text(o, "%s\n  }\n}\n", t->model == TFMI_WHOLE ? "" : "]");
@@ -9571,52 +9638,90 @@ static void tfmi_save_json(void *context, tfmi_out *o) {
   const tfmi_saving *s = (const tfmi_saving *)context;
   tfmi_out_text(o, "{\n  \"version\": \"1.0\",\n  \"truncation\": null,\n  \"padding\": null");
   tfmi_save_added(s->t, o);
-  tfmi_save_split(s, o);
+  tfmi_save_steps(s->t, o);
   tfmi_save_template(s->t, o);
   tfmi_save_model(s, o);
 }
 
-/* The pattern that splits the text; false when there is one that has no name in the file. */
-static bool tfmi_save_pattern(const tfm_tokenizer *t, const char **pattern) {
-  int i;
-  *pattern = NULL;
-  tfmi_splitter split = tfmi_save_splitter(t);
-  if (!split || (t->from_bytes && split == tfmi_split_gpt2)) return true;
-  for (i = 0; i < TFMI_COUNT(tfmi_patterns) && !*pattern; i++)
-    if (tfmi_patterns[i].split == split) *pattern = tfmi_patterns[i].pattern;
-  return *pattern && !(t->from_bytes && tfmi_save_prefix(t));
+/* U+2581 in the vocabulary is a blank in texts. */
+static bool tfmi_says_blanks(const tfm_tokenizer *t) {
+  int32_t id = tfmi_text_find(&t->spelled, tfmi_low_line, strlen(tfmi_low_line));
+  return id >= 0 && t->token[id].said_n == 1 && t->arena[t->token[id].said_at] == ' ';
 }
 
 static bool tfmi_can_save(const tfm_tokenizer *t) {
-  bool cuts = t->cuts == tfmi_save_prefix(t) + (tfmi_save_splitter(t) != NULL);
-  bool says = t->from_bytes || !(t->says_letters || t->says_gaps || t->blank.n);
-  return cuts && says && !t->rewrites && !t->byte_fallback && !t->strip &&
+  bool says = t->from_bytes || t->byte_fallback ||
+              !(t->says_letters || t->says_gaps || t->blank.n || t->strip);
+  bool blanks = t->from_bytes || !t->byte_fallback || tfmi_says_blanks(t);
+  int32_t first = tfmi_save_prefix(t), end = t->cuts - tfmi_save_own(t), i;
+  for (i = 0; i < t->rewrites; i++)
+    if (!tfmi_save_rewrite(&t->rewrite[i], NULL)) return false;
+  for (i = first; i < end; i++)
+    if (!tfmi_save_cut(&t->cut[i], NULL)) return false;
+  if (first && t->from_bytes && end > first) return false; /* the blank would come too late */
+  return says && blanks && !t->strict && !t->drops_first &&
          (t->from_bytes || t->model == TFMI_WHOLE ||
-          (t->model == TFMI_MERGES && t->merges.ranks == 0));
+          (t->model == TFMI_MERGES && (t->byte_fallback || t->merges.ranks == 0)));
+}
+
+/* Of equal ones those of the longest parts come first. */
+static int tfmi_saved_order(const void *a, const void *b) {
+  const tfmi_saved *x = (const tfmi_saved *)a, *y = (const tfmi_saved *)b;
+  if (x->merge.rank != y->merge.rank) return x->merge.rank < y->merge.rank ? -1 : 1;
+  if (x->left_n != y->left_n) return x->left_n > y->left_n ? -1 : 1;
+  return x->right_n > y->right_n ? -1 : x->right_n < y->right_n;
+}
+
+/* Whether two pieces are one character again and again: which of these is longer grows first. */
+static bool tfmi_are_runs(const tfm_tokenizer *t, int32_t a, int32_t b) {
+  const char *p = t->arena + t->token[a].at, *q = t->arena + t->token[b].at;
+  size_t n = t->token[a].n, m = t->token[b].n, unit = tfmi_rune_at(p, n).bytes;
+  return m >= unit && !memcmp(p, q, unit) && !memcmp(p, p + unit, n - unit) &&
+         !memcmp(q, q + unit, m - unit);
+}
+
+/* The merges in order. False when a file cannot say it: several pieces are equally good, so that
+   the place decides, or a symbol of some has no id. */
+static bool tfmi_save_merges(tfmi_saving *s) {
+  const tfm_tokenizer *t = s->t;
+  uint64_t i;
+  for (i = 0; t->merges.slot && i <= t->merges.mask; i++) {
+    const tfmi_merge *m = &t->merges.slot[i];
+    if (m->into < 0) continue;
+    if (m->left >= t->vocabulary || m->right >= t->vocabulary || m->into >= t->vocabulary)
+      return false;
+    s->merge[s->merges].merge = *m;
+    s->merge[s->merges].left_n = t->token[m->left].n;
+    s->merge[s->merges++].right_n = t->token[m->right].n;
+  }
+  tfmi_sort(s->merge, (size_t)s->merges, sizeof *s->merge, tfmi_saved_order);
+  for (i = 1; i < s->merges; i++) {
+    const tfmi_merge *m = &s->merge[i].merge, *before = &s->merge[i - 1].merge;
+    if (m->rank == before->rank && m->into != before->into &&
+        !tfmi_are_runs(t, before->into, m->into))
+      return false;
+  }
+  return true;
 }
 
 TFM_API tfm_status tfm_tokenizer_save(const tfm_tokenizer *tokenizer, const char *path) {
   const tfm_tokenizer *t = tokenizer;
   tfmi_saving s;
   tfmi_heap heap;
-  tfm_status status;
+  tfm_status status = TFM_E_UNSUPPORTED;
   size_t bytes;
-  uint64_t i;
   if (!t) return tfmi_null_object("tfm_tokenizer_save");
   if (!path) return tfmi_report(TFM_E_ARG, "tfm_tokenizer_save: path is NULL");
+  memset(&s, 0, sizeof s);
   s.t = t;
-  if (!tfmi_can_save(t) || !tfmi_save_pattern(t, &s.pattern))
-    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_tokenizer_save: a %s vocabulary that was not built "
-                       "from text cannot be written as tokenizer.json; copy its own file", t->kind);
   heap = t->heap;
-  bytes = (size_t)t->merges.ranks * sizeof *s.slot;
-  s.slot = TFMI_NEW(int32_t, tfmi_heap_get(&heap, bytes));
-  if (!s.slot) return TFM_E_MEMORY;
-  memset(s.slot, 0xff, bytes);
-  for (i = 0; i <= t->merges.mask; i++)
-    if (t->merges.slot[i].into >= 0) s.slot[t->merges.slot[i].rank] = (int32_t)i;
-  status = tfmi_out_file(path, tfmi_save_json, &s);
-  tfmi_heap_put(&heap, s.slot, bytes);
+  bytes = ((size_t)t->merges.mask + 1) * sizeof *s.merge;
+  s.merge = TFMI_NEW(tfmi_saved, tfmi_heap_get(&heap, bytes));
+  if (!s.merge) return TFM_E_MEMORY;
+  if (tfmi_can_save(t) && tfmi_save_merges(&s)) status = tfmi_out_file(path, tfmi_save_json, &s);
+  else tfmi_report(status, "tfm_tokenizer_save: this %s vocabulary cannot be written as "
+                   "tokenizer.json; copy its own file", t->kind);
+  tfmi_heap_put(&heap, s.merge, bytes);
   return status;
 }
 
@@ -10891,7 +10996,8 @@ enum { /* what a family has */
   TFMI_SHARED = 1024,      /* ... and one for all tokens, behind a gate */
   TFMI_SOFTMAX_AFTER = 2048, /* the softmax is over the chosen experts' logits only */
   TFMI_LONGROPE = 4096,    /* every rotation that is scaled is longrope, "yarn" included */
-  TFMI_PAIRS = 8192        /* GGUF keeps rows of q and k in Meta's order */
+  TFMI_PAIRS = 8192,       /* GGUF keeps rows of q and k in Meta's order */
+  TFMI_NORMALISED = 16384  /* GGUF has only experts whose weights add up to 1 */
 };
 
 /* Which layers see a window only. Without layer_types: those from the first until the last of
@@ -11100,7 +11206,8 @@ static const tfmi_family tfmi_families[] = {
     {TFMI_N_EXPERT_FFN, 1408}, {TFMI_N_SHARED_FFN, 5632}, {TFMI_N_SPARSE_STEP, 1},
     {TFMI_N_BALANCE, 0.001}}},
   {"qwen3_moe", "qwen3moe", {"Qwen3MoeForCausalLM", "Qwen3MoeModel"}, "model.", tfmi_llama_slots,
-   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_HEAD_NORMS | TFMI_MOE, "hidden_act", "silu",
+   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_HEAD_NORMS | TFMI_MOE | TFMI_NORMALISED,
+   "hidden_act", "silu",
    {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
    {"tie_word_embeddings", false}, {"norm_topk_prob", false},
    {"use_sliding_window", false, false, false}, 0,
@@ -11503,7 +11610,7 @@ static void tfmi_net_experts(const tfmi_source *s, const tfmi_family *f, tfm_net
   net->expert_width = tfmi_whole(s, f, TFMI_N_EXPERT_FFN);
   if (net->expert_width == 0) net->expert_width = net->ffn_width;
   net->moe.softmax_after = tfmi_has(f, TFMI_SOFTMAX_AFTER);
-  net->moe.normalise = f->normalise.fallback;
+  net->moe.normalise = f->normalise.fallback || (s->gguf && (f->is & TFMI_NORMALISED));
   if (f->normalise.key && !s->gguf)
     net->moe.normalise = tfmi_setting_flag(s, f->normalise.key, f->normalise.fallback);
   if (net->experts_used > net->experts)
@@ -16478,7 +16585,8 @@ static tfmi_buffers tfmi_take_buffers(tfmi_arena *a, const tfm_net *net, tfm_mat
   b.in = b.mid = b.out = stream;
   b.norm1 = b.norm2 = b.branch1 = b.branch2 = tfmi_take_mat(a, type, rows, net->width);
   b.qkv = tfmi_take_mat(a, type, rows, qkv);
-  b.qk = tfmi_columns(b.qkv, 0, (net->heads + net->kv_heads) * net->head_width);
+  b.qk = b.qkv; /* its first columns; there is no memory yet when sizes are told */
+  b.qk.cols = (net->heads + net->kv_heads) * net->head_width;
   b.attn = tfmi_take_mat(a, type, rows, net->heads * net->head_width);
   b.act = tfmi_take_mat(a, type, rows, wide);
   if (net->gated) b.up = tfmi_take_mat(a, type, rows, 2 * wide);
@@ -18329,6 +18437,41 @@ static void tfmi_folder_copies(tfmi_conversion *c, tfmi_folder_copy copy) {
   }
 }
 
+static void tfmi_folder_template_write(void *context, tfmi_out *o) {
+  const tfmi_conversion *c = (const tfmi_conversion *)context;
+  const tfm_tokenizer *t = c->tokenizer;
+  tfmi_text chat = {NULL, 0};
+  tfmi_gguf_get_text(c->b->s->gguf, "tokenizer.chat_template", &chat);
+  tfmi_out_text(o, "{\n  \"tokenizer_class\": \"PreTrainedTokenizerFast\",\n"
+                "  \"clean_up_tokenization_spaces\": false");
+  if (t->bos >= 0) tfmi_out_text(o, ",\n  \"bos_token\": "), tfmi_save_token(t, o, t->bos);
+  if (t->eos >= 0) tfmi_out_text(o, ",\n  \"eos_token\": "), tfmi_save_token(t, o, t->eos);
+  if (t->unk >= 0) tfmi_out_text(o, ",\n  \"unk_token\": "), tfmi_save_token(t, o, t->unk);
+  if (t->pad >= 0) tfmi_out_text(o, ",\n  \"pad_token\": "), tfmi_save_token(t, o, t->pad);
+  if (chat.n) tfmi_out_text(o, ",\n  \"chat_template\": "), tfmi_save_string(o, chat.at, chat.n);
+  tfmi_out_text(o, "\n}\n");
+}
+
+/* What a GGUF file says about text, as tokenizer.json and tokenizer_config.json. */
+static void tfmi_folder_vocabulary(tfmi_conversion *c, bool write) {
+  static const char *const names[] = {"tokenizer.json", "tokenizer_config.json"};
+  tfmi_load *l = c->b->s->load;
+  char *path[2];
+  tfm_status status;
+  int i;
+  if (!c->b->s->gguf || !c->tokenizer) return;
+  for (i = 0; i < 2; i++) {
+    path[i] = tfmi_join(l, c->to, names[i]);
+    if (!write) tfmi_conversion_exists(c, path[i]);
+  }
+  if (!write) return;
+  status = tfm_tokenizer_save(c->tokenizer, path[0]);
+  if (status == TFM_OK) status = tfmi_out_file(path[1], tfmi_folder_template_write, c);
+  if (status == TFM_E_UNSUPPORTED)
+    tfmi_log(&c->config.host, TFM_LOG_WARNING, "%s has no vocabulary: %s", c->to, tfm_error());
+  else if (status != TFM_OK) tfmi_fail_again(l);
+}
+
 /* ---- GGUF ---- */
 
 typedef struct tfmi_pairs { /* keys and values being written */
@@ -18799,6 +18942,7 @@ static void tfmi_conversion_folder(tfmi_conversion *c) {
     tfmi_conversion_exists(c, to[i]);
   }
   tfmi_folder_copies(c, tfmi_folder_copy_check);
+  tfmi_folder_vocabulary(c, false);
   tfmi_conversion_lines(c);
   tfmi_conversion_folder_make(c, c->to);
   tfmi_conversion_folder_make(c, part);
@@ -18812,6 +18956,7 @@ static void tfmi_conversion_folder(tfmi_conversion *c) {
   tfmi_remove_folder(part);
   tfmi_conversion_wrote(c, status);
   tfmi_folder_copies(c, tfmi_folder_copy_write);
+  tfmi_folder_vocabulary(c, true);
 }
 
 /* What GGUF takes a family for: itself, or one that differs in the order of rows only (Mistral is
@@ -18880,9 +19025,9 @@ TFM_API tfm_status tfm_convert(const char *from, const char *to, const tfm_conve
   vocabulary.host = c.config.host;
   c.to = to;
   c.gguf = tfmi_ends_with(to, ".gguf");
-  if (c.gguf) {
+  if (c.gguf || tfmi_ends_with(from, ".gguf")) {
     tokenizer = tfm_tokenizer_load(from, &vocabulary);
-    if (!tokenizer && tfmi_error.status != TFM_E_IO) return tfmi_error.status;
+    if (!tokenizer && c.gguf && tfmi_error.status != TFM_E_IO) return tfmi_error.status;
   }
   c.tokenizer = tokenizer;
   status = tfmi_conversion_make(&c, from);
@@ -19177,7 +19322,8 @@ static tfmi_buffers tfmi_take_kept(tfm_trainer *t, tfmi_arena *a, tfm_mat in) {
   b.in = in;
   b.norm1 = tfmi_take_mat(a, type, n, net->width);
   b.qkv = tfmi_take_mat(a, type, n, (net->heads + 2 * net->kv_heads) * net->head_width);
-  b.qk = tfmi_columns(b.qkv, 0, (net->heads + net->kv_heads) * net->head_width);
+  b.qk = b.qkv; /* its first columns; there is no memory yet when sizes are told */
+  b.qk.cols = (net->heads + net->kv_heads) * net->head_width;
   if (net->layer[0].q_norm) {
     b.qk = tfmi_take_mat(a, type, n, (net->heads + net->kv_heads) * net->head_width);
     b.q_stats = tfmi_take_floats(a, 2 * (int64_t)n * net->heads);

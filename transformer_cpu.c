@@ -38,7 +38,18 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#if !defined(_WIN32)
 #include <sys/mman.h>
+#endif
+
+/* Not with gcc for Windows: it spills vectors to a stack that it aligns to 16 bytes only. */
+#if defined(__GNUC__) && defined(__x86_64__) && (!defined(_WIN32) || defined(__clang__))
+#define CPU_X86 1
+#elif defined(__GNUC__) && defined(__aarch64__) && !defined(__AARCH64EB__)
+#define CPU_ARM 1
+#elif defined(__GNUC__)
+#pragma GCC diagnostic ignored "-Wunused-function" /* no kernels, nobody who calls */
+#endif
 
 #ifndef TFM_CPU_SCRATCH
 #define TFM_CPU_SCRATCH (3 << 19) /* bytes: they fit a core's second cache; a test has fewer */
@@ -1002,12 +1013,6 @@ typedef struct cpu_attn_bwd_job {
 
 /* ---- The instruction sets ---- */
 
-#if defined(__GNUC__) && defined(__x86_64__)
-#define CPU_X86 1
-#elif defined(__GNUC__) && defined(__aarch64__) && !defined(__AARCH64EB__)
-#define CPU_ARM 1
-#endif
-
 #define CPU_PASTE2(name, level) cpu_##name##_##level
 #define CPU_PASTE(name, level) CPU_PASTE2(name, level)
 #define V(name) CPU_PASTE(name, CPU_LEVEL) /* V(tile): this level's cpu_tile_avx2 */
@@ -1717,8 +1722,10 @@ static bool cpu_has_amx(void) { return false; }
 #define CPU_LANES 4
 #if defined(__clang__)
 #define CPU_ARM_TARGET(gcc, clang) CPU_TARGET_BEGIN(clang)
+#define CPU_ASSEMBLE
 #else /* before registers are dealt out, gcc's scheduler asks for more of them than there are */
 #define CPU_ARM_TARGET(gcc, clang) CPU_TARGET_WITH("O3,no-schedule-insns", gcc)
+#define CPU_ASSEMBLE ".arch armv8.2-a+dotprod+i8mm\n\t" /* without -O it forgets to say so */
 #endif
 
 #define CPU_LEVEL neon
@@ -2141,7 +2148,7 @@ CPU_INLINE void V(transpose)(float *to, int32_t stride, const float *const *row)
    only, clang 14's header by the command line only: so assembly. */
 CPU_INLINE V(ints) V(dot)(V(ints) sum, V(ints) w, V(ints) x) {
 #if CPU_DOT
-  __asm__("sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(w), "w"(x));
+  __asm__(CPU_ASSEMBLE "sdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(w), "w"(x));
   return sum;
 #else /* pairs of products stay within 16 bits: 2 * 128 * 127 */
   int8x16_t a = vreinterpretq_s8_s32(w), b = vreinterpretq_s8_s32(x);
@@ -2167,7 +2174,7 @@ CPU_INLINE V(ints) V(eights)(const int8_t *a, const int8_t *b) {
 }
 /* sum [2][2] + x [2][8] w [2][8]^T */
 CPU_INLINE V(ints) V(dot_pairs)(V(ints) sum, V(ints) x, V(ints) w) {
-  __asm__("smmla %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(w));
+  __asm__(CPU_ASSEMBLE "smmla %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(x), "w"(w));
   return sum;
 }
 /* Row `second` of x, from its pair's sums with a zipped pair. */

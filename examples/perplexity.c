@@ -76,15 +76,12 @@ static char *read_text(const char *path, size_t *bytes) {
   return text;
 }
 
-static int32_t *read_tokens(const options *o, int64_t *count) {
-  tfm_tokenizer *t = tfm_tokenizer_load(o->path, NULL);
-  size_t bytes = 0;
-  char *text = t ? read_text(o->file, &bytes) : NULL;
+static int32_t *read_tokens(const char *path, const char *text, size_t bytes, int64_t *count) {
+  tfm_tokenizer *t = tfm_tokenizer_load(path, NULL);
   int32_t *ids = NULL;
-  *count = text ? tfm_encode(t, text, bytes, TFM_ENCODE_SPECIAL, NULL, 0) : -1;
+  *count = tfm_encode(t, text, bytes, TFM_ENCODE_SPECIAL, NULL, 0);
   if (*count >= 0) ids = (int32_t *)malloc(((size_t)*count + 1) * sizeof *ids);
   if (ids) tfm_encode(t, text, bytes, TFM_ENCODE_SPECIAL, ids, (size_t)*count);
-  free(text);
   tfm_tokenizer_free(t);
   return ids;
 }
@@ -152,10 +149,14 @@ int main(int argc, char **argv) {
   tfm_model *m;
   int64_t count = 0;
   int32_t *ids = NULL;
+  size_t bytes = 0;
+  char *text;
   tfm_status status;
   memset(&o, 0, sizeof o);
   memset(&engine, 0, sizeof engine);
   tool_parse(&parser, argc, argv, &o);
+  text = read_text(o.file, &bytes);
+  if (!text) return TOOL_FAILED;
   m = tfm_model_load(o.path, &o.model);
   status = tfm_model_describe(m, &info);
   if (status == TFM_OK) {
@@ -165,12 +166,13 @@ int main(int argc, char **argv) {
     engine.threads = o.model.threads;
     engine.cache = o.cache;
     s = tfm_session_create(m, &engine);
-    ids = s ? read_tokens(&o, &count) : NULL;
+    ids = s ? read_tokens(o.path, text, bytes, &count) : NULL;
     status = ids ? score_text(&o, s, ids, count, info.vocabulary, &sum) : TFM_E_STATE;
   }
   if (status == TFM_OK && sum.weight > 0) print_score(&o, count, &sum);
   else if (status == TFM_OK) fprintf(stderr, TOOL ": the text has fewer than 2 tokens\n");
   free(ids);
+  free(text);
   tfm_session_free(s);
   tfm_model_free(m);
   if (status != TFM_OK) return tool_fail();

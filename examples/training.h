@@ -433,28 +433,6 @@ static inline void run_log(run *r, const tfm_step *s, double loss, double rate, 
   plot_write(&p, run_path(r->o, "loss.svg", path));
 }
 
-/* Step, losses, speed, what is left, memory: a line that the next overwrites on a terminal. */
-static inline void run_tell(run *r, const tfm_step *s, double validation) {
-  double rate, loss = r->loss / (double)r->since, left;
-  int64_t per_step = (int64_t)r->info.batch * r->info.context * r->info.accumulate;
-  bool terminal = isatty(STDERR_FILENO) != 0;
-  rate = (double)(r->since * per_step) / (seconds() - r->told);
-  left = (double)((r->o->config.steps - r->step) * per_step) / rate;
-  fprintf(stderr, "%sstep %lld/%lld  loss %.4f  accuracy %.3f  gradient %.2f  lr %.2e  %.0f "
-          "tokens/s  %d:%02d:%02d left  %.0f MB", terminal ? "\r" : "", (long long)s->step,
-          (long long)r->o->config.steps, loss, r->accuracy / (double)r->since,
-          (double)s->gradient_norm, (double)s->lr, rate, (int)(left / 3600),
-          (int)(left / 60) % 60, (int)left % 60, (double)r->info.memory_bytes / 1e6);
-  if (s->balance != 0) fprintf(stderr, "  balance %.3f", s->balance);
-  if (isfinite(validation)) fprintf(stderr, "  validation %.4f", validation);
-  fprintf(stderr, "%s", !terminal ? "\n" : isfinite(validation) ? "\033[K\n" : "\033[K");
-  run_log(r, s, loss, rate, validation);
-  r->loss = r->accuracy = 0;
-  r->since = 0;
-}
-
-/* ---- What happens now and then ---- */
-
 /* Mean loss of batches that are never learnt from: always the same ones. */
 static inline double run_validate(run *r) {
   double sum = 0;
@@ -470,6 +448,29 @@ static inline double run_validate(run *r) {
   }
   return sum;
 }
+
+/* Step, losses, speed, what is left, memory: a line that the next overwrites on a terminal. */
+static inline void run_tell(run *r, const tfm_step *s, bool validate) {
+  double rate, loss = r->loss / (double)r->since, left, validation;
+  int64_t per_step = (int64_t)r->info.batch * r->info.context * r->info.accumulate;
+  bool terminal = isatty(STDERR_FILENO) != 0;
+  rate = (double)(r->since * per_step) / (seconds() - r->told);
+  left = (double)((r->o->config.steps - r->step) * per_step) / rate;
+  validation = validate ? run_validate(r) : NAN;
+  fprintf(stderr, "%sstep %lld/%lld  loss %.4f  accuracy %.3f  gradient %.2f  lr %.2e  %.0f "
+          "tokens/s  %d:%02d:%02d left  %.0f MB", terminal ? "\r" : "", (long long)s->step,
+          (long long)r->o->config.steps, loss, r->accuracy / (double)r->since,
+          (double)s->gradient_norm, (double)s->lr, rate, (int)(left / 3600),
+          (int)(left / 60) % 60, (int)left % 60, (double)r->info.memory_bytes / 1e6);
+  if (s->balance != 0) fprintf(stderr, "  balance %.3f", s->balance);
+  if (isfinite(validation)) fprintf(stderr, "  validation %.4f", validation);
+  fprintf(stderr, "%s", !terminal ? "\n" : isfinite(validation) ? "\033[K\n" : "\033[K");
+  run_log(r, s, loss, rate, validation);
+  r->loss = r->accuracy = 0;
+  r->since = 0;
+}
+
+/* ---- What happens now and then ---- */
 
 static inline bool run_save(run *r) {
   char path[RUN_ROOM];
@@ -626,7 +627,7 @@ static inline int run_loop(run *r) {
     last = r->step >= o->config.steps || (r->over > 0 && seconds() > r->over);
     save = r->step % o->save_every == 0 || last;
     if (!save && r->step % RUN_TELL) continue;
-    run_tell(r, &s, save ? run_validate(r) : NAN);
+    run_tell(r, &s, save);
     if (save && (!run_save(r) || !run_sample(r))) status = tfm_error_status();
     r->told = seconds();
   }

@@ -6,9 +6,12 @@
 
 Folders are loaded by transformers and must give the logits of the model they were made from; GGUF
 files are read by the gguf package, their quantised values compared with its own quantiser's, and
-continued greedily by llama.cpp (llama-cpp-python) with the same text as by build/generate.
+continued greedily by llama.cpp (llama-cpp-python) with the same text as by build/generate. A small
+random model of every family that GGUF has a name for gives the same logits in transformers, in
+llama.cpp from its GGUF file, and in build/logits from both.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -19,7 +22,9 @@ import gguf
 import llama_cpp
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 DATA = os.path.join(ROOT, "tests", "data", "models")
@@ -102,13 +107,218 @@ def make_gpt2(folder):
     return folder
 
 
+SMALL = {
+    "vocab_size": 261,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": True,
+}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OF_64 = {"head_dim": 16, "tie_word_embeddings": False}
+FAMILIES = {  # what each adds; windows are shorter than the text
+    "llama": {},
+    "mistral": {"sliding_window": None, **OF_64},
+    "qwen2": OF_64,
+    "qwen3": {},
+    "gemma": {"num_key_value_heads": 1},
+    "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 5.0},
+    "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 32, "num_hidden_layers": 7},
+    "phi3": OF_64,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, **OF_64},
+    "qwen2_moe": {"shared_expert_intermediate_size": 48, **EXPERTS, **OF_64},
+    "qwen3_moe": {"norm_topk_prob": True, **EXPERTS},
+}
+
+
+SILENCE = llama_cpp.llama_log_callback(lambda level, text, user: print(text.decode(), end="") if level == 4 else None)
+
+
+SPECIAL = ["<unk>", "<s>", "</s>", "<|endoftext|>"]  # llama.cpp's phi3 looks for them
+
+
+def make_family(name, folder):
+    """A small random model with a vocabulary of bytes."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**{**SMALL, **FAMILIES[name]})).float().eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)  # norms and biases too
+    model.save_pretrained(folder)
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(letters | {"!!": 256}, [("!", "!")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(SPECIAL)
+    tokenizer.save(os.path.join(folder, "tokenizer.json"))
+    return model
+
+
+EXPERT_PARTS = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+NAMES = {  # of Hugging Face's checkpoints, behind "model." and "layers.N."
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+
+
+def in_metas_order(x, heads):
+    return x.reshape(heads, 2, x.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(x.shape)
+
+
+def gguf_tensors(name, folder):
+    """Those of a model with experts, whose matrices GGUF keeps in one tensor for all."""
+    experts = {}
+    for key, tensor in load_file(os.path.join(folder, "model.safetensors")).items():
+        parts = key.removeprefix("model.").split(".")
+        block = f"blk.{parts[1]}." if parts[0] == "layers" else ""
+        inner = parts[2:] if block else parts
+        if "experts" in inner:
+            whole = block + "ffn_" + EXPERT_PARTS[inner[-2]] + "_exps.weight"
+            experts.setdefault(whole, {})[int(inner[-3])] = tensor
+            continue
+        if name == "mixtral" and inner[1:2] in (["q_proj"], ["k_proj"]):
+            tensor = in_metas_order(
+                tensor, SMALL["num_attention_heads" if inner[1] == "q_proj" else "num_key_value_heads"]
+            )
+        if inner[:2] == ["mlp", "shared_expert_gate"]:
+            tensor = tensor.reshape(-1)
+        yield block + ("output" if key == "lm_head.weight" else NAMES[".".join(inner[:-1])]) + "." + inner[-1], tensor
+    for whole, rows in experts.items():
+        yield whole, np.stack([rows[i] for i in range(len(rows))])
+
+
+def write_gguf(name, folder, path):
+    config = json.load(open(os.path.join(folder, "config.json")))
+    writer = gguf.GGUFWriter(path, {"mixtral": "llama"}.get(name, name.replace("_", "")))
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(SMALL["head_dim"] if name == "qwen3_moe" else OF_64["head_dim"])
+    writer.add_value_length(SMALL["head_dim"] if name == "qwen3_moe" else OF_64["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+    writer.add_expert_used_count(config["num_experts_per_tok"])
+    if name != "mixtral":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if name == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet()) + ["!!"] + SPECIAL
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * 257 + [3] * len(SPECIAL))
+    writer.add_token_merges(["! !"])
+    for tensor_name, tensor in gguf_tensors(name, folder):
+        writer.add_tensor(tensor_name, np.ascontiguousarray(tensor, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def llama_logits(path, ids):
+    """Of every position, with a cache of float32 and without shortcuts."""
+    llama_cpp.llama_log_set(SILENCE, None)
+    model_options = llama_cpp.llama_model_default_params()
+    model = llama_cpp.llama_model_load_from_file(path.encode(), model_options)
+    if not model:
+        return None
+    options = llama_cpp.llama_context_default_params()
+    options.n_ctx = options.n_batch = options.n_ubatch = 64
+    options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
+    options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    context = llama_cpp.llama_init_from_model(model, options)
+    batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
+    batch.n_tokens = len(ids)
+    for i, token in enumerate(ids):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = int(token), i, 1, True
+        batch.seq_id[i][0] = 0
+    assert llama_cpp.llama_decode(context, batch) == 0
+    vocabulary = SMALL["vocab_size"]
+    rows = [np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), (vocabulary,)) for i in range(len(ids))]
+    logits = np.array(rows)
+    llama_cpp.llama_batch_free(batch)
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return logits
+
+
+def check_family(name, folder):
+    model = make_family(name, os.path.join(folder, name))
+    path = os.path.join(folder, name + ".gguf")
+    ids = np.arange(40) * 37 % 251 + 3
+    if name in WITH_EXPERTS:  # convert does not stack experts
+        write_gguf(name, os.path.join(folder, name), path)
+    else:
+        run("convert", os.path.join(folder, name), path)
+    with torch.no_grad():
+        want = model(torch.tensor(ids)[None]).logits[0].numpy()
+    for what, logits, bound in [
+        ("transformer.h", our_logits(os.path.join(folder, name), ids), 1e-5),
+        ("transformer.h from GGUF", our_logits(path, ids), 1e-5),
+        ("llama.cpp", llama_logits(path, ids), 3e-3 if "gemma" in name else 1e-4),  # GELU by a table of F16
+    ]:
+        if logits is None:
+            note(f"{name} in {what}", False, "it cannot be loaded")
+            continue
+        worst = np.abs(logits - want).max() / np.ptp(want)
+        print(f"{name:12} {what:24} {worst:.2g}")
+        note(f"{name} in {what}", worst < bound, f"logits differ by {worst:.2g} of their range")
+    if name in WITH_EXPERTS:
+        return
+    run("convert", path, os.path.join(folder, "back of " + name))  # GGUF to a folder
+    back = Tokenizer.from_file(os.path.join(folder, "back of " + name, "tokenizer.json"))
+    text = "Hello, w\u00f6rld!  12\n"
+    before = Tokenizer.from_file(os.path.join(folder, name, "tokenizer.json"))
+    note(f"{name}: the vocabulary there and back", back.encode(text).ids == before.encode(text).ids)
+
+
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+def known_to_transformers(model):
+    config = os.path.join(model, "config.json")
+    return not os.path.exists(config) or json.load(open(config))["model_type"] in CONFIG_MAPPING
+
+
 def main():
-    models = sys.argv[1:] or [os.path.join(DATA, name) for name in sorted(os.listdir(DATA))]
+    paths = sys.argv[1:] or [os.path.join(DATA, name) for name in sorted(os.listdir(DATA))]
     stories = os.path.join(SHARED, "stories260K", "stories260K.bin")
     with tempfile.TemporaryDirectory() as folder:
         if not sys.argv[1:] and os.path.exists(stories):
-            models += [stories, make_gpt2(os.path.join(folder, "gpt2"))]
-        for model in models:
+            paths += [stories, make_gpt2(os.path.join(folder, "gpt2"))]
+        for name in [] if sys.argv[1:] else FAMILIES:
+            check_family(name, folder)
+        for model in paths:
+            if not known_to_transformers(model):
+                counts["skipped"] += 1
+                continue
             base = os.path.join(folder, "of " + os.path.basename(model))
             check_folder(model, base)
             if not gguf_tells(model):

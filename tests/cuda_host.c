@@ -168,6 +168,36 @@ TEST(without_a_device_the_processor_computes_and_says_so_once) {
   check_same_ids(&o, &expected);
 }
 
+/* What a prompt's layers took as a whole, and by parts. */
+static void check_fused(bool deterministic) {
+  tfm_model_config c;
+  tfm_engine_config e;
+  tfm_stats stats;
+  tfm_model *m;
+  tfm_session *s;
+  memset(&c, 0, sizeof c);
+  memset(&e, 0, sizeof e);
+  c.device = TFM_CUDA;
+  c.weights = models[2].type;
+  e.profile = true;
+  e.deterministic = deterministic;
+  standin_reset();
+  m = tfm_model_load(models[2].path, &c);
+  s = tfm_session_create(m, &e);
+  CHECK_EQ_INT(tfm_feed(s, prompt, PROMPT), TFM_OK);
+  CHECK_EQ_INT(tfm_session_stats(s, &stats), TFM_OK);
+  CHECK((stats.work_seconds[TFM_WORK_LAYER] > 0) == !deterministic);
+  CHECK((stats.work_seconds[TFM_WORK_FEED_FORWARD] > 0) == deterministic);
+  tfm_session_free(s);
+  tfm_model_free(m);
+  check_clean();
+}
+
+TEST(a_deterministic_engine_does_without_layer) {
+  check_fused(false);
+  check_fused(true);
+}
+
 /* The memory is the device's, and its time that of the work it was given. */
 TEST(usage_is_told) {
   outcome o;
@@ -208,4 +238,8 @@ TEST(out_of_device_memory_leaves_other_models_usable) {
   check_clean();
 }
 
-TEST_MAIN
+int main(int argc, char **argv) {
+  if (standin_works()) return test_run_all(argc, argv);
+  puts("skip: there is no GPU\n0 passed, 0 failed, 1 skipped");
+  return 0;
+}

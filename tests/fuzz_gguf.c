@@ -2,34 +2,13 @@
    with 'S' are choices instead: of a GGUF file's keys, their types and values, its tensors' names,
    types, shapes and places. A choice of 0 is the sound one, so that few bytes reach far.
      clang -g -O1 -fsanitize=fuzzer,address,undefined fuzz_gguf.c -lm -lpthread */
-#define TRANSFORMER_IMPLEMENTATION
-#include "../transformer.h"
+#include "fuzz_choices.h"
 
-typedef struct choices {
-  const uint8_t *at, *end;
-  uint8_t *file; /* [ROOM] */
-  size_t n;
-} choices;
-enum { ROOM = 1 << 16, KEYS = 17, TENSORS = 24 };
+enum { KEYS = 17, TENSORS = 24 };
 
-static unsigned choice(choices *c) { return c->at < c->end ? *c->at++ : 0; }
-
-static void put(choices *c, uint64_t value, int bytes) {
-  for (; bytes && c->n < ROOM; bytes--, value >>= 8) c->file[c->n++] = (uint8_t)value;
-}
-
-static void put_text(choices *c, const char *text) {
+static void put_string(choices *c, const char *text) {
   put(c, strlen(text), 8);
-  for (; *text; text++) put(c, (uint8_t)*text, 1);
-}
-
-/* Mostly the sound value; else a small one, or one at the edge of its kind. */
-static uint64_t number(choices *c, uint64_t sound) {
-  static const uint64_t edges[] = {0, 1, 0x7fffffff, 0x80000000, 0xffffffff, UINT64_C(1) << 32,
-                                   UINT64_C(1) << 61, INT64_MAX, UINT64_MAX - 31, UINT64_MAX};
-  unsigned k = choice(c);
-  if (k < 160) return sound;
-  return k < 224 ? k - 160 : edges[(k - 224) % 10];
+  put_text(c, text);
 }
 
 static const char *const architectures[] = {
@@ -63,9 +42,9 @@ static void put_key(choices *c, const char *architecture, int i) {
   uint32_t type = (uint32_t)number(c, keys[i].type);
   int bytes = type >= 10 ? 8 : type == 7 || type < 2 ? 1 : type < 4 ? 2 : 4;
   snprintf(name, sizeof name, "%s.%s", architecture, keys[i].name);
-  put_text(c, name);
+  put_string(c, name);
   put(c, type, 4);
-  if (type == 8) put_text(c, "yarn");
+  if (type == 8) put_string(c, "yarn");
   else if (type == 9) put(c, number(c, 4), 4), put(c, number(c, 1), 8), put(c, keys[i].value, 4);
   else put(c, number(c, keys[i].value), bytes);
 }
@@ -75,7 +54,7 @@ static void put_tensor(choices *c, int i, uint64_t *offset) {
   uint32_t type = types[choice(c) % sizeof types], k;
   uint32_t rank = (uint32_t)number(c, tensors[i].rows ? 2 : 1);
   uint64_t cols = tensors[i].cols * (type > 9 && type < 15 ? 8u : 1); /* of K types: a block */
-  put_text(c, tensors[i].name);
+  put_string(c, tensors[i].name);
   put(c, rank, 4);
   for (k = 0; k < rank && k < 5; k++) put(c, number(c, k == 0 ? cols : tensors[i].rows), 8);
   put(c, type, 4);
@@ -93,11 +72,11 @@ static void compose(choices *c) {
   put(c, 3, 4);
   put(c, count, 8);
   put(c, (alignment ? 2 : 1) + KEYS, 8);
-  put_text(c, "general.architecture");
+  put_string(c, "general.architecture");
   put(c, 8, 4);
-  put_text(c, architecture);
+  put_string(c, architecture);
   if (alignment) {
-    put_text(c, "general.alignment");
+    put_string(c, "general.alignment");
     put(c, 4, 4);
     put(c, alignment < 128 ? 32 : number(c, 32), 4);
   }
@@ -117,31 +96,27 @@ static void load(const uint8_t *data, size_t bytes) {
   tfm_model_free(tfm_model_load_memory(data, bytes, &c));
 }
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes) {
-  static uint8_t file[ROOM];
-  choices c = {data + 1, data + bytes, file, 0};
+  static choices c;
   if (bytes == 0 || data[0] != 'S') {
     load(data, bytes);
     return 0;
   }
+  c.at = data + 1, c.end = data + bytes, c.n = 0;
   compose(&c);
-  load(file, c.n);
+  load(c.file, c.n);
   return 0;
 }
 
 /* The sound choices must load. */
-int LLVMFuzzerInitialize(int *argc, char ***argv);
 int LLVMFuzzerInitialize(int *argc, char ***argv) {
-  static const uint8_t sound[] = "S";
   tfm_model_config k;
-  static uint8_t file[ROOM];
-  choices c = {sound + 1, sound + 1, file, 0};
+  static choices c;
   tfm_model *m;
   (void)argc, (void)argv;
   memset(&k, 0, sizeof k);
   compose(&c);
-  m = tfm_model_load_memory(file, c.n, &k);
+  m = tfm_model_load_memory(c.file, c.n, &k);
   if (!m) fprintf(stderr, "%s\n", tfm_error()), __builtin_trap();
   tfm_model_free(m);
   return 0;

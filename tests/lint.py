@@ -25,12 +25,12 @@ PUBLIC_FUNCTIONS = 60
 
 # Lines of a section, blank lines and comments counted. Raise one with a reason rather than squeeze.
 BUDGETS = {
-    "vocabulary": 1000, "chat": 520,
+    "vocabulary": 1080, "chat": 520,
     "api": 700, "backend": 520, "base": 900, "objects": 100, "json": 480, "unicode": 880,
     "gguf": 520, "steps": 740, "tokenizer": 4100,
     "formats": 800, "families": 2000, "device": 480,
     "kernels": 1900, "gradients": 1100, "forward": 450, "engine": 740, "session": 620,
-    "generate": 200, "convert": 1200, "train": 1450, "export": 560, "data": 620,
+    "generate": 200, "convert": 1240, "train": 1450, "export": 560, "data": 620,
 }
 
 FORBIDDEN_CALLS = ["exit", "_exit", "quick_exit", "abort", "assert", "printf", "fprintf", "vprintf",
@@ -80,7 +80,7 @@ def sources():
     found = [f for f in os.listdir(ROOT) if f in LIBRARY or f in ("Makefile", "README.md")]
     for folder in ("examples", "tests", "bench", ".ci"):
         for path, folders, files in os.walk(os.path.join(ROOT, folder)):
-            folders[:] = [f for f in folders if f not in ("data", "results", "__pycache__")]
+            folders[:] = [f for f in folders if f not in ("data", "results", "tales", "__pycache__")]
             found += [os.path.relpath(os.path.join(path, f), ROOT) for f in files]
     return sorted(f for f in found if not f.endswith(".pyc"))
 

@@ -19,6 +19,9 @@ Each case becomes one Hugging Face folder, tests/data/models/<case>/:
                itself) for every parameter, under its name in model.safetensors,
                and the cross entropy in 20 steps of AdamW on that batch (TRAINING
                below), all float32
+  dropout.safetensors
+               (gpt2-a) loss and gradients, of vectors and one matrix, of that
+               batch under the trainer's dropout (DROPOUT below)
 
 The case "tiny" has a tokenizer.json, tokenizer_config.json as well, trained on
 tests/data/tokenizers/sentences.txt.
@@ -36,6 +39,8 @@ from pathlib import Path
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from unittest import mock
+
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
@@ -51,6 +56,7 @@ SPECIAL = ["<unk>", "<s>", "</s>"]
 TRAINED = ["gpt2-a", "gpt2-b", "llama-a", "llama-b", "llama-c", "llama-d", "mistral-a", "qwen2-a", "qwen3-a",
            "gemma-a", "gemma-b", "gemma2-a", "gemma3-a", "phi3-a", "mixtral-b", "qwen2moe-a", "qwen3moe-a",
            "gpt2moe-a"]
+DROPOUT = {"embed": 0.1, "attention": 0.2, "residual": 0.3, "seed": 9}  # as tests/test_train.c has it
 BATCHES = {"gemma2-a": 3003}  # seeds; the first one's curve hung on the last bits of tiny gradients
 ONE_PLUS = ("gemma", "gemma2", "gemma3_text")  # norms multiply by 1 + w, embeddings by the root of the width
 TRAINING = {"steps": 20, "lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "decay": 0.1, "clip": 1.0}
@@ -534,6 +540,59 @@ def golden_training(name, folder, vocab, length, rng):
     print(f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f}")
 
 
+# --- golden gradients under dropout: transformers' GPT-2, its dropouts given the trainer's masks
+
+def philox(key, low, high):
+    """Four words for each of the counters (arrays of 64 bits), as tfmi_philox draws them."""
+    half = np.uint64(32)
+    c = [(n >> s) & np.uint64(0xFFFFFFFF) for n in np.broadcast_arrays(low, high) for s in (np.uint64(0), half)]
+    k0, k1 = key & 0xFFFFFFFF, key >> 32
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [(b >> half) ^ c[1] ^ np.uint64(k0), b & np.uint64(0xFFFFFFFF),
+             (a >> half) ^ c[3] ^ np.uint64(k1), a & np.uint64(0xFFFFFFFF)]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return np.stack(c)
+
+
+class Masked(torch.nn.Module):
+    """A dropout at one site of the network, of [B, T, C], or of probabilities [B, H, T, T]."""
+
+    def __init__(self, rate, site):
+        super().__init__()
+        self.rate, self.site = np.float32(rate), site
+
+    def forward(self, x):
+        col = np.arange(x.shape[-1])[None, None, None] if x.dim() == 4 else np.arange(x.shape[-1])[None, None]
+        seq = np.arange(x.shape[0]).reshape(-1, *[1] * (x.dim() - 1))
+        pos = np.arange(x.shape[-2])[:, None]
+        if x.dim() == 4:
+            col = col + (np.arange(x.shape[1])[:, None, None] << 20)
+        low = (pos << 32 | col // 4).astype(np.uint64)
+        word = philox(DROPOUT["seed"], low, (self.site << 32 | seq).astype(np.uint64))
+        word = np.take_along_axis(word, np.broadcast_to(col % 4, word.shape[1:])[None], 0)[0]
+        kept = (word >> np.uint64(8)).astype(np.float32) / np.float32(1 << 24) >= self.rate
+        return x * torch.from_numpy(kept / (1 - self.rate)).to(x.dtype)
+
+
+@torch.enable_grad()
+def golden_dropout(folder):
+    model = load(folder)
+    model.transformer.drop = Masked(DROPOUT["embed"], 0)
+    for layer, block in enumerate(model.transformer.h):
+        site = 4 * (layer + 1)
+        block.attn.resid_dropout = Masked(DROPOUT["residual"], site + 2)
+        block.mlp.dropout = Masked(DROPOUT["residual"], site + 3)
+    attention = (Masked(DROPOUT["attention"], 4 * (layer + 1) + 1) for layer in range(len(model.transformer.h)))
+    batch = load_file(folder / "training.safetensors")
+    with mock.patch("torch.nn.functional.dropout", lambda x, **_: next(attention)(x)):  # of probabilities alone
+        loss, _ = training_loss(model, batch["ids"].numpy(), batch["targets"].numpy())
+    loss.backward()
+    kept = {n: p.grad for n, p in model.named_parameters() if p.dim() == 1 or n.endswith("h.1.attn.c_proj.weight")}
+    save_file(kept | {"loss": loss.detach().reshape(1)}, folder / "dropout.safetensors")
+    print(f"{folder.name}: loss under dropout {loss.item():.4f}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=DATA / "models", help="folder to write (default tests/data/models)")
@@ -554,6 +613,8 @@ def main():
         if name in TRAINED:
             golden_training(name, args.out / name, config.vocab_size, length,
                             np.random.default_rng(BATCHES.get(name, 2000 + number)))
+        if name == "gpt2-a":
+            golden_dropout(args.out / name)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,28 @@ TEST(there_and_back) {
   CHECK_EQ_INT(told, 6); /* the others are odd on purpose: activations, windows, scales, caps */
 }
 
+/* The vocabulary and the template of a GGUF file become files of the folder. */
+TEST(vocabulary_there_and_back) {
+  static const char text[] = "Once upon a time, 12 <s>\n  x";
+  static const char *const names[] = {"", "v.gguf", "v"};
+  int32_t ids[3][64];
+  int64_t n[3];
+  blob config;
+  int i;
+  CHECK_EQ_INT(convert(DATA "models/tiny", in_folder("v.gguf"), TFM_TYPE_DEFAULT), TFM_OK);
+  CHECK_EQ_INT(convert(in_folder("v.gguf"), in_folder("v"), TFM_TYPE_DEFAULT), TFM_OK);
+  for (i = 0; i < 3; i++) {
+    tfm_tokenizer *t = tfm_tokenizer_load(i ? in_folder(names[i]) : DATA "models/tiny", NULL);
+    if (!t) CHECK_STR(tfm_error(), names[i]);
+    n[i] = tfm_encode(t, text, strlen(text), TFM_ENCODE_SPECIAL, ids[i], 64);
+    CHECK(n[i] == n[0] && n[0] > 0 && !memcmp(ids[i], ids[0], (size_t)n[0] * sizeof **ids));
+    tfm_tokenizer_free(t);
+  }
+  config = blob_read(in_folder("v/tokenizer_config.json"));
+  CHECK(config.data && strstr((char *)config.data, "PreTrainedTokenizerFast"));
+  free(config.data);
+}
+
 TEST(shorter_types) {
   static const struct { tfm_type type; double most; } rows[] = {
     {TFM_F16, 2e-3}, {TFM_BF16, 2e-2}, {TFM_Q8_0, 4e-2}, {TFM_Q5_1, 0.3}, {TFM_Q4_0, 0.5}};

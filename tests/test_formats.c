@@ -4,6 +4,8 @@
 #include "../transformer.h"
 
 #include "test.h"
+#include <sys/stat.h>
+#include <unistd.h>
 
 /* ---- Bytes ---- */
 
@@ -477,6 +479,87 @@ TEST(paths) {
   expect_model(tfm_model_load("/dev/zero", &c), TFM_E_IO, "is not a regular file");
   expect_model(tfm_model_load("/proc", &c), TFM_E_IO, "has neither model.safetensors");
 }
+
+#ifndef _WIN32
+/* Nobody writes to it: opening it must not wait. */
+TEST(a_pipe_is_refused) {
+  tfm_model_config c = test_config();
+  char path[64];
+  c.host.io = NULL;
+  snprintf(path, sizeof path, "/tmp/test_formats.%d.gguf", (int)getpid());
+  CHECK_EQ_INT(mkfifo(path, 0600), 0);
+  expect_model(tfm_model_load(path, &c), TFM_E_IO, "is not a regular file");
+  CHECK(!tfm_tokenizer_load(path, NULL));
+  unlink(path);
+}
+
+/* HEADER behind a tensor of so many bytes. */
+static char *header_behind(unsigned long long far) {
+  static const char key[] = "\"data_offsets\":[";
+  char *header = (char *)malloc(4 * sizeof HEADER), *out = header;
+  const char *at = HEADER + 1, *next;
+  out += sprintf(out, "{\"a\":{\"dtype\":\"U8\",\"shape\":[%llu],%s0,%llu]},", far, key, far);
+  for (; (next = strstr(at, key)) != NULL; at = strchr(at, ']')) {
+    unsigned long long begin, end;
+    next += strlen(key);
+    sscanf(next, "%llu,%llu", &begin, &end);
+    out += sprintf(out, "%.*s%llu,%llu", (int)(next - at), at, far + begin, far + end);
+    at = next;
+  }
+  strcpy(out, at);
+  return header;
+}
+
+TEST(places_beyond_4_GiB) { /* 5 GiB of nothing, which a sparse file does not store */
+  char path[64], *header = header_behind(5368709120u);
+  tfm_model_config c = test_config();
+  bytes b = safetensors(header, 0);
+  FILE *f;
+  snprintf(path, sizeof path, "/tmp/test_formats.%d.safetensors", (int)getpid());
+  f = fopen(path, "wb");
+  fwrite(b.at, 1, b.n, f);
+  CHECK_EQ_INT(ftruncate(fileno(f), (off_t)(b.n + 5368709120u + DATA)), 0);
+  fclose(f);
+  c.host.io = NULL;
+  c.config_json = CONFIG;
+  c.host.memory_limit_bytes = 1 << 20;
+  expect_model(tfm_model_load(path, &c), sizeof(size_t) == 8 ? TFM_OK : TFM_E_IO, "");
+  c.no_mmap = true; /* all of it would be read */
+  expect_model(tfm_model_load(path, &c), sizeof(size_t) == 8 ? TFM_E_MEMORY : TFM_E_IO, "");
+  unlink(path);
+  free(header);
+  drop(&b);
+}
+
+TEST(a_file_changed_while_it_is_used) { /* replaced: no harm; cut: none where it was read */
+  char path[64];
+  int i;
+  snprintf(path, sizeof path, "/tmp/test_formats.%d.safetensors", (int)getpid());
+  for (i = 0; i < 2; i++) {
+    static const int32_t ids[] = {1, 2};
+    tfm_model_config c = test_config();
+    bytes b = safetensors(HEADER, DATA);
+    tfm_session *s;
+    tfm_model *m;
+    FILE *f = fopen(path, "wb");
+    fwrite(b.at, 1, b.n, f);
+    fclose(f);
+    c.host.io = NULL;
+    c.config_json = CONFIG;
+    c.no_mmap = i == 1;
+    m = tfm_model_load(path, &c);
+    if (!m) CHECK_STR(tfm_error(), "");
+    if (i) CHECK_EQ_INT(truncate(path, 9), 0);
+    else CHECK_EQ_INT(unlink(path), 0);
+    s = tfm_session_create(m, NULL);
+    CHECK_EQ_INT(tfm_feed(s, ids, 2), TFM_OK);
+    tfm_session_free(s);
+    expect_model(m, TFM_OK, "");
+    drop(&b);
+  }
+  unlink(path);
+}
+#endif
 
 /* ---- config.json ---- */
 

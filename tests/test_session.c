@@ -3,7 +3,16 @@
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 #include "files.h"
+#include <fenv.h>
+#include <locale.h>
 #include <pthread.h>
+#include <signal.h>
+#include <sys/time.h>
+#include <sys/wait.h>
+#include <unistd.h>
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
 
 #define LLAMA DATA "models/llama-b"
 #define TINY DATA "models/tiny"
@@ -899,6 +908,201 @@ TEST(rewinding_into_a_character_keeps_its_bytes) {
   tfm_session_free(s);
   tfm_tokenizer_free(t);
   tfm_model_free(m);
+}
+
+/* ---- What the host's process does ---- */
+
+static tfm_session *signalled;
+
+static void on_alarm(int number) {
+  (void)number;
+  tfm_cancel(signalled);
+}
+
+TEST(cancelling_from_a_signal_handler) {
+  struct itimerval soon = {{0, 700}, {0, 700}}, never = {{0, 0}, {0, 0}};
+  tfm_model *m = model_open(LLAMA);
+  int cancelled = 0, i;
+  signalled = tfm_session_create(m, NULL);
+  signal(SIGALRM, on_alarm);
+  setitimer(ITIMER_REAL, &soon, NULL);
+  for (i = 0; i < 20000 && cancelled < 3; i++) {
+    int status = tfm_feed(signalled, prompt, PROMPT);
+    CHECK(status == TFM_OK || status == TFM_E_CANCELLED);
+    cancelled += status == TFM_E_CANCELLED;
+    tfm_session_rewind(signalled, 0);
+  }
+  setitimer(ITIMER_REAL, &never, NULL);
+  signal(SIGALRM, SIG_DFL);
+  CHECK_EQ_INT(cancelled, 3);
+  tfm_session_free(signalled);
+  tfm_model_free(m);
+}
+
+TEST(a_child_of_fork_has_the_model) { /* but makes its own engine */
+  tfm_model *m = model_open(LLAMA);
+  tfm_session *s = tfm_session_create(m, NULL); /* the parent's, with its threads */
+  size_t bytes = 13 * (size_t)vocabulary_of(m) * sizeof(float);
+  float *want = run_alone(m, NULL, PROMPT), *got;
+  int status = -1;
+  pid_t child = fork();
+  if (child == 0) {
+    got = run_alone(m, NULL, PROMPT);
+    _exit(test_failures || memcmp(want, got, bytes) != 0);
+  }
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
+  CHECK_EQ_INT(WEXITSTATUS(status), 0);
+  CHECK_EQ_INT(tfm_feed(s, prompt, PROMPT), TFM_OK);
+  CHECK(memcmp(tfm_logits(s), want, bytes / 13) == 0);
+  free(want);
+  tfm_session_free(s);
+  tfm_model_free(m);
+}
+
+typedef struct inner { /* what a callback did with the library */
+  int calls, good;
+} inner;
+
+static bool progress_that_loads(void *user, const char *what, double done) {
+  inner *in = (inner *)user;
+  tfm_model *m;
+  (void)what, (void)done;
+  if (in->calls++) return true;
+  m = model_open(TINY);
+  in->good += m != NULL && tfm_model_load("no/such", NULL) == NULL;
+  tfm_model_free(m);
+  return true;
+}
+
+TEST(callbacks_may_call_the_library) {
+  tfm_model_config c;
+  inner in = {0, 0};
+  tfm_model *m;
+  memset(&c, 0, sizeof c);
+  c.host.progress = progress_that_loads;
+  c.host.user = &in;
+  m = tfm_model_load(LLAMA, &c);
+  CHECK(m && in.calls > 0 && in.good == 1);
+  tfm_model_free(m);
+}
+
+/* Loaded and run in a process that is set up otherwise: how far from `want`, [13, V]. */
+static float farthest(const float *want) {
+  tfm_model *m = model_open(LLAMA);
+  size_t n = 13 * (size_t)vocabulary_of(m), i;
+  float *got = run_alone(m, NULL, PROMPT), most = 0;
+  for (i = 0; i < n; i++) most = fmaxf(most, fabsf(got[i] - want[i]));
+  for (i = 0; i < n; i++) CHECK(isfinite(got[i]));
+  free(got);
+  tfm_model_free(m);
+  return most;
+}
+
+static float *usual(void) {
+  tfm_model *m = model_open(LLAMA);
+  float *want = run_alone(m, NULL, PROMPT);
+  tfm_model_free(m);
+  return want;
+}
+
+TEST(decimal_commas_change_nothing) {
+  static const char *const names[] = {"de_DE.UTF-8", "de_DE.utf8", "fr_FR.UTF-8", "de_DE"};
+  float *want;
+  int i = 0;
+  while (i < 4 && !setlocale(LC_ALL, names[i])) i++;
+  if (i == 4) SKIP("no locale with decimal commas is installed");
+  setlocale(LC_ALL, "C");
+  want = usual();
+  setlocale(LC_ALL, names[i]);
+  CHECK(farthest(want) == 0);
+  setlocale(LC_ALL, "C");
+  free(want);
+}
+
+TEST(the_hosts_arithmetic_is_its_own) { /* rounding and flushing: a little off, and left as set */
+  static const int modes[] = {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
+  float *want = usual();
+  int i;
+  for (i = 0; i < 3; i++) {
+    fesetround(modes[i]);
+    CHECK(farthest(want) < 1e-3f);
+    CHECK_EQ_INT(fegetround(), modes[i]);
+  }
+  fesetround(FE_TONEAREST);
+#ifdef __SSE__
+  unsigned before = _mm_getcsr();
+  _mm_setcsr(before | 0x8040); /* denormals are zero, in and out */
+  CHECK(farthest(want) < 1e-5f);
+  CHECK((_mm_getcsr() & 0x8040) == 0x8040);
+  _mm_setcsr(before);
+#endif
+  free(want);
+}
+
+static void *with_little_stack(void *out) {
+  tfm_model *m = model_open(TINY);
+  tfm_tokenizer *t = tfm_tokenizer_load(TINY, NULL);
+  tfm_session *s = tfm_session_create(m, NULL);
+  tfm_sampling how = {0.8f, 20, 0.9f, 0.01f, 1.1f, 1, 0};
+  int i, id = tfm_feed_text(s, t, "Once upon a time");
+  for (i = 0; i < 8 && id >= 0; i++) id = tfm_next(s, &how);
+  *(int *)out = id;
+  tfm_session_free(s);
+  tfm_tokenizer_free(t);
+  tfm_model_free(m);
+  return NULL;
+}
+
+TEST(a_thread_of_64_KB_is_enough) {
+  size_t bytes = 64 << 10;
+  pthread_attr_t attributes;
+  pthread_t thread;
+  int id = TFM_E_STATE;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  bytes *= 8; /* theirs are larger */
+#endif
+  pthread_attr_init(&attributes);
+  CHECK_EQ_INT(pthread_attr_setstacksize(&attributes, bytes), 0);
+  CHECK_EQ_INT(pthread_create(&thread, &attributes, with_little_stack, &id), 0);
+  pthread_join(thread, NULL);
+  CHECK(id >= 0 || id == TFM_END);
+  pthread_attr_destroy(&attributes);
+}
+
+/* ---- Weights that are no numbers ---- */
+
+static void check_weights_of(uint32_t bits) {
+  blob file = blob_read(LLAMA "/model.safetensors"), config = blob_read(LLAMA "/config.json");
+  static const tfm_sampling hot = {1, 3, 0.5f, 0.1f, 1.2f, 1, 0};
+  uint64_t header;
+  size_t i;
+  tfm_model_config c;
+  tfm_session *s;
+  tfm_model *m;
+  memcpy(&header, file.data, 8);
+  for (i = 8 + (size_t)header; i + 4 <= file.bytes; i += 4) memcpy(file.data + i, &bits, 4);
+  memset(&c, 0, sizeof c);
+  c.config_json = (const char *)config.data;
+  m = tfm_model_load_memory(file.data, file.bytes, &c);
+  if (!m) CHECK_STR(tfm_error(), "");
+  s = tfm_session_create(m, NULL);
+  CHECK_EQ_INT(tfm_feed(s, prompt, PROMPT), TFM_OK);
+  for (i = 0; i < 4; i++) {
+    int32_t id = tfm_next(s, i & 1 ? &hot : NULL), ids[3];
+    CHECK(id < vocabulary_of(m) && (id >= 0 || tfm_error()[0] || id == TFM_END));
+    CHECK(tfm_top(s, 3, ids, NULL) <= 3);
+  }
+  tfm_session_free(s);
+  tfm_model_free(m);
+  free(file.data);
+  free(config.data);
+}
+
+TEST(weights_that_are_no_numbers_are_survived) {
+  check_weights_of(0x7fc00000); /* NaN */
+  check_weights_of(0x7f800000); /* infinity */
+  check_weights_of(0xff7fffff); /* the most negative */
+  check_weights_of(0x00000001); /* the least above 0 */
 }
 
 TEST_MAIN

@@ -541,6 +541,46 @@ TEST(tokenizer_long_texts) {
   free(ids);
 }
 
+/* A million of two characters by turns: what they make in a normal form, and whether it is the same
+   the other way round. */
+static void check_turns(const tfm_tokenizer *t, const char *const unit[2], int64_t expected,
+                        bool same, int32_t second) {
+  size_t n = 1000000, i, k, bytes;
+  char *text = (char *)malloc(3 * n + 1);
+  int32_t *ids[2];
+  for (i = 0; i < 2; i++) {
+    ids[i] = (int32_t *)malloc(n * sizeof *ids[i]);
+    for (bytes = k = 0; k < n; k++) bytes += (size_t)sprintf(text + bytes, "%s", unit[(k + i) & 1]);
+    if (!i || same) CHECK_EQ_INT(tfm_encode(t, text, bytes, 0, ids[i], n), expected);
+  }
+  CHECK_EQ_INT(ids[0][1], second);
+  CHECK(!same || memcmp(ids[0], ids[1], (size_t)expected * sizeof **ids) == 0);
+  free(ids[0]);
+  free(ids[1]);
+  free(text);
+}
+
+TEST(tokenizer_many_marks) { /* sorted in linear time; syllables of Hangul made and taken apart */
+  static const char *const forms[] = {"NFC", "NFD", "NFKC", "NFKD"};
+  static const char *const marks[] = {"\xcc\x81", "\xcc\xa7"};
+  static const char *const jamo[] = {"\xe1\x84\x80", "\xe1\x85\xa1"};
+  char file[512];
+  int i;
+  for (i = 0; i < 4; i++) {
+    tfm_tokenizer *t;
+    snprintf(file, sizeof file,
+             "{\"normalizer\":{\"type\":\"%s\"},\"decoder\":{\"type\":\"Fuse\"},\"model\":{"
+             "\"type\":\"BPE\",\"unk_token\":\"?\",\"merges\":[],\"vocab\":{\"?\":0,\"\xcc\x81\":1,"
+             "\"\xcc\xa7\":2,\"\xea\xb0\x80\":3,\"\xe1\x84\x80\":4,\"\xe1\x85\xa1\":5}}}",
+             forms[i]);
+    t = tfm_tokenizer_load_memory(file, strlen(file), NULL);
+    if (!t) CHECK_STR(tfm_error(), forms[i]);
+    check_turns(t, marks, 1000000, true, 2);
+    check_turns(t, jamo, i & 1 ? 1000000 : 500000, false, i & 1 ? 5 : 3);
+    tfm_tokenizer_free(t);
+  }
+}
+
 /* A blank token that the one before it swallowed is not given, as in the reference. */
 TEST(tokenizer_swallowed_blanks) {
   static const char json[] =
@@ -666,6 +706,9 @@ static const struct bad_file {
   {SPLIT("a*"), TFM_E_UNSUPPORTED, "a way to match nothing"},
   {SPLIT("(?:a|b?)+"), TFM_E_UNSUPPORTED, "a repetition of what can be empty"},
   {SPLIT("a++"), TFM_E_UNSUPPORTED, "possessive"},
+  {SPLIT("(a)\\\\1"), TFM_E_UNSUPPORTED, "an escape"},
+  {SPLIT("a)"), TFM_E_UNSUPPORTED, "an operator"},
+  {SPLIT("(?<!a)b"), TFM_E_UNSUPPORTED, "a kind of group"},
   {SPLIT("(?<=a)b"), TFM_E_UNSUPPORTED, "a kind of group"},
   {SPLIT("(?i:ss)"), TFM_E_UNSUPPORTED, "one in another case"},
   {SPLIT("\\\\p{Han}"), TFM_E_UNSUPPORTED, "a property"},
@@ -786,7 +829,37 @@ TEST(tokenizer_oversized) {
   check_refused_with(ADDED("{\"id\":1,\"content\":\"%s\"}"), 'x', 513, "expected at most 512");
   check_refused_with(blank, 'x', 65, "normalizer \"Replace\"");
   check_refused_with(prefix, 'x', 65, "normalizer \"Prepend\"");
+  check_refused_with(SPLIT("%s"), 'x', 1000000, "too many parts");
+  check_refused_with(SPLIT("%s"), '(', 100000, "too deep");
 }
+
+TEST(tokenizer_deep_and_wide) {
+  static const char open[] = "{\"type\":\"Sequence\",\"normalizers\":[";
+  size_t n = 100000, i, at;
+  char *text = (char *)malloc(n * 64), said[32];
+  tfm_tokenizer *t;
+  at = (size_t)sprintf(text, "{\"normalizer\":");
+  for (i = 0; i < n; i++) at += (size_t)sprintf(text + at, "%s", open);
+  for (i = 0; i < n; i++) at += (size_t)sprintf(text + at, "]}");
+  sprintf(text + at, ",\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"vocab\":{\"a\":0}}}");
+  check_refused(text, strlen(text), TFM_E_FORMAT, "deep");
+  at = (size_t)sprintf(text, "{\"added_tokens\":[");
+  for (i = 0; i < n; i++)
+    at += (size_t)sprintf(text + at, "%s{\"id\":%d,\"content\":\"<%d>\"}", i ? "," : "", (int)i + 1,
+                          (int)i);
+  sprintf(text + at, "]," BYTES "\"model\":{\"vocab\":{\"a\":0},\"merges\":[]}}");
+  t = tfm_tokenizer_load_memory(text, strlen(text), NULL);
+  if (!t) CHECK_STR(tfm_error(), "");
+  for (i = 0; i < n; i += 9999) {
+    int32_t id = -1;
+    int k = snprintf(said, sizeof said, "<%d>", (int)i);
+    CHECK_EQ_INT(tfm_encode(t, said, (size_t)k, TFM_ENCODE_PARSE_SPECIAL, &id, 1), 1);
+    CHECK_EQ_INT(id, i + 1);
+  }
+  tfm_tokenizer_free(t);
+  free(text);
+}
+
 
 TEST(tokenizer_flooded_table) { /* texts chosen to have the same hash */
   enum { WANTED = 3000, SLOTS = 8192 };
@@ -842,6 +915,9 @@ TEST(tokenizer_bad_model) {
   static const char charsmap[] = "\n\x05\n\x01" "a\x18\x02\x12\x02\x18\x02\x1a\x03\x12\x01x";
   static const char not_a_number[] =
       "\n\x05\n\x01" "a\x18\x02\n\x09\n\x02" "bc\x15\0\0\xc0\x7f\x12\x02\x18\x02";
+  static const char extended[] =
+      "\n\x05\n\x01" "a\x18\x02\x12\x02\x18\x02\xc2\x0c\x03xyz\xc8\x0c\x07";
+  static const char with_nul[] = "\n\x05\n\x01?\x18\x02\n\x05\n\x03" "a\0b\x12\x02\x18\x02";
   check_refused(eleven, sizeof eleven - 1, TFM_E_FORMAT, "");
   check_refused(beyond, sizeof beyond - 1, TFM_E_FORMAT, "127 bytes");
   check_refused(wire, sizeof wire - 1, TFM_E_FORMAT, "wire type");
@@ -851,6 +927,18 @@ TEST(tokenizer_bad_model) {
   check_refused(no_unk, sizeof no_unk - 1, TFM_E_FORMAT, "unknown piece");
   check_refused(charsmap, sizeof charsmap - 1, TFM_E_FORMAT, "precompiled_charsmap of 1 bytes");
   check_refused(not_a_number, sizeof not_a_number - 1, TFM_E_FORMAT, "not a number");
+  check_refused(extended, sizeof extended - 1, TFM_OK, ""); /* a field that nobody knows */
+  check_refused(with_nul, sizeof with_nul - 1, TFM_OK, "");
+}
+
+TEST(tokenizer_long_piece) { /* 1 MB, by itself in a model */
+  static const char begin[] = "\n\x05\n\x01?\x18\x02\x12\x02\x18\x02\n\xc4\x84\x3d\n\xc0\x84\x3d";
+  size_t n = sizeof begin - 1, long_one = 1000000;
+  char *model = (char *)malloc(n + long_one);
+  memcpy(model, begin, n);
+  memset(model + n, 'a', long_one);
+  check_refused(model, n + long_one, TFM_E_UNSUPPORTED, "bytes");
+  free(model);
 }
 
 TEST(tokenizer_bad_llama2c) {

@@ -232,7 +232,7 @@ TEST(threads_change_no_bit) {
 static void precision_on(tfm_device device) {
   golden g;
   tfm_trainer_config c;
-  tfm_trainer_info info;
+  tfm_trainer_info info = {0};
   tfm_step s[2];
   int i, k;
   if (!golden_open(&g, "llama-a", device)) return;
@@ -321,6 +321,35 @@ static double dropped_loss(tfm_trainer *t, const golden *g) {
   tfm_step s = {0};
   CHECK_EQ_INT(tfmi_train_passes(t, &batch, t->config.accumulate, true, &s), TFM_OK);
   return s.loss;
+}
+
+/* Against transformers' GPT-2 with the same masks: see golden_dropout in make_goldens.py. */
+TEST(dropout_equals_pytorch) {
+  golden g, dropped;
+  tfm_trainer_config c;
+  tfm_trainer *t;
+  const float *want;
+  blob got;
+  double loss, worst;
+  int count;
+  if (!golden_open(&g, "gpt2-a", TFM_AUTO)) return;
+  dropped = g;
+  dropped.file = blob_read(DATA "models/gpt2-a/dropout.safetensors");
+  want = (const float *)tensor_find(&dropped.file, "loss").data;
+  c = dropping(&g);
+  t = tfm_trainer_create(g.model, &c);
+  CHECK(t && want);
+  loss = dropped_loss(t, &g);
+  got = gradients_of(t);
+  worst = worst_gradient(&dropped, &got, &count);
+  printf("  loss %.6f, PyTorch's %.6f; %d parameters, largest relative error %.1e\n", loss,
+         want ? (double)*want : 0.0, count, worst);
+  CHECK(want && fabs(loss / (double)*want - 1) < 1e-5);
+  CHECK(worst <= 1e-4 && count >= 15);
+  free(got.data);
+  free(dropped.file.data);
+  tfm_trainer_free(t);
+  golden_close(&g);
 }
 
 /* The loss along a random direction of one parameter, and what the gradient says of it. */

@@ -246,10 +246,32 @@ TEST(vocabulary_saved) {
   free(b.data);
 }
 
+/* Vocabularies of models: those of scored pieces become merges, and any splitting is written. */
+TEST(vocabulary_of_models_saved) {
+  static const char *const paths[] = {
+    DATA "tokenizers/spm-bpe", SHARED "vocab-vectors/ggml-vocab-llama-spm.gguf",
+    SHARED "vocab-vectors/ggml-vocab-refact.gguf", SHARED "tokenizers/qwen2"};
+  int i;
+  for (i = 0; i < TFMI_COUNT(paths); i++) {
+    tfm_tokenizer *t = tfm_tokenizer_load(paths[i], NULL), *u;
+    if (!t && i) SKIP("no " SHARED);
+    CHECK_EQ_INT(tfm_tokenizer_save(t, SAVED), TFM_OK);
+    u = tfm_tokenizer_load(SAVED, NULL);
+    if (!u) CHECK_STR(tfm_error(), paths[i]);
+    if (u) check_same_ids(t, u, TFM_ENCODE_SPECIAL | TFM_ENCODE_PARSE_SPECIAL);
+    if (u) check_same_ids(t, u, 0);
+    tfm_tokenizer_free(t);
+    tfm_tokenizer_free(u);
+    remove(SAVED);
+  }
+}
+
 TEST(vocabulary_save_refuses) {
-  tfm_tokenizer *t = tfm_tokenizer_load(DATA "tokenizers/spm-bpe", NULL);
+  static const char unigram[] =
+      "{\"model\":{\"type\":\"Unigram\",\"unk_id\":0,\"vocab\":[[\"?\",-1],[\"a\",-2]]}}";
+  tfm_tokenizer *t = tfm_tokenizer_load_memory(unigram, sizeof unigram - 1, NULL);
   CHECK_EQ_INT(tfm_tokenizer_save(t, SAVED), TFM_E_UNSUPPORTED);
-  CHECK_STR_HAS(tfm_error(), "SentencePiece BPE");
+  CHECK_STR_HAS(tfm_error(), "Unigram");
   tfm_tokenizer_free(t);
   t = train_text("abc", NULL);
   CHECK_EQ_INT(tfm_tokenizer_save(t, NULL), TFM_E_ARG);

@@ -14,5 +14,6 @@ for book in "$from"/*.md; do
   esac
   tr -d '\r_' < "$book" | LC_ALL=C sed -e '1,/^-------/d' -e 's/\xe2\x80[\x9c\x9d]/"/g' \
     -e "s/\xe2\x80[\x98\x99]/'/g" -e 's/\xe2\x80\x94/--/g' -e 's/\xe2\x80\xa6/.../g' \
+    -e 's/\xe2\x80\x8b//g' -e 's/\xe2\x81\xa0//g' \
     -e 's/ *$//' -e 's/^##*  */## /' | cat -s > "$to/$part/${name##*_-_}.txt"
 done

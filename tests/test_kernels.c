@@ -670,7 +670,8 @@ static void test_attn(device *t) {
     {2, 1, 256, 33, 0, 20, 1.5f, TFM_F32, false, NONE},
     {5, 5, 20, 1, 1, 20, 0, TFM_F16, false, NONE}, {6, 2, 24, 8, 0, 70, 0, TFM_F32, true, NONE},
     {3, 3, 48, 8, 13, 70, 2, TFM_F32, true, NONE},
-    {4, 2, 64, 9, 0, 70, 0, TFM_Q8_0, false, NONE}, {3, 1, 96, 5, 17, 50, 0, TFM_Q8_0, false, NONE}};
+    {4, 2, 64, 9, 0, 70, 0, TFM_Q8_0, false, NONE},
+    {3, 1, 96, 5, 17, 50, 0, TFM_Q8_0, false, NONE}};
   int i;
   for (i = 0; i < TFMI_COUNT(cases); i++) {
     if (cases[i].cache == TFM_Q8_0 && t->b->half_cache) continue; /* the engine refuses it */

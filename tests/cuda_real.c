@@ -84,6 +84,11 @@ static void *behind(const char *name) {
 
 /* ---- Devices and memory ---- */
 
+bool standin_works(void) {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+}
+
 cudaError_t cudaGetDeviceCount(int *count) {
   REAL(cudaError_t, cudaGetDeviceCount, (int *));
   if (fails()) return (cudaError_t)standin.error;

@@ -43,6 +43,7 @@ extern cuda_standin standin;
 /* Everything back to a fresh process with one device. Objects still alive are forgotten. */
 void standin_reset(void);
 long standin_live(void); /* objects of all kinds */
+bool standin_works(void); /* false: the real libraries, without a GPU */
 
 #ifdef __cplusplus
 }

@@ -471,8 +471,9 @@ typedef struct tfm_engine_config {
   int32_t page_tokens; /* positions per cache page; 0: 64. context: one page, contiguous */
   /* of the cache, shared by the sequences; 0: enough for all at full context */
   int32_t pages;
-  /* of keys and values; 0: the device's activation type, but on a GPU that of weights of 16 bits or
-     fewer: BF16, else F16 */
+  /* of keys and values: F32, F16, BF16; or Q8_0, on cpu and ref, with heads of a multiple of 32
+     values. 0: the device's activation type, but on a GPU that of weights of 16 bits or fewer:
+     BF16, else F16 */
   tfm_type cache;
   int32_t threads;     /* workers; 0: one per core */
   tfm_tap tap;         /* NULL: none. Slows everything down */
@@ -10995,7 +10996,8 @@ enum { /* what a family has */
   TFMI_SHARED = 1024,      /* ... and one for all tokens, behind a gate */
   TFMI_SOFTMAX_AFTER = 2048, /* the softmax is over the chosen experts' logits only */
   TFMI_LONGROPE = 4096,    /* every rotation that is scaled is longrope, "yarn" included */
-  TFMI_PAIRS = 8192        /* GGUF keeps rows of q and k in Meta's order */
+  TFMI_PAIRS = 8192,       /* GGUF keeps rows of q and k in Meta's order */
+  TFMI_NORMALISED = 16384  /* GGUF has only experts whose weights add up to 1 */
 };
 
 /* Which layers see a window only. Without layer_types: those from the first until the last of
@@ -11204,7 +11206,8 @@ static const tfmi_family tfmi_families[] = {
     {TFMI_N_EXPERT_FFN, 1408}, {TFMI_N_SHARED_FFN, 5632}, {TFMI_N_SPARSE_STEP, 1},
     {TFMI_N_BALANCE, 0.001}}},
   {"qwen3_moe", "qwen3moe", {"Qwen3MoeForCausalLM", "Qwen3MoeModel"}, "model.", tfmi_llama_slots,
-   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_HEAD_NORMS | TFMI_MOE, "hidden_act", "silu",
+   tfmi_llama_keys, TFMI_GATED | TFMI_ROTARY | TFMI_HEAD_NORMS | TFMI_MOE | TFMI_NORMALISED,
+   "hidden_act", "silu",
    {"attention_bias", false}, {"attention_bias", false}, {NULL, false}, {NULL, false},
    {"tie_word_embeddings", false}, {"norm_topk_prob", false},
    {"use_sliding_window", false, false, false}, 0,
@@ -11607,7 +11610,7 @@ static void tfmi_net_experts(const tfmi_source *s, const tfmi_family *f, tfm_net
   net->expert_width = tfmi_whole(s, f, TFMI_N_EXPERT_FFN);
   if (net->expert_width == 0) net->expert_width = net->ffn_width;
   net->moe.softmax_after = tfmi_has(f, TFMI_SOFTMAX_AFTER);
-  net->moe.normalise = f->normalise.fallback;
+  net->moe.normalise = f->normalise.fallback || (s->gguf && (f->is & TFMI_NORMALISED));
   if (f->normalise.key && !s->gguf)
     net->moe.normalise = tfmi_setting_flag(s, f->normalise.key, f->normalise.fallback);
   if (net->experts_used > net->experts)
@@ -16594,9 +16597,8 @@ static tfmi_buffers tfmi_take_buffers(tfmi_arena *a, const tfm_net *net, tfm_mat
 
 static void tfmi_take_cache(tfm_engine *e, tfmi_arena *a) {
   const tfm_net *net = &e->model->net;
-  uint64_t page = (uint64_t)net->kv_heads * (uint64_t)net->head_width *
-                  (uint64_t)e->config.page_tokens *
-                  (uint64_t)tfmi_types[e->config.cache].block_bytes;
+  uint64_t page = tfmi_span(e->config.cache, (int64_t)net->kv_heads * net->head_width *
+                                                 e->config.page_tokens);
   size_t begin = a->used;
   int32_t layer;
   for (layer = 0; layer < net->layers; layer++) {
@@ -16747,10 +16749,14 @@ static tfm_status tfmi_engine_configure(tfm_engine *e) {
   if (c->pages == 0 || c->pages > e->max_pages * c->sequences)
     c->pages = e->max_pages * c->sequences;
   if (c->cache == TFM_TYPE_DEFAULT) c->cache = tfmi_cache_default(e);
-  if (c->cache != TFM_F32 && c->cache != TFM_F16 && c->cache != TFM_BF16)
+  if (c->cache != TFM_F32 && c->cache != TFM_F16 && c->cache != TFM_BF16 && c->cache != TFM_Q8_0)
     return tfmi_report(TFM_E_UNSUPPORTED,
-                       "tfm_engine_config.cache is %s; expected F32, F16 or BF16",
+                       "tfm_engine_config.cache is %s; expected F32, F16, BF16 or Q8_0",
                        tfm_type_name(c->cache));
+  if (c->cache == TFM_Q8_0 && (net->head_width % 32 != 0 || e->dev.table->half_cache))
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_engine_config.cache is Q8_0, which needs heads of a "
+                       "multiple of 32 values, found %d, and a device that computes on the host, "
+                       "found %s; choose F16", (int)net->head_width, e->dev.table->name);
   if (c->tap && (e->dev.table->activation != TFM_F32 || e->dev.table->residual != TFM_F32))
     return tfmi_report(TFM_E_UNSUPPORTED,
                        "tap: device %s has activations of type %s; a tap needs F32 throughout",

@@ -23,6 +23,7 @@ typedef struct options {
   tfm_model_config model;
   const char *path, *file;
   int32_t context, stride;
+  tfm_type cache;
   bool json;
 } options;
 
@@ -30,6 +31,7 @@ static const struct argp_option option_list[] = {
   {"file", 'f', "FILE", 0, "The text; default: stdin", 0},
   {"context", 'c', "N", 0, "Tokens of a window; default: the model's context, at most 1024", 0},
   {"stride", 's', "N", 0, "Tokens between windows; default: the context, so none overlap", 0},
+  {"cache", 'k', "TYPE", 0, "Keep keys and values as f32, f16, bf16 or q8_0", 0},
   {"json", 'J', NULL, 0, "One JSON object instead of a table", 0},
   {NULL, 0, NULL, 0, NULL, 0}};
 
@@ -39,6 +41,7 @@ static error_t set_option(int key, char *arg, struct argp_state *state) {
   case 'f': o->file = arg; return 0;
   case 'c': o->context = (int32_t)tool_integer(state, "--context", arg, 2, INT32_MAX); return 0;
   case 's': o->stride = (int32_t)tool_integer(state, "--stride", arg, 1, INT32_MAX); return 0;
+  case 'k': o->cache = tool_type(state, "--cache", arg); return 0;
   case 'J': o->json = true; return 0;
   case ARGP_KEY_INIT: state->child_inputs[0] = &o->model; return 0;
   case ARGP_KEY_ARG: return tool_only_argument(state, arg, &o->path);
@@ -73,15 +76,12 @@ static char *read_text(const char *path, size_t *bytes) {
   return text;
 }
 
-static int32_t *read_tokens(const options *o, int64_t *count) {
-  tfm_tokenizer *t = tfm_tokenizer_load(o->path, NULL);
-  size_t bytes = 0;
-  char *text = t ? read_text(o->file, &bytes) : NULL;
+static int32_t *read_tokens(const char *path, const char *text, size_t bytes, int64_t *count) {
+  tfm_tokenizer *t = tfm_tokenizer_load(path, NULL);
   int32_t *ids = NULL;
-  *count = text ? tfm_encode(t, text, bytes, TFM_ENCODE_SPECIAL, NULL, 0) : -1;
+  *count = tfm_encode(t, text, bytes, TFM_ENCODE_SPECIAL, NULL, 0);
   if (*count >= 0) ids = (int32_t *)malloc(((size_t)*count + 1) * sizeof *ids);
   if (ids) tfm_encode(t, text, bytes, TFM_ENCODE_SPECIAL, ids, (size_t)*count);
-  free(text);
   tfm_tokenizer_free(t);
   return ids;
 }
@@ -149,10 +149,14 @@ int main(int argc, char **argv) {
   tfm_model *m;
   int64_t count = 0;
   int32_t *ids = NULL;
+  size_t bytes = 0;
+  char *text;
   tfm_status status;
   memset(&o, 0, sizeof o);
   memset(&engine, 0, sizeof engine);
   tool_parse(&parser, argc, argv, &o);
+  text = read_text(o.file, &bytes);
+  if (!text) return TOOL_FAILED;
   m = tfm_model_load(o.path, &o.model);
   status = tfm_model_describe(m, &info);
   if (status == TFM_OK) {
@@ -160,13 +164,15 @@ int main(int argc, char **argv) {
     if (!o.stride || o.stride > o.context) o.stride = o.context;
     engine.context = o.context;
     engine.threads = o.model.threads;
+    engine.cache = o.cache;
     s = tfm_session_create(m, &engine);
-    ids = s ? read_tokens(&o, &count) : NULL;
+    ids = s ? read_tokens(o.path, text, bytes, &count) : NULL;
     status = ids ? score_text(&o, s, ids, count, info.vocabulary, &sum) : TFM_E_STATE;
   }
   if (status == TFM_OK && sum.weight > 0) print_score(&o, count, &sum);
   else if (status == TFM_OK) fprintf(stderr, TOOL ": the text has fewer than 2 tokens\n");
   free(ids);
+  free(text);
   tfm_session_free(s);
   tfm_model_free(m);
   if (status != TFM_OK) return tool_fail();

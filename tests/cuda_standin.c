@@ -607,12 +607,27 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t g) {
   return graph_destroy(STANDIN_EXEC, g, "cudaGraphExecDestroy");
 }
 
+/* Tokens that the device is to choose by itself: the host waits for each -1 to become an id. */
+static void answer_tokens(void) {
+  size_t i, j;
+  pthread_mutex_lock(&lock);
+  run_all();
+  for (i = 0; i < object_count; i++)
+    for (j = 0; objects[i].kind == STANDIN_PINNED && j < objects[i].bytes / sizeof(int32_t); j++) {
+      int32_t *id = (int32_t *)(void *)objects[i].address + j;
+      if (*id == -1) *id = 0;
+    }
+  pthread_mutex_unlock(&lock);
+}
+
 cudaError_t cudaGraphLaunch(cudaGraphExec_t g, cudaStream_t s) {
   ENTER();
   if (!object_of(STANDIN_EXEC, g)) misuse("the graph is not alive", "cudaGraphLaunch");
   else queue_copy(&stream_of(s, "cudaGraphLaunch")->work, &((graph *)g)->work);
   standin.replays++;
-  return leave(cudaSuccess);
+  leave(cudaSuccess);
+  answer_tokens();
+  return cudaSuccess;
 }
 
 cudaError_t cudaGraphUpload(cudaGraphExec_t g, cudaStream_t s) {
@@ -645,17 +660,12 @@ cudaError_t cudaLaunchCooperativeKernel(const void *f, dim3 grid, dim3 block, vo
   return cudaLaunchKernel(f, grid, block, args, shared, s);
 }
 
-/* Tokens that the device is to choose by itself: the host waits for each -1 to become an id. */
-static void answer_tokens(void) {
-  size_t i, j;
+static bool captured(cudaStream_t s) {
+  bool yes;
   pthread_mutex_lock(&lock);
-  run_all();
-  for (i = 0; i < object_count; i++)
-    for (j = 0; objects[i].kind == STANDIN_PINNED && j < objects[i].bytes / sizeof(int32_t); j++) {
-      int32_t *id = (int32_t *)(void *)objects[i].address + j;
-      if (*id == -1) *id = 0;
-    }
+  yes = stream_of(s, "a kernel")->capture != NULL;
   pthread_mutex_unlock(&lock);
+  return yes;
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **args) {
@@ -663,7 +673,9 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void
   unsigned i;
   (void)f, (void)args;
   for (i = 0; i < c->numAttrs && e == cudaSuccess; i++)
-    if (c->attrs[i].id == cudaLaunchAttributeCooperative) answer_tokens();
+    if (c->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization &&
+        !captured(c->stream))
+      answer_tokens();
   return e;
 }
 

@@ -42,12 +42,13 @@ helps() { # TOOL
     grep -q "^$1 (transformer.h) [0-9]" "$work/out"
 }
 
-for tool in generate tokenize logits inspect bench train finetune classify batch beam; do
+for tool in generate tokenize logits inspect bench train finetune classify batch beam look \
+  perplexity convert; do
   check "$tool --help" helps "$tool"
   check "$tool, wrong option" fails_with 2 "Try" "build/$tool" --no-such-option
   check "$tool, no argument" fails_with 2 "expected" "build/$tool"
 done
-for tool in generate inspect; do
+for tool in generate inspect perplexity; do
   check "$tool, no such model" fails_with 1 "^$tool: .*no/such" "build/$tool" no/such
 done
 check "hello, usage" fails_with 2 "usage" build/hello
@@ -82,6 +83,18 @@ beams() {
     diff - <(head -n 1 "$work/out" | cut -d' ' -f1)
 }
 check "beam" beams
+
+# Every step of every layer is told, and each head's probabilities are drawn.
+looks_inside() {
+  status 0 build/look $tiny -p "Once upon a time" -o "$work/attention.svg" &&
+    grep -q '^    1  mid ' "$work/out" && ! grep -q NaN "$work/out" &&
+    python3 -c 'import sys, xml.dom.minidom
+drawn = xml.dom.minidom.parse(sys.argv[1]).getElementsByTagName("g")
+steps = [line for line in open(sys.argv[2]) if " probs " in line]
+sys.exit(not steps or len(drawn) % len(steps))' "$work/attention.svg" "$work/out"
+}
+check "look" looks_inside
+check "look, a long text" fails_with 1 "tokens" build/look $tiny -p "$(seq 300)"
 
 greedy() { status 0 build/generate "$1" -p "$2" -t 0 -n "$3"; }
 check "generate" greedy $tiny "Once upon a time" 8
@@ -292,6 +305,55 @@ assert found["cache_bytes"] > 0 and found["tokenizer"] != "none", found' "$2"
 }
 check "inspect" status 0 build/inspect $tiny
 check "inspect --json" inspect_json $tiny 2
+tells_tensors() { # every tensor of the file, and no other
+  status 0 build/inspect $tiny --tensors &&
+    python3 -c 'import json, struct, sys
+file = open(sys.argv[1], "rb")
+names = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+assert {line.split()[0] for line in open(sys.argv[2])} == set(names) - {"__metadata__"}' \
+      $tiny/model.safetensors "$work/out"
+}
+cp -r $tiny "$work/cut" && head -c 5000 $tiny/model.safetensors > "$work/cut/model.safetensors"
+check "inspect --tensors" tells_tensors
+check "inspect --tensors, a file cut off" fails_with 1 "cut off" build/inspect --tensors "$work/cut"
+
+scores() { # OPTION...: predicts all but the first, and perplexity is e to the nats
+  status 0 build/perplexity $tiny "$@" --json && python3 -c 'import json, math, sys
+found = json.load(open(sys.argv[1]))
+assert found["predicted"] == found["tokens"] - 1 > 1000, found
+assert abs(math.exp(found["nats"]) / found["perplexity"] - 1) < 1e-5, found' "$work/out"
+}
+check "perplexity" scores -f README.md -c 64 -s 32
+check "perplexity of stdin" eval "build/perplexity $tiny < CHANGELOG.md | grep -q ^perplexity"
+check "perplexity, no such text" fails_with 1 "^perplexity: no/such cannot be opened$" \
+  build/perplexity $tiny -f no/such
+check "perplexity tells that once" eval '[ "$(wc -l < "$work/err")" = 1 ]'
+check "perplexity, nothing to predict" fails_with 1 "fewer than 2 tokens" build/perplexity $tiny
+check "perplexity, a window of one" fails_with 2 "from 2 to" build/perplexity $tiny -c 1
+check "perplexity, too long a context" fails_with 1 "model's 256" build/perplexity $tiny -c 9999
+check "perplexity, a model cut off" fails_with 1 "cut off" build/perplexity "$work/cut"
+
+converts() { # to GGUF and back: the same text
+  status 0 build/convert $tiny "$work/c.gguf" --report &&
+    grep -q "tensors, [0-9]* bytes" "$work/out" &&
+    status 0 build/convert "$work/c.gguf" "$work/c" && greedy $tiny "Once" 16 &&
+    mv "$work/out" "$work/first" && greedy "$work/c" "Once" 16 && cmp "$work/out" "$work/first"
+}
+keeps() { # TEXT COMMAND...: refused, and what was there before is there still, with nothing beside
+  find "$work/c.gguf" "$work/c" -type f -exec md5sum {} + > "$work/before"
+  fails_with 1 "$@" && md5sum --quiet -c "$work/before" && [ -z "$(find "$work" -name '*.part')" ]
+}
+check "convert" converts
+check "convert, a file is there" keeps "is there already" build/convert $tiny "$work/c.gguf"
+check "convert, a folder is there" keeps "is there already" build/convert $tiny "$work/c"
+check "convert, a model cut off" keeps "cut off" build/convert "$work/cut" "$work/c.gguf" --force
+check "convert, into itself" keeps "is what is to be converted" build/convert "$work/c" "$work/c" -f
+check "convert, a type no folder has" keeps "cannot hold" build/convert $tiny "$work/c" -t q8_0 -f
+check "convert --force" status 0 build/convert $tiny "$work/c.gguf" --force -t q8_0
+check "convert, no such type" fails_with 2 "q8_0" build/convert $tiny "$work/d" --type q9
+check "convert, no OUT" fails_with 2 "MODEL and OUT" build/convert $tiny
+check "convert, no such model" fails_with 1 "no/such" build/convert no/such "$work/d"
+
 check "bench --json" status 0 build/bench $tiny -p 8 -n 8 --repeat 1 --json
 check "bench --json prints JSON" python3 -c 'import json, sys
 rows = [json.loads(line) for line in open(sys.argv[1])]

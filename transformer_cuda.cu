@@ -7,22 +7,24 @@
    on it in order, and a failed CUDA call becomes the device's sticky failure (tfm_dev_fail), which
    sync reports. When kernels of the reference are to run between (host_visible), memory is managed.
 
-   Activations and the residual stream are F32, and so is every sum: where one row is multiplied
-   nothing but the weights is worth saving. cuda_dots does that: a warp holds two rows of W, reads
-   them 16 bytes a lane, eight loads ahead of their use, and multiplies them by up to four rows of x
-   that lie in shared memory. A sum runs over the lanes in one order, which depends on nothing but
-   the length of a row; the norm and the softmax are written once for all callers, too. So the bits
-   of a row do not depend on the batch (rule 7), and one token by `decode` has the bits of `matmul`.
+   Activations and the residual stream are F32. Where a few rows are multiplied nothing but the
+   weights is worth saving: cuda_dots streams W through the tensor cores and multiplies it by x in
+   parts of 16 bits, whose sum x is, so that nothing is rounded but the F32 sums. These run in one
+   order, which depends on nothing but the shape of W; the norm and the softmax are written once for
+   all callers, too. So the bits of a row do not depend on the batch (rule 7), and one token by
+   `decode` has the bits of `matmul`.
 
-   Two faster ways lie beside that. `decode` is one cooperative kernel for as many tokens as it is
-   asked for: five phases a layer, between them a barrier of all blocks, before which each block
-   asks for the next phase's weights. `layer` takes passes of more than CUDA_COLUMNS rows, whose
-   weights have 16 bits or fewer, through cuBLASLt and a flash attention on the tensor cores, with
-   activations of 16 bits: faster, and not bit by bit what a row alone has. F32 weights are never
-   taken there. An engine that is to be deterministic is not given `layer`: see rule 7 of >>backend.
+   `decode` is a chain of small kernels for a token, a graph for four; each asks for its weights
+   before the kernel that it follows is complete.
 
-   Q8_0 and Q4_0 lie with their scales apart. Q4_0 is multiplied in halves: x is brought below 128
-   by a power of two first, sums of eight products run in F16, all others in F32.
+   Two faster ways lie beside that, whose bits depend on the number of rows; an engine that is to be
+   deterministic is not given them (rule 7 of >>backend). `layer` takes passes of more than
+   CUDA_COLUMNS rows, whose weights have 16 bits or fewer, through cuBLASLt and a flash attention on
+   the tensor cores, with activations of 16 bits. cuda_matmul_many takes what else is large and of
+   16 bits, with x in two parts. F32 weights are never taken there. Which of cuBLASLt's kernels a
+   shape gets is found by timing them.
+
+   Q8_0 and Q4_0 lie with their scales apart, and are multiplied as whole numbers, exactly.
 
    What is declined: the backward entries, and weights for them. Nothing mutable is static; what
    must last lives in tfm_dev.state. */
@@ -37,7 +39,9 @@
 #include <string.h>
 
 enum {
-  CUDA_THREADS = 512,     /* of every block that multiplies or normalises: sums depend on it */
+  CUDA_CREW = 256,        /* threads of a block that multiplies, normalises or attends */
+  CUDA_CREW_WARPS = CUDA_CREW / 32,
+  CUDA_THREADS = 512,     /* of one that samples */
   CUDA_WARPS = CUDA_THREADS / 32,
   CUDA_COLUMNS = 4,       /* rows of x that share one reading of W */
   CUDA_SHARED = 220 << 10, /* bytes of shared memory that a block may ask for */
@@ -45,6 +49,7 @@ enum {
   CUDA_STAGE = 32 << 20,  /* bytes of a pinned buffer for uploads */
   CUDA_RING = 1 << 20,    /* bytes of pinned memory for what passes need */
   CUDA_GRAPHS = 64,       /* recorded passes, by their number of rows */
+  CUDA_RECORDED = 256,    /* rows of the largest */
   CUDA_MARKS = 128        /* changes of the kind of work that may be on their way */
 };
 
@@ -75,8 +80,11 @@ typedef struct cuda_state {
   cuda_graph graph[CUDA_GRAPHS];
   int graphs;
   bool recording;
+  bool chained; /* launches may begin before what they follow is complete: cuda_follow */
+  bool chains;  /* the device can do that */
   struct cuda_lt *lt;
   struct cuda_decoder *decoder;
+  size_t parts_at, parts_bytes; /* the same of cuda_matmul_many */
   size_t pass_at; /* where the buffers of `layer` begin in tfm_dev.work; 0: there are none */
   uint64_t bytes, peak_bytes; /* of device memory */
 } cuda_state;
@@ -124,6 +132,7 @@ static void cuda_close(tfm_dev *d);
 static tfm_status cuda_open(tfm_dev *d) {
   cuda_state *s;
   tfm_status status;
+  int major = 0;
   d->state = NULL;
   if (!cuda_usable(d) || !cuda_enter(d)) return d->status;
   s = (cuda_state *)cuda_host_memory(d, NULL, 0, sizeof *s);
@@ -138,9 +147,13 @@ static tfm_status cuda_open(tfm_dev *d) {
                  "cudaStreamCreateWithFlags") &&
       cuda_check(d, cudaDeviceGetAttribute(&s->processors, cudaDevAttrMultiProcessorCount,
                                            d->index), "cudaDeviceGetAttribute") &&
+      cuda_check(d, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, d->index),
+                 "cudaDeviceGetAttribute") &&
       cuda_check(d, cudaHostAlloc((void **)&s->ring, CUDA_RING, cudaHostAllocDefault),
-                 "cudaHostAlloc"))
+                 "cudaHostAlloc")) {
+    s->chains = major >= 9;
     return TFM_OK;
+  }
   status = d->status;
   cuda_close(d);
   d->status = status;
@@ -298,7 +311,7 @@ static bool cuda_replay(tfm_dev *d, uint64_t key) {
 static bool cuda_record_begin(tfm_dev *d, uint64_t key) {
   cuda_state *s = cuda_of(d);
   cuda_graph *g = cuda_graph_of(s, key);
-  if (key > 256 || !cuda_enter(d)) return false;
+  if (key > CUDA_RECORDED || !cuda_enter(d)) return false;
   if (!g) {
     if (s->graphs == CUDA_GRAPHS) return false;
     g = &s->graph[s->graphs++];
@@ -378,16 +391,34 @@ template <typename... P, typename... A>
 static void cuda_run(tfm_dev *d, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
                      A... arguments) {
   cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = cuda_of(d)->chained && cuda_of(d)->chains;
   config.gridDim = grid;
   config.blockDim = dim3((unsigned)threads);
   config.dynamicSmemBytes = shared;
   config.stream = cuda_stream(d);
   if (grid.x == 0 || grid.y == 0 || d->status != TFM_OK) return;
-  if (shared > (48 << 10) &&
+  if (shared > (32 << 10) && /* with what a kernel has of its own, 48 KB at most */
       !cuda_check(d, cudaFuncSetAttribute((const void *)kernel,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)shared), "cudaFuncSetAttribute")) return;
   cuda_check(d, cudaLaunchKernelEx(&config, kernel, P(arguments)...), "cudaLaunchKernelEx");
+}
+
+/* In every kernel of a chain: the next one may start; what went before is complete. */
+__device__ __forceinline__ void cuda_launch_next() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+__device__ __forceinline__ void cuda_follow() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" : : : "memory");
+#endif
 }
 
 static unsigned cuda_blocks(int64_t n, int64_t each) { return (unsigned)((n + each - 1) / each); }
@@ -495,6 +526,7 @@ static int64_t cuda_all_rows(const tfm_weight_source *s) {
   return (int64_t)s->rows * (s->experts ? s->experts : 1);
 }
 
+static size_t cuda_larger(size_t a, size_t b) { return a > b ? a : b; }
 static size_t cuda_align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 static size_t cuda_align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -849,24 +881,33 @@ __device__ static float cuda_warp_max(float v) {
   return v;
 }
 
-/* room: CUDA_WARPS floats of shared memory. */
+/* Of a block of CUDA_CREW threads; room: 8 floats, not used again before the next barrier. */
+__device__ static float cuda_crew_sum(float v, float *room) {
+  float4 a, b;
+  v = cuda_warp_sum(v);
+  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = v;
+  __syncthreads();
+  a = ((const float4 *)room)[0], b = ((const float4 *)room)[1];
+  return ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+}
+
+__device__ static float cuda_crew_max(float v, float *room) { /* of v >= 0; NaN is largest */
+  uint32_t bits = __reduce_max_sync(~0u, __float_as_uint(v));
+  uint4 a, b;
+  if (threadIdx.x % 32 == 0) ((uint32_t *)room)[threadIdx.x / 32] = bits;
+  __syncthreads();
+  a = ((const uint4 *)room)[0], b = ((const uint4 *)room)[1];
+  return __uint_as_float(max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w))));
+}
+
+/* room: a float of shared memory for each warp. */
 __device__ static float cuda_block_sum(float v, float *room) {
   int i;
   v = cuda_warp_sum(v);
   __syncthreads();
   if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = v;
   __syncthreads();
-  for (v = 0, i = 0; i < CUDA_WARPS; i++) v += room[i];
-  return v;
-}
-
-__device__ static float cuda_block_max(float v, float *room) {
-  int i;
-  v = cuda_warp_max(v);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = v;
-  __syncthreads();
-  for (i = 0; i < CUDA_WARPS; i++) v = fmaxf(v, room[i]);
+  for (v = 0, i = 0; i < (int)blockDim.x / 32; i++) v += room[i];
   return v;
 }
 
@@ -877,49 +918,84 @@ typedef struct cuda_norm {
   tfm_norm p;
 } cuda_norm;
 
-enum { CUDA_EARLY = 8 }; /* weights of a norm that a thread reads before it knows the sums */
+/* Values 4k to 4k + 3 of n, zeros beyond. */
+template <bool CONSTANT>
+__device__ __noinline__ float4 cuda_quad_slow(const float *x, int k, int n) {
+  float v[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    v[i] = 4 * k + i >= n ? 0.0f : CONSTANT ? __ldg(x + 4 * k + i) : __ldcg(x + 4 * k + i);
+  return make_float4(v[0], v[1], v[2], v[3]);
+}
 
-/* Normalises n values in shared memory; all CUDA_THREADS threads. Returns mean and 1/deviation. */
-__device__ static float2 cuda_normalise(float *x, int n, const cuda_norm &t, float *room) {
-  float sum = 0, mean = 0, inverse, w[CUDA_EARLY], b[CUDA_EARLY];
-  int i, k;
-#pragma unroll
-  for (k = 0; k < CUDA_EARLY; k++) {
-    i = (int)threadIdx.x + k * CUDA_THREADS;
-    w[k] = i < n ? __ldg(t.w + i) : 0.0f;
-    b[k] = i < n && t.b ? __ldg(t.b + i) : 0.0f;
+/* Past the first cache, where older ones may lie. */
+__device__ __forceinline__ float4 cuda_quad(const float *x, int k, int n) {
+  if (4 * k + 3 < n && (uintptr_t)x % 16 == 0) return __ldcg((const float4 *)x + k);
+  return cuda_quad_slow<false>(x, k, n);
+}
+
+__device__ __forceinline__ float4 cuda_quad_const(const float *x, int k, int n) {
+  if (4 * k + 3 < n && (uintptr_t)x % 16 == 0) return __ldg((const float4 *)x + k);
+  return cuda_quad_slow<true>(x, k, n);
+}
+
+__device__ __forceinline__ float cuda_largest(float4 v) {
+  return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+}
+
+/* Normalises n values in shared memory, of which a thread has put there quads threadIdx.x + i *
+   CUDA_CREW, and reads no others; room: 16 floats. Returns mean and 1/deviation; top: the largest
+   value of the thread's. */
+__device__ static float2 cuda_normalise(float4 *x, int n, const cuda_norm &t, float *room,
+                                        float &top) {
+  const int quads = (n + 3) / 4;
+  const float each = 1.0f / (float)n;
+  float sum = 0, mean = 0, inverse;
+  int k;
+#pragma unroll 1
+  for (k = threadIdx.x; k < quads && t.p.kind == TFM_NORM_LAYER; k += CUDA_CREW)
+    sum += (x[k].x + x[k].y) + (x[k].z + x[k].w);
+  if (t.p.kind == TFM_NORM_LAYER) mean = cuda_crew_sum(sum, room) * each;
+#pragma unroll 1
+  for (sum = 0, k = threadIdx.x; k < quads; k += CUDA_CREW) {
+    float4 c = make_float4(x[k].x - mean, x[k].y - mean, x[k].z - mean, x[k].w - mean);
+    if (4 * k + 3 >= n) c.w = 0;
+    if (4 * k + 2 >= n) c.z = 0;
+    if (4 * k + 1 >= n) c.y = 0;
+    sum += __fmaf_rn(c.x, c.x, c.y * c.y) + __fmaf_rn(c.z, c.z, c.w * c.w);
   }
-  for (i = threadIdx.x; i < n && t.p.kind == TFM_NORM_LAYER; i += CUDA_THREADS) sum += x[i];
-  if (t.p.kind == TFM_NORM_LAYER) mean = cuda_block_sum(sum, room) / (float)n;
-  for (sum = 0, i = threadIdx.x; i < n; i += CUDA_THREADS) {
-    float c = x[i] - mean;
-    sum = __fmaf_rn(c, c, sum);
+  inverse = rsqrtf(cuda_crew_sum(sum, room + 8) * each + t.p.eps);
+#pragma unroll 1
+  for (top = 0, k = threadIdx.x; k < quads; k += CUDA_CREW) {
+    const float4 w = cuda_quad_const(t.w, k, n);
+    const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
+    float4 v = x[k];
+    v.x = __fmaf_rn(__fmul_rn(v.x - mean, inverse), w.x + t.p.offset, b.x);
+    v.y = __fmaf_rn(__fmul_rn(v.y - mean, inverse), w.y + t.p.offset, b.y);
+    v.z = __fmaf_rn(__fmul_rn(v.z - mean, inverse), w.z + t.p.offset, b.z);
+    v.w = __fmaf_rn(__fmul_rn(v.w - mean, inverse), w.w + t.p.offset, b.w);
+    if (4 * k + 3 >= n) v.w = 0;
+    if (4 * k + 2 >= n) v.z = 0;
+    if (4 * k + 1 >= n) v.y = 0;
+    x[k] = v;
+    top = fmaxf(top, cuda_largest(v));
   }
-  inverse = 1.0f / sqrtf(cuda_block_sum(sum, room) / (float)n + t.p.eps);
-#pragma unroll
-  for (k = 0; k < CUDA_EARLY; k++) {
-    i = (int)threadIdx.x + k * CUDA_THREADS;
-    if (i < n) x[i] = __fmaf_rn(__fmul_rn(x[i] - mean, inverse), w[k] + t.p.offset, b[k]);
-  }
-  for (i = (int)threadIdx.x + CUDA_EARLY * CUDA_THREADS; i < n; i += CUDA_THREADS)
-    x[i] = __fmaf_rn(__fmul_rn(x[i] - mean, inverse), __ldg(t.w + i) + t.p.offset,
-                     t.b ? __ldg(t.b + i) : 0.0f);
   return make_float2(mean, inverse);
 }
 
 /* A block for a vector. The output may be 16 bits wide: for `layer`. */
-__global__ void __launch_bounds__(CUDA_THREADS) cuda_norm_kernel(tfm_mat y, tfm_mat x,
-                                                                 tfm_mat residual, float *stats,
-                                                                 cuda_norm t) {
-  extern __shared__ float shared[];
+__global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat x,
+                                                              tfm_mat residual, float *stats,
+                                                              cuda_norm t) {
+  extern __shared__ __align__(16) float shared[];
   int groups = (int)gridDim.y, n = x.cols / groups, row = (int)blockIdx.x, g = (int)blockIdx.y, i;
-  float *v = shared + CUDA_WARPS;
+  const float *from = (const float *)x.data + row * x.stride + g * n;
+  float *v = shared + 16, top;
   float2 s;
-  for (i = threadIdx.x; i < n; i += CUDA_THREADS)
-    v[i] = ((const float *)x.data)[row * x.stride + g * n + i];
+  for (i = threadIdx.x; i < (n + 3) / 4; i += CUDA_CREW) ((float4 *)v)[i] = cuda_quad(from, i, n);
+  s = cuda_normalise((float4 *)v, n, t, shared, top);
   __syncthreads();
-  s = cuda_normalise(v, n, t, shared);
-  for (i = threadIdx.x; i < n; i += CUDA_THREADS) {
+  for (i = threadIdx.x; i < n; i += CUDA_CREW) {
     const float *beside = (const float *)residual.data;
     float old = beside ? beside[row * residual.stride + g * n + i] : 0.0f;
     cuda_store(y.data, y.type, row * y.stride + g * n + i, residual.data ? old + v[i] : v[i]);
@@ -933,9 +1009,9 @@ static void cuda_norm_entry(tfm_dev *d, tfm_mat y, tfm_mat x, const float *w, co
                             tfm_mat residual, float *stats, const tfm_norm *p) {
   cuda_norm t = {w, b, *p};
   int32_t groups = p->groups > 0 ? p->groups : 1;
-  size_t shared = sizeof(float) * (size_t)(CUDA_WARPS + x.cols / groups);
+  size_t shared = sizeof(float) * (size_t)(20 + x.cols / groups);
   if (cuda_enter(d))
-    cuda_run(d, cuda_norm_kernel, dim3((unsigned)x.rows, (unsigned)groups), CUDA_THREADS, shared, y,
+    cuda_run(d, cuda_norm_kernel, dim3((unsigned)x.rows, (unsigned)groups), CUDA_CREW, shared, y,
              x, residual, stats, t);
 }
 
@@ -1006,7 +1082,6 @@ static void cuda_rope(tfm_dev *d, tfm_mat x, const int32_t *pos, const tfm_rope 
              *p);
 }
 
-/* Also of one row without a gate (up == 0), for `layer`; x and y of any type. */
 __global__ void cuda_glu_kernel(tfm_mat y, tfm_mat x, const float *bias, tfm_act act, bool gated) {
   int col = (int)(blockIdx.y * blockDim.x + threadIdx.x), row = (int)blockIdx.x;
   int64_t at = row * x.stride + col;
@@ -1025,61 +1100,218 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
 }
 
 /* ---- The product of rows ----
-   x lies in shared memory in planes: plane p has values 4p to 4p + 3 of every vector of W (Q4_0: in
-   halves, 8p to 8p + 7), so that neighbouring lanes read neighbouring 16 bytes. */
+   On the tensor cores, though x keeps its 24 bits: a row of x is taken apart into 16-bit columns
+   whose sum it is (halves hi + lo, after a power of two has brought its largest value below 2^14;
+   beside BF16 three of them), and every column is multiplied. Weights are fed in as they lie. Bytes
+   and nibbles, unsigned, are the smallest halves there are: a mask turns two of them into operands,
+   and their offset is taken off with the sum of the block's x. As a scale belongs to 32 values, the
+   columns of a block of formats with scales are zero beside the other blocks'. F32 weights are
+   multiplied without tensor cores, in the same order of things.
+
+   A tile is 8 units, a unit two rows of W that belong together: a pair that is rotated, a gate and
+   what it opens, or just neighbours. A piece is 64 bytes of each of the tile's 16 rows: lane 4g + t
+   has 16 bytes of both rows of unit g. A team of `split` warps shares a tile: each takes a stretch
+   of pieces, CUDA_AHEAD of them asked for before they are used, the first even before x is there.
+   The team's sums are added in order. So the bits of a row depend on the shape of W alone. */
+
+enum { CUDA_AHEAD = 8 }; /* pieces, at most */
+
+/* values: in 16 bytes of W. parts: of a value of x. columns: that a row of x takes up. */
+template <int TYPE> struct cuda_operand {
+  static constexpr int values = TYPE == TFM_F32 ? 4 : TYPE == TFM_Q8_0 ? 16
+                                                : TYPE == TFM_Q4_0     ? 32 : 8;
+  static constexpr int parts = TYPE == TFM_F32 ? 1 : TYPE == TFM_BF16 ? 3 : 2;
+  static constexpr int columns = TYPE == TFM_F16 ? 2 : TYPE == TFM_BF16 || TYPE == TFM_Q8_0 ? 4 : 8;
+  static constexpr int size = TYPE == TFM_F32 ? 4 : 2;
+  static constexpr int bytes = 4 * values * parts * size; /* of x, beside a piece */
+  static constexpr bool blocks = TYPE == TFM_Q8_0 || TYPE == TFM_Q4_0;
+  static constexpr int ahead = blocks ? 4 : CUDA_AHEAD; /* as many as registers hold */
+};
+
+static int cuda_piece_bytes(tfm_type type) {
+  switch (type) {
+    case TFM_F32: return cuda_operand<TFM_F32>::bytes;
+    case TFM_F16: return cuda_operand<TFM_F16>::bytes;
+    case TFM_BF16: return cuda_operand<TFM_BF16>::bytes;
+    case TFM_Q8_0: return cuda_operand<TFM_Q8_0>::bytes;
+    default: return cuda_operand<TFM_Q4_0>::bytes;
+  }
+}
+
+__host__ __device__ static int cuda_pieces(const cuda_weight &w) { return (w.vectors + 3) / 4; }
+
+/* Values of a row, filled up to whole pieces. */
+__host__ __device__ static int cuda_values(const cuda_weight &w) {
+  return cuda_pieces(w) * (512 / cuda_bits(w.type));
+}
+
+enum { CUDA_RAW = 8192 }; /* wider rows of x are fetched twice, not kept, and not normalised */
+
+__host__ __device__ static int cuda_raw(const cuda_weight &w) {
+  return w.cols <= CUDA_RAW ? cuda_values(w) : 0;
+}
+
+/* Shared memory of a block that multiplies M rows of x. */
+typedef struct cuda_crew_room {
+  float *room;   /* [24] of sums over the block */
+  float *factor; /* [M] what sums are to be multiplied by */
+  float2 *part;  /* [2, CUDA_CREW_WARPS, most tiles of columns, 32] sums of a team's warps */
+  float *raw;    /* [values] a row of x */
+  float *sums;   /* [M, blocks of 32 and of CUDA_AHEAD pieces more] of x, for formats in blocks */
+  char *planes;  /* [pieces + CUDA_AHEAD, M, parts, 4 lanes' values] */
+} cuda_crew_room;
+
+enum { CUDA_PART_BYTES = 2 * CUDA_CREW_WARPS * 32 * 8 };
+
+__host__ __device__ static int cuda_sums(const cuda_weight &w) {
+  return cuda_values(w) / 32 + CUDA_AHEAD * 16 / cuda_bits(w.type);
+}
+
+static size_t cuda_crew_bytes(const cuda_weight *w, int m) {
+  return 128 + (size_t)m * CUDA_PART_BYTES + sizeof(float) * (size_t)cuda_raw(*w) +
+         (cuda_blocked(w->type) ? sizeof(float) * (size_t)((cuda_sums(*w) + 3) / 4 * 4 * m) : 0) +
+         (size_t)((cuda_pieces(*w) + CUDA_AHEAD) * m) * (size_t)cuda_piece_bytes(w->type);
+}
+
+template <int TYPE, int M>
+__device__ __forceinline__ cuda_crew_room cuda_crew_lay_out(float *shared, const cuda_weight &w) {
+  cuda_crew_room r;
+  r.room = shared;
+  r.factor = shared + 24;
+  r.part = (float2 *)(shared + 32);
+  r.raw = shared + 32 + M * CUDA_PART_BYTES / 4;
+  r.sums = r.raw + cuda_raw(w);
+  r.planes = (char *)(r.sums + (cuda_operand<TYPE>::blocks ? (cuda_sums(w) + 3) / 4 * 4 * M : 0));
+  return r;
+}
 
 /* Read once: past the first cache. Zeros where it is not wanted, without a branch. */
 __device__ __forceinline__ uint4 cuda_stream_load(const uint4 *p, bool wanted) {
   uint4 v;
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0;\n"
                "mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;\n"
-               "@p ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4]; }"
+               "@p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4]; }"
                : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "r"((unsigned)wanted));
   return v;
 }
 
-/* Bytes of the planes of one row of x. */
-__host__ __device__ static size_t cuda_plane_bytes(const cuda_weight &w) {
-  return (size_t)w.vectors * (w.type == TFM_Q4_0 ? 64 : 2048 / (size_t)cuda_bits(w.type) / 4);
+/* c [16, 8] += a [16, 16] b [16, 8] */
+template <bool BF>
+__device__ __forceinline__ void cuda_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+  if (BF)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, "
+                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/* Values of a row, filled up. */
-__host__ __device__ static int cuda_values(const cuda_weight &w) {
-  return w.vectors * (128 / cuda_bits(w.type));
-}
-
-/* Shared memory of a block that multiplies m rows. */
-static size_t cuda_dots_bytes(const cuda_weight *w, int m) {
-  return sizeof(float) * (size_t)(CUDA_WARPS + cuda_values(*w)) + cuda_plane_bytes(*w) * (size_t)m;
-}
-
-/* raw [cols] becomes planes; returns what sums are to be multiplied by. All threads. raw has room
-   for whole vectors; what lies beyond cols becomes zero. */
-__device__ static float cuda_planes(char *planes, float *raw, const cuda_weight &w, float *room) {
-  int shift = w.type == TFM_F32 ? 0 : w.type == TFM_Q8_0 ? 2 : w.type == TFM_Q4_0 ? 3 : 1;
-  int quads = w.vectors << shift, mask = (1 << shift) - 1, k, e = 0;
-  float top = 0;
-  for (k = w.cols + (int)threadIdx.x; k < quads * 4; k += CUDA_THREADS) raw[k] = 0;
-  if (w.type == TFM_Q4_0) {
-    for (k = threadIdx.x; k < w.cols; k += CUDA_THREADS) top = fmaxf(top, fabsf(raw[k]));
-    top = cuda_block_max(top, room);
-    if (top > 0 && top < INFINITY) frexpf(top, &e), e -= 7;
+template <bool BF> __device__ __forceinline__ uint32_t cuda_pack2(float a, float b) {
+  if (BF) {
+    __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+    return *(uint32_t *)&v;
+  } else {
+    __half2 v = __floats2half2_rn(a, b);
+    return *(uint32_t *)&v;
   }
-  __syncthreads();
-#pragma unroll 2
-  for (k = threadIdx.x; k < quads; k += CUDA_THREADS) {
-    float4 v = ((const float4 *)raw)[k];
-    int plane = k & mask, vector = k >> shift;
-    if (w.type != TFM_Q4_0) {
-      ((float4 *)planes)[plane * w.vectors + vector] = v;
-    } else {
-      float by = exp2f((float)-e);
-      __half2 *to = (__half2 *)planes + (plane / 2 * w.vectors + vector) * 4 + plane % 2 * 2;
-      to[0] = __floats2half2_rn(v.x * by, v.y * by);
-      to[1] = __floats2half2_rn(v.z * by, v.w * by);
+}
+
+/* The parts of two values: what one of 16 bits does not hold is left to the next. */
+template <bool BF> __device__ __forceinline__ uint32_t cuda_part2(float &a, float &b) {
+  uint32_t packed = cuda_pack2<BF>(a, b);
+  if (BF) {
+    a -= __uint_as_float(packed << 16);
+    b -= __uint_as_float(packed & 0xffff0000u);
+  } else {
+    float2 v = __half22float2(*(__half2 *)&packed);
+    a -= v.x;
+    b -= v.y;
+  }
+  return packed;
+}
+
+/* Byte of a column at which quad `within` of a piece lies. Q4_0's blocks are turned: eight lanes
+   read a block each, of two parts. */
+template <int TYPE> __device__ __forceinline__ int cuda_plane_at(int part, int within) {
+  int at = part * cuda_operand<TYPE>::values * 8 + within * 8;
+  if (TYPE == TFM_F32) return within * 16;
+  if (TYPE != TFM_Q4_0) return at;
+  return (at & ~48) | ((at + at / 128 * 16) & 48);
+}
+
+/* Four values, k times four from the row's first, go to the planes. */
+template <int TYPE, int M>
+__device__ __forceinline__ void cuda_plane_put(char *planes, int m, int k, float4 v) {
+  constexpr int V = cuda_operand<TYPE>::values;
+  char *to = planes + (k / V * M + m) * cuda_operand<TYPE>::bytes;
+  if (TYPE == TFM_F32) {
+    *(float4 *)(to + cuda_plane_at<TYPE>(0, k % V)) = v;
+    return;
+  }
+  if (TYPE == TFM_Q4_0) v.z *= 0.0625f, v.w *= 0.0625f; /* the upper nibbles of a byte */
+#pragma unroll
+  for (int part = 0; part < cuda_operand<TYPE>::parts; part++) {
+    uint2 q;
+    if (TYPE == TFM_Q8_0) q.x = cuda_part2<false>(v.x, v.z), q.y = cuda_part2<false>(v.y, v.w);
+    else q.x = cuda_part2<TYPE == TFM_BF16>(v.x, v.y), q.y = cuda_part2<TYPE == TFM_BF16>(v.z, v.w);
+    *(uint2 *)(to + cuda_plane_at<TYPE>(part, k % V)) = q;
+  }
+}
+
+/* What lies beyond a row in the planes: zeros. */
+template <int TYPE, int M>
+__device__ __forceinline__ void cuda_planes_end(const cuda_crew_room &r, const cuda_weight &w,
+                                                int m) {
+  constexpr int V = cuda_operand<TYPE>::values;
+  const int quads = cuda_pieces(w) * V, k = quads + (int)threadIdx.x;
+  if (k >= quads + CUDA_AHEAD * V) return;
+  cuda_plane_put<TYPE, M>(r.planes, m, k, make_float4(0, 0, 0, 0));
+  if (cuda_operand<TYPE>::blocks && k % 8 == 0) r.sums[m * cuda_sums(w) + k / 8] = 0;
+}
+
+/* x [cols], normalised, becomes row m of the planes. All threads, of which each has its own quads;
+   synchronised at the end. */
+template <int TYPE, int M>
+__device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_weight &w,
+                                            const float *x, const cuda_norm *norm, int m) {
+  constexpr int V = cuda_operand<TYPE>::values;
+  constexpr bool scaled = TYPE != TFM_F32 && TYPE != TFM_BF16;
+  const bool kept = w.cols <= CUDA_RAW;
+  const int quads = cuda_pieces(w) * V;
+  float4 *raw = (float4 *)r.raw;
+  float top = 0, by = 1;
+  int e = 0, k;
+#pragma unroll 4
+  for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
+    float4 v = cuda_quad(x, k, w.cols);
+    if (kept) raw[k] = v;
+    top = fmaxf(top, cuda_largest(v));
+  }
+  if (norm) cuda_normalise(raw, w.cols, *norm, r.room, top);
+  if (scaled) {
+    top = cuda_crew_max(top, r.room + 16);
+    if (top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
+    by = __uint_as_float((uint32_t)(127 - e) << 23);
+  }
+#pragma unroll 1
+  for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
+    float4 v = kept ? raw[k] : cuda_quad(x, k, w.cols);
+    if (scaled) v.x *= by, v.y *= by, v.z *= by, v.w *= by;
+    if (cuda_operand<TYPE>::blocks) {
+      float sum = (v.x + v.y) + (v.z + v.w);
+      for (int i = 1; i < 8; i *= 2) sum += __shfl_xor_sync(0xffu << (threadIdx.x & 24), sum, i);
+      if (threadIdx.x % 8 == 0) r.sums[m * cuda_sums(w) + k / 8] = sum;
     }
+    cuda_plane_put<TYPE, M>(r.planes, m, k, v);
   }
-  return exp2f((float)e);
+  if (threadIdx.x == 0)
+    r.factor[m] = scaled ? exp2f((float)(cuda_operand<TYPE>::blocks ? e + 24 : e)) : 1.0f;
+  __syncthreads();
 }
 
 /* 16 bytes of a row of W as floats. */
@@ -1121,137 +1353,239 @@ __device__ __forceinline__ void cuda_widen_q4(__half2 *h, uint4 q) {
   }
 }
 
-/* sum[m] += 16 bytes of W by row m of x. */
+typedef struct cuda_two { /* of a piece, a lane's bytes of both rows, and scales */
+  uint4 a, b;
+  __half scale_a, scale_b;
+} cuda_two;
+
+/* A lane's column of one tile of eight columns: where its values lie in the planes. */
+typedef struct cuda_column { const char *x; const float *sums; bool there; } cuda_column;
+
 template <int TYPE, int M>
-__device__ __forceinline__ void cuda_multiply(float (&sum)[M], uint4 q, float scale,
-                                              const char *planes, size_t plane_bytes, int vectors,
-                                              int v) {
-  constexpr int N = TYPE == TFM_F32 ? 4 : TYPE == TFM_Q8_0 ? 16 : 8;
-  float w[N];
-  cuda_widen<TYPE>(w, q);
+__device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, const cuda_weight &w,
+                                                      int n) {
+  constexpr int V = cuda_operand<TYPE>::values, C = cuda_operand<TYPE>::columns;
+  const int g = threadIdx.x / 4 % 8, t = threadIdx.x % 4, sub = (n * 8 + g) % C;
+  const int part = TYPE == TFM_F32 ? 0 : cuda_operand<TYPE>::blocks ? sub % 2 : sub;
+  const int m = TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
+  const int mine = min(n * (8 / C) + t * 2 / C, M - 1); /* whose sum this lane gets */
+  cuda_column c;
+  c.there = part < cuda_operand<TYPE>::parts;
+  if (TYPE == TFM_Q8_0) c.there = t / 2 == sub / 2;
+  if (TYPE == TFM_Q4_0) c.there = t == sub / 2;
+  c.x = r.planes + m * cuda_operand<TYPE>::bytes;
+  if (TYPE == TFM_F32) c.x += t * 16;
+  else c.x += c.there ? part * V * 8 + t * V * 2 : 0;
+  c.sums = r.sums + mine * cuda_sums(w) + t % (C / 2);
+  return c;
+}
+
+/* c += a piece by the columns. Of formats in blocks, c[0] and c[2] keep the scaled sums. */
+template <int TYPE, int M>
+__device__ __forceinline__ void cuda_use(float (&c)[4], const cuda_two &q, const cuda_column &col,
+                                         int piece) {
+  const char *x = col.x + piece * M * cuda_operand<TYPE>::bytes;
+  const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
+  if constexpr (TYPE == TFM_F32) {
+    const float4 v = *(const float4 *)x;
+    const float f[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-  for (int m = 0; m < M; m++) {
-    const float4 *x = (const float4 *)(planes + m * plane_bytes) + v;
-    float t = TYPE == TFM_Q8_0 ? 0.0f : sum[m];
-#pragma unroll
-    for (int i = 0; i < N / 4; i++) {
-      float4 a = x[i * vectors];
-      t = __fmaf_rn(w[4 * i], a.x, t);
-      t = __fmaf_rn(w[4 * i + 1], a.y, t);
-      t = __fmaf_rn(w[4 * i + 2], a.z, t);
-      t = __fmaf_rn(w[4 * i + 3], a.w, t);
+    for (int i = 0; i < 4; i++) {
+      c[0] = __fmaf_rn(__uint_as_float(a[i]), f[i], c[0]);
+      c[2] = __fmaf_rn(__uint_as_float(b[i]), f[i], c[2]);
     }
-    sum[m] = TYPE == TFM_Q8_0 ? __fmaf_rn(scale, t, sum[m]) : t;
+  } else if constexpr (TYPE == TFM_F16 || TYPE == TFM_BF16) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    const uint32_t low[4] = {a[0], b[0], a[1], b[1]}, high[4] = {a[2], b[2], a[3], b[3]};
+    if (col.there) v = *(const uint4 *)x;
+    cuda_mma<TYPE == TFM_BF16>(c, low, v.x, v.y);
+    cuda_mma<TYPE == TFM_BF16>(c, high, v.z, v.w);
+  } else {
+    constexpr int CHUNKS = TYPE == TFM_Q8_0 ? 2 : 4;
+    const float offset = TYPE == TFM_Q8_0 ? 0x1p-17f : 0x1p-21f; /* 128 and 8 smallest halves */
+    const int turn = (threadIdx.x & 3) / 2 + (threadIdx.x / 4 & 1) * 2; /* as cuda_plane_at */
+    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0}, sum;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) {
+      uint4 v = make_uint4(0, 0, 0, 0);
+      uint32_t first[4], second[4];
+      if (col.there) v = *(const uint4 *)(x + (TYPE == TFM_Q4_0 ? (i + turn & 3) * 16 : i * 16));
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const uint32_t *row = k % 2 ? b : a;
+        if (TYPE == TFM_Q8_0) {
+          first[k] = ((row[2 * i] >> k / 2 * 8) ^ 0x00800080u) & 0x00ff00ffu;
+          second[k] = ((row[2 * i + 1] >> k / 2 * 8) ^ 0x00800080u) & 0x00ff00ffu;
+        } else {
+          first[k] = row[i] & (k / 2 ? 0x00f000f0u : 0x000f000fu);
+          second[k] = row[i] >> 8 & (k / 2 ? 0x00f000f0u : 0x000f000fu);
+        }
+      }
+      cuda_mma<false>(even, first, v.x, v.y);
+      cuda_mma<false>(odd, second, v.z, v.w);
+    }
+    sum = col.sums[piece * (TYPE == TFM_Q8_0 ? 2 : 4)];
+    c[0] = __fmaf_rn(__half2float(q.scale_a),
+                     __fmaf_rn(-offset, sum, (even[0] + even[1]) + (odd[0] + odd[1])), c[0]);
+    c[2] = __fmaf_rn(__half2float(q.scale_b),
+                     __fmaf_rn(-offset, sum, (even[2] + even[3]) + (odd[2] + odd[3])), c[2]);
   }
 }
 
-template <int M>
-__device__ __forceinline__ void cuda_multiply_q4(float (&sum)[M], uint4 q, float scale,
-                                                 const char *planes, size_t plane_bytes,
-                                                 int vectors, int v) {
-  __half2 w[16];
-  cuda_widen_q4(w, q);
-#pragma unroll
-  for (int m = 0; m < M; m++) {
-    const uint4 *x = (const uint4 *)(planes + m * plane_bytes) + v;
-    float t = 0;
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-      uint4 a = x[i * vectors], b = x[(i + 1) * vectors];
-      __half2 s = __hmul2(w[4 * i], *(__half2 *)&a.x);
-      float2 pair;
-      s = __hfma2(w[4 * i + 1], *(__half2 *)&a.y, s);
-      s = __hfma2(w[4 * i + 2], *(__half2 *)&a.z, s);
-      s = __hfma2(w[4 * i + 3], *(__half2 *)&a.w, s);
-      s = __hfma2(w[4 * i + 4], *(__half2 *)&b.x, s);
-      s = __hfma2(w[4 * i + 5], *(__half2 *)&b.y, s);
-      s = __hfma2(w[4 * i + 6], *(__half2 *)&b.z, s);
-      s = __hfma2(w[4 * i + 7], *(__half2 *)&b.w, s);
-      pair = __half22float2(s);
-      t += pair.x + pair.y;
-    }
-    sum[m] = __fmaf_rn(scale, t, sum[m]);
-  }
-}
+typedef struct cuda_unit { /* two rows of W */
+  int a, b;
+  float bias_a, bias_b;
+  float x, y; /* of the caller, for each */
+} cuda_unit;
 
-enum { CUDA_AHEAD = 4 }; /* pieces of 512 bytes of each of two rows that a warp has asked for */
-
-typedef struct cuda_cursor { /* where a warp is: a unit of two rows, and a vector of both */
-  int unit, vector;
-  int64_t row[2];
+typedef struct cuda_cursor { /* where a warp is */
+  int tile, piece;
+  const uint4 *a, *b; /* of this lane, at the piece */
+  const __half *scale_a, *scale_b;
+  cuda_unit unit;
 } cuda_cursor;
 
-/* Piece number `ahead` of those at the cursor. */
 template <int TYPE>
-__device__ __forceinline__ void cuda_ask(uint4 (&q)[2], float (&scale)[2], const cuda_weight &w,
-                                         const cuda_cursor &at, int units, int ahead) {
-  int v = at.vector + 32 * ahead, block = min(v, w.vectors - 1) / (TYPE == TFM_Q8_0 ? 2 : 1);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    q[r] = cuda_stream_load((const uint4 *)w.data + at.row[r] * w.vectors + v,
-                            at.unit < units && v < w.vectors);
-    scale[r] = 1;
-    if (TYPE == TFM_Q8_0 || TYPE == TFM_Q4_0)
-      scale[r] = v < w.vectors ? __half2float(__ldg(w.scale + at.row[r] * (w.cols / 32) + block))
-                               : 0.0f;
+__device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w, int piece) {
+  const int t = threadIdx.x % 4, blocks = w.cols / 32;
+  at.piece = piece;
+  at.a = (const uint4 *)w.data + (int64_t)at.unit.a * w.vectors + piece * 4 + t;
+  at.b = (const uint4 *)w.data + (int64_t)at.unit.b * w.vectors + piece * 4 + t;
+  if (!cuda_operand<TYPE>::blocks) return;
+  at.scale_a = w.scale + (int64_t)at.unit.a * blocks +
+               (TYPE == TFM_Q8_0 ? piece * 2 + t % 2 : piece * 4 + t);
+  at.scale_b = at.scale_a + (int64_t)(at.unit.b - at.unit.a) * blocks;
+}
+
+/* Piece number `ahead` of those at the cursor; `left`: this lane's vectors from the cursor on. */
+template <int TYPE>
+__device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_weight &w, const cuda_cursor &at,
+                                         int left, int ahead) {
+  q.a = cuda_stream_load(at.a + 4 * ahead, 4 * ahead < left);
+  q.b = cuda_stream_load(at.b + 4 * ahead, 4 * ahead < left);
+  if (cuda_operand<TYPE>::blocks) {
+    const int each = TYPE == TFM_Q8_0 ? 2 : 4, t = threadIdx.x % 4;
+    /* lane t's scale is of another lane's bytes: the block whose sum it gets */
+    bool there = 4 * ahead + (TYPE == TFM_Q8_0 ? t % 2 * 2 - t : 0) < left;
+    q.scale_a = q.scale_b = __ushort_as_half(0);
+    if (there) q.scale_a = __ldg(at.scale_a + ahead * each);
+    if (there) q.scale_b = __ldg(at.scale_b + ahead * each);
   }
 }
 
-template <int TYPE, int M>
-__device__ __forceinline__ void cuda_use(float (&sum)[2][M], const uint4 (&q)[2],
-                                         const float (&scale)[2], const cuda_weight &w,
-                                         const char *planes, int v) {
-  const size_t plane_bytes = cuda_plane_bytes(w);
+/* The sum over lanes and over the team's warps: v of the team's first warp is whole. */
+template <int C, int N>
+__device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int split, int turn) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  float2 *mine = part + ((turn * CUDA_CREW_WARPS + warp) * N) * 32 + lane;
 #pragma unroll
-  for (int r = 0; r < 2; r++)
-    if constexpr (TYPE == TFM_Q4_0)
-      cuda_multiply_q4<M>(sum[r], q[r], scale[r], planes, plane_bytes, w.vectors, v);
-    else cuda_multiply<TYPE, M>(sum[r], q[r], scale[r], planes, plane_bytes, w.vectors, v);
+  for (int n = 0; n < N; n++)
+#pragma unroll
+    for (int i = 1; i < C / 2; i *= 2) {
+      v[n].x += __shfl_xor_sync(~0u, v[n].x, i);
+      v[n].y += __shfl_xor_sync(~0u, v[n].y, i);
+    }
+  if (split == 1) return;
+  if (warp % split)
+#pragma unroll
+    for (int n = 0; n < N; n++) mine[n * 32] = v[n];
+  asm volatile("bar.sync %0, %1;" : : "r"(1 + warp / split), "r"(32 * split) : "memory");
+  if (warp % split) return;
+  for (int other = 1; other < split; other++)
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+      float2 u = mine[(other * N + n) * 32];
+      v[n].x += u.x;
+      v[n].y += u.y;
+    }
 }
 
-/* All units of this warp, dealt out to blocks in turn. rows(unit) tells a unit's two rows; ready()
-   runs when the first pieces have been asked for, and leaves x in the planes; done(unit, sum) gets
-   the products, in every lane. A piece that has been used makes room for one further on at once, so
-   that memory is never waited for from a standstill. */
-template <int TYPE, int M, typename ROWS, typename READY, typename DONE>
-__device__ __forceinline__ void cuda_dots(const cuda_weight &w, const char *planes, int units,
-                                          ROWS rows, READY ready, DONE done) {
-  const int lane = threadIdx.x % 32, step = (int)gridDim.x * CUDA_WARPS;
-  cuda_cursor at = {(int)(threadIdx.x / 32 * gridDim.x + blockIdx.x), lane, {0, 0}}, next;
-  uint4 q[CUDA_AHEAD][2];
-  float scale[CUDA_AHEAD][2], sum[2][M];
-  rows(min(at.unit, units - 1), at.row);
+/* All tiles of this warp's team. unit(u) tells a unit's rows and bias; ready(unit) runs when the
+   first pieces have been asked for, and leaves x in the planes; done(unit, m, v) gets the products
+   of a unit with row m of x, in one lane. A piece that has been used makes room for one further on
+   at once, so that memory is never waited for from a standstill. */
+template <int TYPE, int M, typename UNIT, typename READY, typename DONE>
+__device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_room &r, int units,
+                                          int split, UNIT unit, READY ready, DONE done) {
+  constexpr int C = cuda_operand<TYPE>::columns, N = TYPE == TFM_F32 ? M : (M * C + 7) / 8;
+  const int warp = threadIdx.x / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
+  const int tiles = (units + 7) / 8, step = (int)gridDim.x * (CUDA_CREW_WARPS / split);
+  const int begin = warp % split * cuda_pieces(w) / split;
+  const int end = (warp % split + 1) * cuda_pieces(w) / split;
+  const int vectors = min(4 * end, w.vectors) - t;
+  cuda_cursor at = {}, next;
+  constexpr int AHEAD = cuda_operand<TYPE>::ahead;
+  cuda_two q[AHEAD];
+  cuda_column column[N];
+  float c[N][4] = {};
+  int turn = 0;
+  at.tile = warp / split * (int)gridDim.x + (int)blockIdx.x;
+  at.unit = unit(min(at.tile * 8 + g, units - 1));
+  cuda_point<TYPE>(at, w, begin);
 #pragma unroll
-  for (int i = 0; i < CUDA_AHEAD; i++) cuda_ask<TYPE>(q[i], scale[i], w, at, units, i);
+  for (int i = 0; i < AHEAD; i++)
+    cuda_ask<TYPE>(q[i], w, at, at.tile < tiles ? vectors - 4 * begin : 0, i);
+  ready(at.unit);
 #pragma unroll
-  for (int m = 0; m < M; m++) sum[0][m] = sum[1][m] = 0;
-  ready();
-  while (at.unit < units) {
+  for (int n = 0; n < N; n++) column[n] = cuda_column_of<TYPE, M>(r, w, n);
+  while (at.tile < tiles) {
+    int left;
     next = at;
-    next.vector += 32 * CUDA_AHEAD;
-    if (next.vector - lane >= w.vectors) {
-      next.vector = lane;
-      next.unit += step;
-      rows(min(next.unit, units - 1), next.row);
+    next.piece += AHEAD;
+    if (next.piece >= end) {
+      next.tile += step;
+      next.piece = begin;
+      if (next.tile < tiles) next.unit = unit(min(next.tile * 8 + g, units - 1));
     }
+    cuda_point<TYPE>(next, w, next.piece);
+    left = next.tile < tiles ? vectors - 4 * next.piece : 0;
 #pragma unroll
-    for (int i = 0; i < CUDA_AHEAD; i++) {
-      const uint4 now[2] = {q[i][0], q[i][1]};
-      const float by[2] = {scale[i][0], scale[i][1]};
-      cuda_ask<TYPE>(q[i], scale[i], w, next, units, i);
-      cuda_use<TYPE, M>(sum, now, by, w, planes, min(at.vector + 32 * i, w.vectors - 1));
+    for (int i = 0; i < AHEAD; i++) {
+#pragma unroll
+      for (int n = 0; n < N; n++) cuda_use<TYPE, M>(c[n], q[i], column[n], at.piece + i);
+      cuda_ask<TYPE>(q[i], w, next, left, i);
     }
-    if (next.unit != at.unit) {
+    if (next.tile != at.tile) {
+      float2 v[N];
 #pragma unroll
-      for (int m = 0; m < M; m++)
+      for (int n = 0; n < N; n++) v[n] = make_float2(c[n][0] + c[n][1], c[n][2] + c[n][3]);
+      cuda_team_sum<C>(v, r.part, split, turn);
+      turn ^= 1;
 #pragma unroll
-        for (int r = 0; r < 2; r++) sum[r][m] = cuda_warp_sum(sum[r][m]);
-      done(at.unit, sum);
-#pragma unroll
-      for (int m = 0; m < M; m++) sum[0][m] = sum[1][m] = 0;
+      for (int n = 0; n < N; n++) {
+        int m = n * (8 / C) + t * 2 / C;
+        if (warp % split == 0 && t % (C / 2) == 0 && m < M && at.tile * 8 + g < units)
+          done(at.unit, m, make_float2(v[n].x * r.factor[m], v[n].y * r.factor[m]));
+        c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0;
+      }
     }
     at = next;
   }
+}
+
+/* Blocks of a product: of large matrices two a multiprocessor, of others the second place is for
+   the kernel that follows. */
+static int cuda_crew_blocks(const tfm_dev *d, const cuda_weight *w) {
+  return cuda_of(d)->processors * ((int64_t)w->rows * w->vectors >= 1 << 19 ? 2 : 1);
+}
+
+/* How many warps make a team, so that all tiles take the least time. */
+static int cuda_split(const cuda_weight *w, int units, int blocks) {
+  int tiles = (units + 7) / 8, pieces = cuda_pieces(*w), split, best = 1;
+  int64_t least = INT64_MAX;
+  for (split = 1; split <= CUDA_CREW_WARPS; split *= 2) {
+    int64_t teams = (int64_t)blocks * (CUDA_CREW_WARPS / split);
+    int each = (pieces + split - 1) / split, ahead = w->scale ? 4 : 2;
+    int64_t cost = (tiles + teams - 1) / teams * (2 * ((each + ahead - 1) / ahead * ahead) + 1);
+    if (cost < least) least = cost, best = split;
+  }
+  return best;
+}
+
+/* Blocks that have something to do. */
+static unsigned cuda_crews(int units, int split, int blocks) {
+  unsigned n = cuda_blocks(units, 8 * (CUDA_CREW_WARPS / split));
+  return n < (unsigned)blocks ? n : (unsigned)blocks;
 }
 
 /* ---- matmul ---- */
@@ -1260,15 +1594,20 @@ __device__ static float *cuda_at(const tfm_mat &m, int64_t row, int col) {
   return (float *)m.data + row * m.stride + col;
 }
 
-/* Everything that follows a product. */
+/* Everything that follows a product; `bias` is e.bias[col]. */
 __device__ static void cuda_epilogue(const tfm_mat &y, const tfm_epilogue &e, int row, int col,
-                                     float v) {
-  if (e.bias) v += e.bias[col];
+                                     float v, float bias) {
+  v += bias;
   if (e.aux.data) *cuda_at(e.aux, row, col) = v;
   v = cuda_cap(cuda_act(v, e.act), e.softcap);
   if (e.dropout.rate > 0) v *= cuda_dropout(e.dropout, row, col);
   if (e.residual.data) v += *cuda_at(e.residual, row, col);
   *cuda_at(y, row, col) = v;
+}
+
+__device__ static cuda_unit cuda_neighbours(const float *bias, int u, int rows) {
+  int a = 2 * u, b = min(2 * u + 1, rows - 1);
+  return {a, b, bias ? __ldg(bias + a) : 0.0f, bias ? __ldg(bias + b) : 0.0f, 0, 0};
 }
 
 typedef struct cuda_experts { /* of matmul_moe: slot s multiplies by the matrix of expert[s] */
@@ -1278,48 +1617,35 @@ typedef struct cuda_experts { /* of matmul_moe: slot s multiplies by the matrix 
 
 /* Rows of x from `first` on, up to M; blockIdx.y counts slots of experts. */
 template <int TYPE, int M>
-__global__ void __launch_bounds__(CUDA_THREADS, 1)
-cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int first,
+__global__ void __launch_bounds__(CUDA_CREW, 2)
+cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int first, int split,
                    cuda_experts experts) {
-  extern __shared__ float shared[];
-  float *raw = shared + CUDA_WARPS, factor[M];
-  char *planes = (char *)(raw + cuda_values(w));
-  int lane = threadIdx.x % 32, count = min(M, x.rows - first);
-  int64_t base = 0;
+  extern __shared__ __align__(16) float shared[];
+  const cuda_crew_room r = cuda_crew_lay_out<TYPE, M>(shared, w);
+  int count = min(M, x.rows - first);
   if (experts.expert) {
-    base = (int64_t)experts.expert[blockIdx.y] * w.rows;
+    int64_t base = (int64_t)experts.expert[blockIdx.y] * w.rows;
+    w.data += base * w.vectors * 16;
+    w.scale += base * (w.cols / 32);
     first = (int)blockIdx.y;
     count = 1;
   }
-  auto rows = [&](int u, int64_t (&row)[2]) {
-    row[0] = base + 2 * u;
-    row[1] = base + min(2 * u + 1, w.rows - 1);
-  };
-  auto ready = [&]() {
-#pragma unroll
-    for (int m = 0; m < M; m++) {
-      const float *from = cuda_at(x, (first + m) / experts.share, 0);
-      if (m >= count) continue;
-      __syncthreads();
-#pragma unroll 4
-      for (int i = threadIdx.x; i < w.cols; i += CUDA_THREADS) raw[i] = from[i];
-      __syncthreads();
-      factor[m] = cuda_planes(planes + m * cuda_plane_bytes(w), raw, w, shared);
+  auto unit = [&](int u) { return cuda_neighbours(e.bias, u, w.rows); };
+  auto ready = [&](cuda_unit &) {
+#pragma unroll 1
+    for (int m = 0; m < count; m++) {
+      cuda_planes_end<TYPE, M>(r, w, m);
+      cuda_planes<TYPE, M>(r, w, cuda_at(x, (first + m) / experts.share, 0), NULL, m);
     }
-    __syncthreads();
   };
-  auto done = [&](int u, const float (&sum)[2][M]) {
-#pragma unroll
-    for (int m = 0; m < M; m++)
-#pragma unroll
-      for (int r = 0; r < 2; r++)
-        if (lane == 2 * m + r && m < count && 2 * u + r < w.rows)
-          cuda_epilogue(y, e, first + m, 2 * u + r, __fmul_rn(sum[r][m], factor[m]));
+  auto done = [&](const cuda_unit &u, int m, float2 v) {
+    if (m < count) cuda_epilogue(y, e, first + m, u.a, v.x, u.bias_a);
+    if (m < count && u.b != u.a) cuda_epilogue(y, e, first + m, u.b, v.y, u.bias_b);
   };
-  cuda_dots<TYPE, M>(w, planes, (w.rows + 1) / 2, rows, ready, done);
+  cuda_dots<TYPE, M>(w, r, (w.rows + 1) / 2, split, unit, ready, done);
 }
 
-typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int,
+typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int, int,
                                      cuda_experts);
 
 template <int TYPE> static cuda_matmul_function cuda_matmul_for(int m) {
@@ -1339,21 +1665,26 @@ static cuda_matmul_function cuda_matmul_choose(tfm_type type, int m) {
 /* As many rows at a time as shared memory holds. */
 static void cuda_matmul_small(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
                               const tfm_epilogue *e) {
-  unsigned blocks = cuda_blocks(w->rows, 2 * CUDA_WARPS), most = (unsigned)cuda_of(d)->processors;
+  int units = (w->rows + 1) / 2, blocks = cuda_crew_blocks(d, w);
+  int split = cuda_split(w, units, blocks);
+  dim3 grid(cuda_crews(units, split, blocks));
   cuda_experts none = {NULL, 1};
-  bool fits = cuda_dots_bytes(w, CUDA_COLUMNS) <= CUDA_SHARED;
+  bool fits = cuda_crew_bytes(w, CUDA_COLUMNS) <= CUDA_SHARED;
   int32_t first, m = x.rows > 1 && fits ? CUDA_COLUMNS : 1;
-  if (cuda_dots_bytes(w, m) > CUDA_SHARED)
+  if (cuda_crew_bytes(w, m) > CUDA_SHARED)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a matrix with %d columns is too wide", (int)w->cols);
-  if (blocks > most) blocks = most;
   for (first = 0; first < x.rows && d->status == TFM_OK; first += m)
-    cuda_run(d, cuda_matmul_choose(w->type, m), dim3(blocks), CUDA_THREADS, cuda_dots_bytes(w, m),
-             y, x, *w, *e, (int)first, none);
+    cuda_run(d, cuda_matmul_choose(w->type, m), grid, CUDA_CREW, cuda_crew_bytes(w, m), y, x, *w,
+             *e, (int)first, split, none);
 }
+
+static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
+                             const tfm_epilogue *e);
 
 static void cuda_matmul(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                         const tfm_epilogue *e) {
-  if (cuda_enter(d)) cuda_matmul_small(d, y, x, cuda_packed(w), e);
+  if (cuda_enter(d) && !cuda_matmul_many(d, y, x, cuda_packed(w), e))
+    cuda_matmul_small(d, y, x, cuda_packed(w), e);
 }
 
 /* ---- Mixture of experts ---- */
@@ -1422,12 +1753,15 @@ static void cuda_matmul_moe(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *
                             const tfm_routing *r, bool spread) {
   const cuda_weight *packed = cuda_packed(w);
   cuda_experts experts = {r->expert, spread ? r->top_k : 1};
+  int units = (packed->rows + 1) / 2, blocks = cuda_crew_blocks(d, packed);
+  int split = cuda_split(packed, units, blocks);
   tfm_epilogue plain;
   memset(&plain, 0, sizeof plain);
   if (cuda_enter(d))
     cuda_run(d, cuda_matmul_choose(packed->type, 1),
-             dim3(cuda_blocks(packed->rows, 2 * CUDA_WARPS), (unsigned)(r->tokens * r->top_k)),
-             CUDA_THREADS, cuda_dots_bytes(packed, 1), y, x, *packed, plain, 0, experts);
+             dim3(cuda_crews(units, split, blocks),
+                  (unsigned)(r->tokens * r->top_k)),
+             CUDA_CREW, cuda_crew_bytes(packed, 1), y, x, *packed, plain, 0, split, experts);
 }
 
 __global__ void cuda_combine_kernel(tfm_mat y, tfm_mat x, tfm_mat residual, tfm_routing r) {
@@ -1782,6 +2116,8 @@ template <int B> __global__ void __launch_bounds__(128) cuda_attn_kernel(cuda_at
   int row = (int)blockIdx.x, head = (int)blockIdx.y, in_group = (int)blockIdx.z * B;
   int heads = min(B, a.group - in_group), query_head = head * a.group + in_group, first, i;
   int width = a.kv.width, width8 = cuda_width8(width);
+  cuda_launch_next();
+  cuda_follow();
   if (a.rows.seq[row] < 0 || (a.tiled && cuda_uniform(a.rows, row / CUDA_TILE))) return;
   t.heads = heads;
   for (i = threadIdx.x; a.p.probs && i < heads * a.p.probs_stride; i += blockDim.x)
@@ -1800,13 +2136,312 @@ template <int B> __global__ void __launch_bounds__(128) cuda_attn_kernel(cuda_at
   if (a.p.probs) cuda_probs_finish(a, t, row, query_head, heads);
 }
 
+/* ---- attn: of caches of 16 bits ----
+   When nothing but the result is wanted: L lanes of a warp take a key, DEEP times, then the values;
+   the sums of B query heads stay in registers. The warps of a block share a stretch of keys and are
+   merged in order, and so are stretches: those of a row are one block's after the other, or each a
+   block's (gridDim.z), of which the one that finishes last merges all. The bits are the same. */
+
+enum { CUDA_STRETCH = 512 };
+
+typedef struct cuda_stretches { /* of several blocks: their sums, and how many are there */
+  float *part;       /* [rows, gridDim.y, gridDim.z, B * 8 * L, 3] */
+  unsigned *arrived; /* [rows, gridDim.y], zero */
+} cuda_stretches;
+
+typedef struct cuda_sum { float out, sum, max; } cuda_sum; /* of one column; max of log2 */
+
+__device__ static void cuda_take_in(cuda_sum &all, cuda_sum one) {
+  float max = fmaxf(all.max, one.max);
+  float x = all.max > -INFINITY ? exp2f(all.max - max) : 0.0f;
+  float y = one.max > -INFINITY ? exp2f(one.max - max) : 0.0f;
+  all.out = __fmaf_rn(all.out, x, __fmul_rn(one.out, y));
+  all.sum = __fmaf_rn(all.sum, x, __fmul_rn(one.sum, y));
+  all.max = max;
+}
+
+/* Elements at which a lane's vectors of the keys from `from` on lie; beyond `last`, the last's. */
+template <int L, int DEEP>
+__device__ __forceinline__ void cuda_keys_at(int64_t (&at)[DEEP], const tfm_kv &kv, int seq,
+                                             int head, int from, int last) {
+  const int lane = threadIdx.x % 32, end = min(from + 32 / L * DEEP - 1, last);
+  const bool one = from / kv.page_tokens == end / kv.page_tokens;
+  const int64_t base = cuda_kv_at(kv, seq, from, head);
+#pragma unroll
+  for (int i = 0; i < DEEP; i++) {
+    int j = min(from + 32 / L * i + lane / L, last);
+    at[i] = (one ? base + (j - from) * kv.width : cuda_kv_at(kv, seq, j, head)) +
+            min(lane % L * 8, kv.width - 8);
+  }
+}
+
+template <int TYPE> __device__ __forceinline__ float cuda_dot8(const float (&q)[8], uint4 k) {
+  float f[8], sum = 0;
+  cuda_widen<TYPE>(f, k);
+#pragma unroll
+  for (int i = 0; i < 8; i++) sum = __fmaf_rn(q[i], f[i], sum);
+  return sum;
+}
+
+template <int B> struct cuda_heads { float out[B][8], max[B], sum[B]; }; /* of a lane */
+
+/* Scores of keys become powers of two below the heads' maxima, to which the sums are brought. */
+template <int B, int L, int TYPE, int DEEP>
+__device__ __forceinline__ void cuda_scores(float (&s)[B][DEEP], cuda_heads<B> &of,
+                                            const float *q, const uint4 (&k)[DEEP], int left,
+                                            float softcap) {
+#pragma unroll
+  for (int h = 0; h < B; h++) {
+    const float4 *of_lane = (const float4 *)(q + (h * L + threadIdx.x % L) * 8);
+    const float4 low = of_lane[0], high = of_lane[1];
+    const float q8[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    float best = of.max[h], by;
+#pragma unroll
+    for (int i = 0; i < DEEP; i++) {
+      float v = cuda_dot8<TYPE>(q8, k[i]);
+#pragma unroll
+      for (int n = 1; n < L; n *= 2) v += __shfl_xor_sync(~0u, v, n);
+      v = cuda_cap(v, softcap) * 1.44269504f;
+      s[h][i] = 32 / L * i + (int)(threadIdx.x % 32 / L) < left ? v : -INFINITY;
+      best = fmaxf(best, s[h][i]);
+    }
+#pragma unroll
+    for (int n = L; n < 32; n *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, n));
+    by = exp2f(of.max[h] - best);
+    of.max[h] = best;
+    of.sum[h] *= by;
+#pragma unroll
+    for (int i = 0; i < 8; i++) of.out[h][i] *= by;
+#pragma unroll
+    for (int i = 0; i < DEEP; i++) of.sum[h] += s[h][i] = exp2f(s[h][i] - best);
+  }
+}
+
+/* The warp's share of keys first to last; ready() is called by all warps, when the first keys have
+   been asked for. */
+template <int B, int L, int TYPE, typename READY>
+__device__ __forceinline__ void cuda_attend_warp(cuda_heads<B> &of, const cuda_attn &a,
+                                                 const float *q, int seq, int head, int first,
+                                                 int last, READY ready) {
+  constexpr int DEEP = B == 4 ? 4 : 8, KEYS = 32 / L * DEEP;
+  int from = first + (int)threadIdx.x / 32 * KEYS;
+  bool began = false;
+#pragma unroll 1
+  for (;; from += CUDA_CREW_WARPS * KEYS) {
+    uint4 k[DEEP], v[DEEP];
+    float s[B][DEEP];
+    if (from <= last) {
+      int64_t at[DEEP];
+      cuda_keys_at<L>(at, a.kv, seq, head, from, last);
+#pragma unroll
+      for (int i = 0; i < DEEP; i++)
+        k[i] = __ldcg((const uint4 *)((const uint16_t *)a.kv.k + at[i]));
+#pragma unroll
+      for (int i = 0; i < DEEP; i++)
+        v[i] = __ldcg((const uint4 *)((const uint16_t *)a.kv.v + at[i]));
+    }
+    if (!began) ready();
+    began = true;
+    if (from > last) break;
+    cuda_scores<B, L, TYPE>(s, of, q, k, last - from + 1, a.p.softcap);
+#pragma unroll
+    for (int i = 0; i < DEEP; i++) {
+      float f[8];
+      cuda_widen<TYPE>(f, v[i]);
+#pragma unroll
+      for (int h = 0; h < B; h++)
+#pragma unroll
+        for (int n = 0; n < 8; n++) of.out[h][n] = __fmaf_rn(s[h][i], f[n], of.out[h][n]);
+    }
+  }
+}
+
+/* Of the block's warps, in order. */
+template <int B, int L>
+__device__ __forceinline__ cuda_sum cuda_warps_sum(const cuda_sum (*warps)[B][8 * L], int i) {
+  cuda_sum one[CUDA_CREW_WARPS], all = {0, 0, -INFINITY};
+#pragma unroll
+  for (int k = 0; k < CUDA_CREW_WARPS; k++) {
+    one[k] = warps[k][i / (8 * L)][i % (8 * L)];
+    all.max = fmaxf(all.max, one[k].max);
+  }
+#pragma unroll
+  for (int k = 0; k < CUDA_CREW_WARPS; k++) {
+    float by = one[k].max > -INFINITY ? exp2f(one[k].max - all.max) : 0.0f;
+    all.out = __fmaf_rn(one[k].out, by, all.out);
+    all.sum = __fmaf_rn(one[k].sum, by, all.sum);
+  }
+  return all;
+}
+
+/* Between the groups of L lanes, and from there to shared memory. */
+template <int B, int L>
+__device__ __forceinline__ void cuda_heads_put(cuda_sum (*to)[B][8 * L], cuda_heads<B> &of) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int h = 0; h < B; h++) {
+#pragma unroll
+    for (int n = L; n < 32; n *= 2) {
+      of.sum[h] += __shfl_xor_sync(~0u, of.sum[h], n);
+#pragma unroll
+      for (int i = 0; i < 8; i++) of.out[h][i] += __shfl_xor_sync(~0u, of.out[h][i], n);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (lane < L) to[threadIdx.x / 32][h][lane * 8 + i] = {of.out[h][i], of.sum[h], of.max[h]};
+  }
+}
+
+__device__ static void cuda_attend_finish(const cuda_attn &a, int row, int query_head, int c,
+                                          cuda_sum all) {
+  cuda_store(a.y.data, a.y.type, row * a.y.stride + query_head * a.kv.width + c, all.out / all.sum);
+  if (a.lse && c == 0)
+    a.lse[(int64_t)row * a.p.heads + query_head] = all.max * 0.693147181f + logf(all.sum);
+}
+
+/* Whether all stretches of this row and these heads are there: true for the last that asks. */
+__device__ static bool cuda_all_arrived(unsigned *arrived, int stretches) {
+  __shared__ bool last;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(arrived, 1u) == (unsigned)stretches - 1;
+    if (last) *arrived = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  return last;
+}
+
+/* The block's columns and those of the other stretches, in order; false: another block has them. */
+template <int B, int L, int EACH>
+__device__ __forceinline__ bool cuda_attend_meet(cuda_sum (&all)[EACH], const cuda_stretches &s,
+                                                 int64_t of, int stretches) {
+  constexpr int COLUMNS = B * 8 * L;
+  float *part = s.part + of * gridDim.z * COLUMNS * 3;
+  for (int e = 0; e < EACH; e++) {
+    const int i = (int)threadIdx.x + e * CUDA_CREW;
+    float *to = part + ((int64_t)blockIdx.z * COLUMNS + i) * 3;
+    if (i < COLUMNS) {
+      __stcg(to, all[e].out);
+      __stcg(to + 1, all[e].sum);
+      __stcg(to + 2, all[e].max);
+    }
+    all[e] = {0, 0, -INFINITY};
+  }
+  if (!cuda_all_arrived(s.arrived + of, stretches)) return false;
+  for (int stretch = 0; stretch < stretches; stretch++)
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const int i = (int)threadIdx.x + e * CUDA_CREW;
+      const float *from = part + ((int64_t)stretch * COLUMNS + i) * 3;
+      if (i < COLUMNS) cuda_take_in(all[e], {__ldcg(from), __ldcg(from + 1), __ldcg(from + 2)});
+    }
+  return true;
+}
+
+/* A block for up to B heads of a row, and for all stretches or for one. */
+template <int B, int L, int TYPE>
+__global__ void __launch_bounds__(CUDA_CREW, 2)
+cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
+  constexpr int EACH = (B * 8 * L + CUDA_CREW - 1) / CUDA_CREW;
+  extern __shared__ __align__(16) float shared[];
+  cuda_sum (*warps)[B][8 * L] = (cuda_sum (*)[B][8 * L])(void *)shared, all[EACH];
+  const int row = (int)blockIdx.x, blocks = (a.group + B - 1) / B;
+  const int head = (int)blockIdx.y / blocks, in_group = (int)blockIdx.y % blocks * B;
+  const int heads = min(B, a.group - in_group), query_head = head * a.group + in_group;
+  __shared__ __align__(16) float q[B * 8 * L];
+  int pos, seq, first, stretches, stretch;
+  float mine[EACH];
+  auto ready = [&]() {
+#pragma unroll
+    for (int e = 0; e < EACH; e++)
+      if ((int)threadIdx.x + e * CUDA_CREW < B * 8 * L) q[threadIdx.x + e * CUDA_CREW] = mine[e];
+    __syncthreads();
+  };
+  cuda_launch_next();
+  pos = __ldcg(a.rows.pos + row);
+  seq = __ldcg(a.rows.seq + row);
+  if (seq >= 0) /* the page's number comes near */
+    asm volatile("" : : "l"(cuda_kv_at(a.kv, seq, min(pos, (int)threadIdx.x / 32 * 32), head)));
+  cuda_follow();
+  if (seq < 0 || (a.tiled && cuda_uniform(a.rows, row / CUDA_TILE))) return;
+  first = a.p.window > 0 && pos >= a.p.window ? pos - a.p.window + 1 : 0;
+  stretches = (pos - first) / CUDA_STRETCH + 1;
+  if ((int)blockIdx.z >= stretches) return;
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const int i = (int)threadIdx.x + e * CUDA_CREW, h = i / (8 * L), c = i % (8 * L);
+    const int64_t at = row * a.q.stride + (query_head + h) * a.kv.width + c;
+    mine[e] = h < heads && c < a.kv.width ? cuda_load(a.q.data, a.q.type, at) * a.p.scale : 0.0f;
+  }
+  for (int e = 0; e < EACH; e++) all[e] = {0, 0, -INFINITY};
+  for (stretch = (int)blockIdx.z; stretch < stretches; stretch += (int)gridDim.z) {
+    const int begin = first + stretch * CUDA_STRETCH;
+    cuda_heads<B> of = {};
+    for (int h = 0; h < B; h++) of.max[h] = -INFINITY;
+    cuda_attend_warp<B, L, TYPE>(of, a, q, seq, head, begin, min(begin + CUDA_STRETCH - 1, pos),
+                                 ready);
+    cuda_heads_put<B, L>(warps, of);
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const int i = (int)threadIdx.x + e * CUDA_CREW;
+      if (i < B * 8 * L) cuda_take_in(all[e], cuda_warps_sum<B, L>(warps, i));
+    }
+    __syncthreads();
+  }
+  if (gridDim.z > 1 && stretches > 1 &&
+      !cuda_attend_meet<B, L, EACH>(all, s, (int64_t)row * gridDim.y + blockIdx.y, stretches))
+    return;
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const int i = (int)threadIdx.x + e * CUDA_CREW, h = i / (8 * L), c = i % (8 * L);
+    if (h < heads && c < a.kv.width) cuda_attend_finish(a, row, query_head + h, c, all[e]);
+  }
+}
+
+typedef void (*cuda_attend_function)(cuda_attn, cuda_stretches);
+
+template <int L, int TYPE> static cuda_attend_function cuda_attend_for(int b) {
+  return b == 4   ? cuda_attend_kernel<4, L, TYPE>
+         : b == 2 ? cuda_attend_kernel<2, L, TYPE> : cuda_attend_kernel<1, L, TYPE>;
+}
+
+template <int TYPE> static cuda_attend_function cuda_attend_of(int b, int width) {
+  return width <= 64    ? cuda_attend_for<8, TYPE>(b)
+         : width <= 128 ? cuda_attend_for<16, TYPE>(b) : cuda_attend_for<32, TYPE>(b);
+}
+
+static bool cuda_attend_knows(const tfm_kv *kv) {
+  return (kv->type == TFM_F16 || kv->type == TFM_BF16) && kv->width % 8 == 0 && kv->width <= 256;
+}
+
 static int cuda_heads_at_once(int group) { return group >= 3 ? 4 : group; }
 
+static int cuda_lanes8(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
+
+/* Stretches of the longest row, when they are to be dealt out to blocks; else 1. */
+static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches *s,
+                            int stretches) {
+  int b = cuda_heads_at_once(a->group), width = a->kv.width;
+  dim3 grid((unsigned)a->rows.n, (unsigned)a->kv.heads * cuda_blocks(a->group, b),
+            (unsigned)stretches);
+  size_t shared = sizeof(cuda_sum) * (size_t)(CUDA_CREW_WARPS * b * cuda_lanes8(width));
+  cuda_run(d, a->kv.type == TFM_F16 ? cuda_attend_of<TFM_F16>(b, width)
+                                    : cuda_attend_of<TFM_BF16>(b, width),
+           grid, CUDA_CREW, shared, *a, *s);
+}
+
 static void cuda_attn_run(tfm_dev *d, const cuda_attn *a) {
+  cuda_stretches none = {NULL, NULL};
   int b = cuda_heads_at_once(a->group);
   dim3 grid((unsigned)a->rows.n, (unsigned)a->kv.heads, cuda_blocks(a->group, b));
-  cuda_run(d, b == 4 ? cuda_attn_kernel<4> : b == 2 ? cuda_attn_kernel<2> : cuda_attn_kernel<1>,
-           grid, 128, sizeof(float) * cuda_tile_floats(b, a->kv.width), *a);
+  if (a->kv.table && cuda_attend_knows(&a->kv) && !a->p.probs && a->p.dropout.rate == 0)
+    cuda_attend_run(d, a, &none, 1);
+  else
+    cuda_run(d, b == 4 ? cuda_attn_kernel<4> : b == 2 ? cuda_attn_kernel<2> : cuda_attn_kernel<1>,
+             grid, 128, sizeof(float) * cuda_tile_floats(b, a->kv.width), *a);
 }
 
 static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
@@ -1839,13 +2474,14 @@ __device__ static unsigned long long cuda_rank(float v, int id) {
   return (unsigned long long)bits << 32 | (uint32_t)~id;
 }
 
-__device__ static unsigned long long cuda_block_best(unsigned long long v, cuda_choice *c) {
+__device__ static unsigned long long cuda_block_best(unsigned long long v,
+                                                     unsigned long long *room) {
   int i;
   for (i = 16; i; i /= 2) v = max(v, __shfl_xor_sync(~0u, v, i));
   __syncthreads();
-  if (threadIdx.x % 32 == 0) c->warp[threadIdx.x / 32] = v;
+  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = v;
   __syncthreads();
-  for (i = 0; i < CUDA_WARPS; i++) v = max(v, c->warp[i]);
+  for (i = 0; i < (int)blockDim.x / 32; i++) v = max(v, room[i]);
   return v;
 }
 
@@ -1862,7 +2498,7 @@ __device__ static unsigned long long cuda_block_total(unsigned long long v, cuda
 __device__ static unsigned long long cuda_best_of(const float *x, int n, cuda_choice *c) {
   unsigned long long best = 0;
   for (int i = threadIdx.x; i < n; i += CUDA_THREADS) best = max(best, cuda_rank(__ldcg(x + i), i));
-  return cuda_block_best(best, c);
+  return cuda_block_best(best, c->warp);
 }
 
 __device__ static int cuda_rank_id(unsigned long long rank) { return (int)~(uint32_t)rank; }
@@ -2066,371 +2702,200 @@ static void cuda_top(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, 
 }
 
 /* ---- decode ----
-   One kernel, a block on every multiprocessor, for as many tokens as are asked for. A token passes
-   through five phases a layer. Phases that multiply give a warp two rows of W that belong together:
-   a pair that is rotated, a gate and what it opens, or just neighbours. What blocks hand on to each
-   other lies in global memory and is read past the first cache; a barrier of all blocks ends each
-   phase. Every block normalises the whole residual row for itself, which is cheaper than a barrier.
-   Before a barrier, each warp asks for the first rows of W that it will need after it. */
+   A token is a chain of small kernels: five a layer, then the head and the choice, which also
+   writes what the next token begins with. The chain of four tokens is a graph. Each kernel may
+   start when the one before it has (programmatic dependent launch): it asks for its first weights,
+   of every block 64 KB, and then waits until the other is complete. So the next weights are on
+   their way while blocks come together, which costs less than a barrier of one big kernel. What
+   kernels hand on to each other is read past the first cache. A block normalises the whole
+   residual row for itself. */
 
-typedef struct cuda_layer {
-  cuda_weight qkv, out, up, down;
-  cuda_norm norm1, norm2;
-  const float *qkv_bias, *out_bias, *up_bias, *down_bias;
-  tfm_rope rope;
-  tfm_attn attn;
-  tfm_kv kv;
-} cuda_layer;
+enum cuda_kind { CUDA_ADD, CUDA_UP, CUDA_GATED, CUDA_QKV, CUDA_LOGITS };
 
-typedef struct cuda_step { /* the kernel's arguments */
-  const cuda_layer *layer;
-  int layers, width, heads, ffn, vocabulary, steps, chunks;
-  bool gated;
+typedef struct cuda_phase { /* what becomes of W norm(x) */
+  cuda_weight w;
+  int kind, split;
+  const float *x;
+  cuda_norm norm;    /* w NULL: none */
+  const float *bias;
+  float *to;
   tfm_act act;
-  float embed_scale, softcap;
-  cuda_weight embed, positions, head;
-  cuda_norm norm;
-  const float *head_bias;
-  float *x, *q, *attn, *h, *logits; /* of one row */
-  float *part; /* [kv heads, blocks of heads, chunks, B, width8 + 2] of attention */
-  unsigned *arrived;                /* [kv heads, blocks of heads] */
-  unsigned *barrier;
-  unsigned long long *best;         /* [blocks] */
-  int32_t *chosen;
-  int32_t *id, *pos, *sample_pos, *history;
-  const int32_t *seq;
-  const tfm_sampling *params;
-  float *work;
-  int32_t *ids;
-} cuda_step;
+  float softcap;
+  unsigned long long *best; /* [blocks], of logits */
+  tfm_rope rope;            /* of q, k and v: these and the following */
+  tfm_kv kv;
+  int heads;
+  const int32_t *pos, *seq; /* not of the chain: known from its beginning */
+} cuda_phase;
 
-typedef struct cuda_token { int id, pos, seq; } cuda_token;
-
-enum cuda_kind { CUDA_QKV, CUDA_ADD, CUDA_UP, CUDA_GATED, CUDA_LOGITS };
-
-/* Waits until all blocks are here, and sees what they have written. */
-__device__ static void cuda_barrier(unsigned *counter, unsigned *target) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    unsigned now;
-    *target += gridDim.x;
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" : : "l"(counter) : "memory");
-    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-    while ((int)(now - *target) < 0);
-  }
-  __syncthreads();
-}
-
-__device__ static int cuda_units(const cuda_weight &w, int kind) {
+__host__ __device__ static int cuda_units(const cuda_weight &w, int kind) {
   return kind == CUDA_GATED ? w.rows / 2 : (w.rows + 1) / 2;
 }
 
-/* The two rows of unit u. */
-__device__ static int2 cuda_unit(const cuda_step &s, const cuda_layer &l, const cuda_weight &w,
-                                 int kind, int u) {
-  int half = l.kv.width / 2, head = u / half;
+__device__ static cuda_unit cuda_unit_of(const cuda_phase &p, int u) {
+  int half = p.kv.width / 2, head = 0, first = 0;
   int2 pair;
-  if (kind == CUDA_GATED) return make_int2(u, u + w.rows / 2);
-  if (kind != CUDA_QKV) return make_int2(2 * u, min(2 * u + 1, w.rows - 1));
-  pair = make_int2(2 * (u % half), 2 * (u % half) + 1);
-  if (head < s.heads + l.kv.heads) pair = cuda_pair(l.rope, u % half);
-  return make_int2(head * l.kv.width + pair.x, head * l.kv.width + pair.y);
-}
-
-/* Asks for the first rows of W that this warp is going to multiply. */
-__device__ static void cuda_prefetch(const cuda_step &s, const cuda_layer &l, const cuda_weight &w,
-                                     int kind, const cuda_norm *norm) {
-  int u = (int)(threadIdx.x / 32 * gridDim.x + blockIdx.x), i;
-  int2 rows;
-  if (norm && blockIdx.x == gridDim.x - 1)
-    for (i = (int)threadIdx.x * 32; i < w.cols; i += CUDA_THREADS * 32) {
-      asm volatile("prefetch.global.L2 [%0];" : : "l"(norm->w + i));
-      if (norm->b) asm volatile("prefetch.global.L2 [%0];" : : "l"(norm->b + i));
-    }
-  if (u >= cuda_units(w, kind)) return;
-  rows = cuda_unit(s, l, w, kind, u);
-  for (i = (int)(threadIdx.x % 32) * 8; i < w.vectors; i += 256) { /* 128 bytes each */
-    const uint4 *data = (const uint4 *)w.data;
-    asm volatile("prefetch.global.L2 [%0];" : : "l"(data + (int64_t)rows.x * w.vectors + i));
-    asm volatile("prefetch.global.L2 [%0];" : : "l"(data + (int64_t)rows.y * w.vectors + i));
+  cuda_unit v;
+  if (p.kind == CUDA_GATED) {
+    v.a = u;
+    v.b = u + p.w.rows / 2;
+  } else if (p.kind == CUDA_QKV) {
+    head = u / half;
+    first = u - head * half;
+    pair = make_int2(2 * first, 2 * first + 1);
+    if (head < p.heads + p.kv.heads) pair = cuda_pair(p.rope, first);
+    v.a = head * p.kv.width + pair.x;
+    v.b = head * p.kv.width + pair.y;
+  } else {
+    return cuda_neighbours(p.bias, u, p.w.rows);
   }
+  v.bias_a = p.bias ? __ldg(p.bias + v.a) : 0.0f;
+  v.bias_b = p.bias ? __ldg(p.bias + v.b) : 0.0f;
+  v.x = 1;
+  v.y = 0;
+  if (p.kind == CUDA_QKV && head < p.heads + p.kv.heads && first < p.rope.rot / 2) {
+    float2 turn = cuda_turn(p.rope, __ldg(p.pos), first);
+    v.x = turn.x;
+    v.y = turn.y;
+  }
+  return v;
 }
 
 /* Two columns of q, k or v, rotated, to where attention reads them. */
-__device__ static void cuda_finish_qkv(const cuda_step &s, const cuda_layer &l, cuda_token t,
-                                       int2 rows, float2 v, float2 turn) {
-  int width = l.kv.width, head = rows.x / width, kv_head = head - s.heads;
-  bool is_k = kv_head < l.kv.heads;
-  int64_t at;
-  if (is_k && rows.x % width < l.rope.rot) v = cuda_rotate(v.x, v.y, turn);
+__device__ static void cuda_finish_qkv(const cuda_phase &p, const cuda_unit &u, float2 v,
+                                       int64_t kv_at) {
+  const int kv_head = u.a / p.kv.width - p.heads, page = p.kv.page_tokens * p.kv.width;
+  const bool is_k = kv_head < p.kv.heads;
+  int64_t at = kv_at - (int64_t)(p.heads + kv_head) * p.kv.width;
+  if (is_k) v = cuda_rotate(v.x, v.y, make_float2(u.x, u.y));
   if (kv_head < 0) {
-    __stcg(s.q + rows.x, v.x);
-    __stcg(s.q + rows.y, v.y);
+    __stcg(p.to + u.a, v.x);
+    __stcg(p.to + u.b, v.y);
     return;
   }
-  if (!is_k) kv_head -= l.kv.heads;
-  at = cuda_kv_at(l.kv, t.seq, t.pos, kv_head);
-  cuda_store(is_k ? l.kv.k : l.kv.v, l.kv.type, at + rows.x % width, v.x);
-  cuda_store(is_k ? l.kv.k : l.kv.v, l.kv.type, at + rows.y % width, v.y);
+  at += (int64_t)(is_k ? kv_head : kv_head - p.kv.heads) * page;
+  cuda_store(is_k ? p.kv.k : p.kv.v, p.kv.type, at + u.a, v.x);
+  cuda_store(is_k ? p.kv.k : p.kv.v, p.kv.type, at + u.b, v.y);
 }
 
 /* What the phases do with a sum of one row of W. */
-__device__ static void cuda_finish_row(const cuda_step &s, int kind, float *x, int row, float v,
-                                       unsigned long long *best) {
-  if (kind == CUDA_ADD) v += __ldcg(x + row);
-  else if (kind == CUDA_UP) v = cuda_act(v, s.act);
-  else *best = max(*best, cuda_rank(v = cuda_cap(v, s.softcap), row));
-  __stcg(x + row, v);
+__device__ static void cuda_finish_row(const cuda_phase &p, int row, float v, float old,
+                                       unsigned long long &best) {
+  if (p.kind == CUDA_ADD) v += old;
+  else if (p.kind == CUDA_UP) v = cuda_act(v, p.act);
+  else best = max(best, cuda_rank(v = cuda_cap(v, p.softcap), row));
+  __stcg(p.to + row, v);
 }
 
-/* raw = x, of which four values at a time are read. */
-__device__ static void cuda_fetch(float *raw, const float *x, int n) {
-  int quads = n / 4, i;
-#pragma unroll 4
-  for (i = threadIdx.x; i < quads; i += CUDA_THREADS)
-    ((float4 *)raw)[i] = __ldcg((const float4 *)x + i);
-  for (i = quads * 4 + (int)threadIdx.x; i < n; i += CUDA_THREADS) raw[i] = __ldcg(x + i);
+/* Brings a constant into the first cache. */
+__device__ __forceinline__ void cuda_touch(const float *p) {
+  asm volatile("{ .reg .f32 v; ld.global.nc.f32 v, [%0]; }" : : "l"(p));
 }
 
-typedef struct cuda_phase { /* x (NULL: what the token begins with), normalised, by W */
-  const cuda_weight *w;
-  int kind;
-  const float *x;
-  const cuda_norm *norm; /* NULL: none */
-  const float *bias;
-  float *to;
-} cuda_phase;
-
-/* Puts x into the planes; returns what sums are to be multiplied by. */
-__device__ __noinline__ float cuda_phase_ready(const cuda_step &s, const cuda_phase &p,
-                                               cuda_token t, float *shared) {
-  float *raw = shared + CUDA_WARPS, factor;
-  char *planes = (char *)(raw + cuda_values(*p.w));
-  int i;
-  if (p.x) cuda_fetch(raw, p.x, p.w->cols);
-  for (i = threadIdx.x; i < p.w->cols && !p.x; i += CUDA_THREADS) {
-    raw[i] = cuda_embedding(s.embed, s.positions, s.embed_scale, t.id, t.pos, i);
-    if (blockIdx.x == 0) __stcg(s.x + i, raw[i]);
-  }
-  __syncthreads();
-  if (p.norm) cuda_normalise(raw, p.w->cols, *p.norm, shared);
-  __syncthreads();
-  factor = cuda_planes(planes, raw, *p.w, shared);
-  __syncthreads();
-  return factor;
-}
-
-/* Returns the best logit of the warp. */
 template <int TYPE>
-__device__ __noinline__ unsigned long long cuda_phase_run(const cuda_step &s, const cuda_layer &l,
-                                                          const cuda_phase &p, cuda_token t,
-                                                          float *shared) {
-  const cuda_weight w = *p.w;
-  const int half = l.kv.width / 2, kind = p.kind;
+__global__ void __launch_bounds__(CUDA_CREW, 2)
+cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
+  extern __shared__ __align__(16) float shared[];
+  __shared__ unsigned long long bests[CUDA_CREW_WARPS];
+  const cuda_crew_room r = cuda_crew_lay_out<TYPE, 1>(shared, p.w);
   unsigned long long best = 0;
-  float factor = 1;
-  auto rows = [&](int u, int64_t (&row)[2]) {
-    int2 pair = cuda_unit(s, l, w, kind, u);
-    row[0] = pair.x;
-    row[1] = pair.y;
+  int64_t kv_at = p.kind == CUDA_QKV ? cuda_kv_at(p.kv, __ldg(p.seq), __ldg(p.pos), 0) : 0;
+  bool following = false;
+  auto unit = [&](int u) {
+    cuda_unit v = cuda_unit_of(p, u);
+    if (p.kind == CUDA_ADD && following) v.x = __ldcg(p.to + v.a), v.y = __ldcg(p.to + v.b);
+    return v;
   };
-  auto ready = [&]() { factor = cuda_phase_ready(s, p, t, shared); };
-  auto done = [&](int u, const float (&sum)[2][1]) {
-    int2 pair = cuda_unit(s, l, w, kind, u);
-    float2 turn = make_float2(1, 0), v;
-    if (threadIdx.x % 32) return;
-    if (kind == CUDA_QKV && u % half < l.rope.rot / 2) turn = cuda_turn(l.rope, t.pos, u % half);
-    v = make_float2(__fmul_rn(sum[0][0], factor), __fmul_rn(sum[1][0], factor));
-    if (p.bias) v.x += __ldg(p.bias + pair.x), v.y += __ldg(p.bias + pair.y);
-    if (kind == CUDA_QKV) {
-      cuda_finish_qkv(s, l, t, pair, v, turn);
-    } else if (kind == CUDA_GATED) {
-      __stcg(p.to + u, __fmul_rn(cuda_act(v.x, s.act), v.y));
+  auto ready = [&](cuda_unit &u) {
+    cuda_planes_end<TYPE, 1>(r, p.w, 0);
+    for (int i = (int)threadIdx.x * 32; i < p.w.cols && p.norm.w; i += CUDA_CREW * 32) {
+      cuda_touch(p.norm.w + i);
+      if (p.norm.b) cuda_touch(p.norm.b + i);
+    }
+    cuda_launch_next();
+    cuda_follow();
+    following = true;
+    if (p.kind == CUDA_ADD) u.x = __ldcg(p.to + u.a), u.y = __ldcg(p.to + u.b);
+    cuda_planes<TYPE, 1>(r, p.w, p.x, p.norm.w ? &p.norm : NULL, 0);
+  };
+  auto done = [&](const cuda_unit &u, int, float2 v) {
+    v.x += u.bias_a;
+    v.y += u.bias_b;
+    if (p.kind == CUDA_QKV) {
+      cuda_finish_qkv(p, u, v, kv_at);
+    } else if (p.kind == CUDA_GATED) {
+      __stcg(p.to + u.a, __fmul_rn(cuda_act(v.x, p.act), v.y));
     } else {
-      cuda_finish_row(s, kind, p.to, pair.x, v.x, &best);
-      if (pair.y != pair.x) cuda_finish_row(s, kind, p.to, pair.y, v.y, &best);
+      cuda_finish_row(p, u.a, v.x, u.x, best);
+      if (u.b != u.a) cuda_finish_row(p, u.b, v.y, u.y, best);
     }
   };
-  cuda_dots<TYPE, 1>(w, (const char *)(shared + CUDA_WARPS + cuda_values(w)), cuda_units(w, kind),
-                     rows, ready, done);
-  return best;
+  cuda_dots<TYPE, 1>(p.w, r, cuda_units(p.w, p.kind), p.split, unit, ready, done);
+  if (p.kind != CUDA_LOGITS) return;
+  best = cuda_block_best(best, bests);
+  if (threadIdx.x == 0) __stcg(p.best + blockIdx.x, best);
 }
 
-__device__ __noinline__ unsigned long long cuda_product(const cuda_step &s, const cuda_layer &l,
-                                                        const cuda_phase &p, cuda_token t,
-                                                        float *shared) {
-  switch (p.w->type) {
-    case TFM_F32: return cuda_phase_run<TFM_F32>(s, l, p, t, shared);
-    case TFM_F16: return cuda_phase_run<TFM_F16>(s, l, p, t, shared);
-    case TFM_BF16: return cuda_phase_run<TFM_BF16>(s, l, p, t, shared);
-    case TFM_Q8_0: return cuda_phase_run<TFM_Q8_0>(s, l, p, t, shared);
-    default: return cuda_phase_run<TFM_Q4_0>(s, l, p, t, shared);
-  }
-}
+enum { CUDA_TOKENS = 4 }; /* of a graph: as many as the engine asks for at a time */
 
-/* Merges the tiles of B heads, in order. */
-template <int B>
-__device__ static void cuda_gather_tiles(const cuda_step &s, const float *part, int tiles,
-                                         int query_head, int heads, int width) {
-  int width8 = cuda_width8(width), stride = B * (width8 + 2), i, k;
-  for (i = threadIdx.x; i < heads * width; i += CUDA_THREADS) {
-    int h = i / width, c = i % width;
-    float top = -INFINITY, sum = 0, out = 0;
-#pragma unroll 4
-    for (k = 0; k < tiles; k++) {
-      const float *tile = part + (int64_t)k * stride + h * (width8 + 2);
-      float tile_max = __ldcg(tile + width8);
-      float2 by = cuda_merge(top, tile_max);
-      out = cuda_blend(out, __ldcg(tile + c), by);
-      sum = cuda_blend(sum, __ldcg(tile + width8 + 1), by);
-      top = fmaxf(top, tile_max);
-    }
-    __stcg(s.attn + query_head * width + i, out / sum);
-  }
-}
+typedef struct cuda_call { /* of `decode`, on the device; constant while the chain runs */
+  int32_t *ids;
+  int32_t pos[CUDA_TOKENS + 1], seq;
+} cuda_call;
 
-/* One tile of B heads; the block that finishes the last one of these heads merges them. */
-template <int B>
-__device__ static void cuda_attend_tile(const cuda_step &s, const cuda_attn &a, int item,
-                                        int tiles, float *shared) {
-  __shared__ bool last;
-  int blocks = (a.group + B - 1) / B, tile = item % tiles, of = item / tiles;
-  int head = of / blocks, in_group = of % blocks * B, heads = min(B, a.group - in_group), i;
-  int width = a.kv.width, width8 = cuda_width8(width), query_head = head * a.group + in_group;
-  float *part = s.part + (int64_t)of * s.chunks * B * (width8 + 2);
-  float *mine = part + (int64_t)tile * B * (width8 + 2);
-  cuda_tile_room t = cuda_tile_lay_out(shared, B, width);
-  __syncthreads();
-  cuda_tile_begin<B>(a, t, 0, query_head, heads);
-  cuda_tile<B>(a, t, 0, head, query_head, cuda_first_key(a, 0) + tile * CUDA_KEYS);
-  for (i = threadIdx.x; i < B * width8; i += CUDA_THREADS)
-    __stcg(mine + i / width8 * (width8 + 2) + i % width8,
-           cuda_tile_out(t, B, width8, i / width8, i % width8));
-  if (threadIdx.x < B) {
-    __stcg(mine + threadIdx.x * (width8 + 2) + width8, t.max[threadIdx.x]);
-    __stcg(mine + threadIdx.x * (width8 + 2) + width8 + 1, t.sum[threadIdx.x]);
-  }
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(s.arrived + of, 1u) == (unsigned)tiles - 1;
-    if (last) s.arrived[of] = 0;
-    __threadfence();
-  }
-  __syncthreads();
-  if (last) cuda_gather_tiles<B>(s, part, tiles, query_head, heads, width);
-}
+typedef struct cuda_end { /* of a token: the choice, and what the next one begins with */
+  cuda_weight embed, positions;
+  float embed_scale;
+  int width, vocabulary, blocks, token; /* token: number of it in the call */
+  float *x, *logits, *work;
+  unsigned long long *best;
+  int32_t *id, *pos, *sample_pos, *history;
+  const int32_t *seq;
+  const tfm_sampling *params;
+  cuda_call *call;
+} cuda_end;
 
-template <int B>
-__device__ __noinline__ void cuda_attend(const cuda_step &s, const cuda_layer &l, cuda_token t,
-                                         float *shared) {
-  __shared__ int32_t pos, seq;
-  cuda_attn a;
-  int tiles, items, i;
-  if (threadIdx.x == 0) pos = t.pos, seq = t.seq;
-  __syncthreads();
-  memset(&a, 0, sizeof a);
-  a.q.data = s.q;
-  a.q.type = TFM_F32;
-  a.kv = l.kv;
-  a.rows.n = 1;
-  a.rows.pos = &pos;
-  a.rows.seq = &seq;
-  a.p = l.attn;
-  a.group = l.attn.heads / l.kv.heads;
-  tiles = (t.pos - cuda_first_key(a, 0)) / CUDA_KEYS + 1;
-  items = l.kv.heads * ((a.group + B - 1) / B) * tiles;
-  for (i = (int)blockIdx.x; i < items; i += (int)gridDim.x)
-    cuda_attend_tile<B>(s, a, i, tiles, shared);
-}
-
-__device__ static void cuda_attend_of(const cuda_step &s, const cuda_layer &l, cuda_token t,
-                                      float *shared) {
-  int group = l.attn.heads / l.kv.heads;
-  if (group >= 3) cuda_attend<4>(s, l, t, shared);
-  else if (group == 2) cuda_attend<2>(s, l, t, shared);
-  else cuda_attend<1>(s, l, t, shared);
-}
-
-/* One layer; `next` is where the one after it is read to. */
-__device__ static void cuda_step_layer(const cuda_step &s, const cuda_layer &l, int index,
-                                       cuda_layer *next, cuda_token t, unsigned *target,
-                                       float *shared) {
-  int up = s.gated ? CUDA_GATED : CUDA_UP, i;
-  const cuda_phase qkv = {&l.qkv, CUDA_QKV, index ? s.x : NULL, &l.norm1, l.qkv_bias, NULL};
-  const cuda_phase out = {&l.out, CUDA_ADD, s.attn, NULL, l.out_bias, s.x};
-  const cuda_phase open = {&l.up, up, s.x, &l.norm2, l.up_bias, s.h};
-  const cuda_phase down = {&l.down, CUDA_ADD, s.h, NULL, l.down_bias, s.x};
-  cuda_product(s, l, qkv, t, shared);
-  cuda_prefetch(s, l, l.out, CUDA_ADD, NULL);
-  cuda_barrier(s.barrier, target);
-  cuda_attend_of(s, l, t, shared);
-  cuda_prefetch(s, l, l.up, up, &l.norm2);
-  cuda_barrier(s.barrier, target);
-  cuda_product(s, l, out, t, shared);
-  if ((int64_t)l.down.rows * l.down.vectors < 1 << 19) cuda_prefetch(s, l, l.down, CUDA_ADD, NULL);
-  cuda_barrier(s.barrier, target);
-  cuda_product(s, l, open, t, shared);
-  cuda_prefetch(s, l, l.down, CUDA_ADD, NULL);
-  for (i = threadIdx.x; i < (int)(sizeof l / 4) && index + 1 < s.layers; i += CUDA_THREADS)
-    ((uint32_t *)next)[i] = ((const uint32_t *)(s.layer + index + 1))[i];
-  cuda_barrier(s.barrier, target);
-  cuda_product(s, l, down, t, shared);
-  if (index + 1 < s.layers) cuda_prefetch(s, *next, next->qkv, CUDA_QKV, &next->norm1);
-  else cuda_prefetch(s, l, s.head, CUDA_LOGITS, &s.norm);
-  cuda_barrier(s.barrier, target);
-}
-
-/* The token that follows; every block finds it for itself where it is the largest logit. */
-__device__ static int cuda_step_choose(const cuda_step &s, cuda_token t, unsigned long long best,
-                                       unsigned *target, float *shared) {
-  cuda_choice *c = (cuda_choice *)(void *)shared;
+/* All threads; every one returns the token. */
+__device__ static int cuda_end_choose(const cuda_end &s, int pos, cuda_choice *c) {
   tfm_sampling how = *s.params;
-  bool penalised = how.repetition_penalty != 0 && how.repetition_penalty != 1;
-  int id;
-  best = cuda_block_best(best, c);
-  if (threadIdx.x == 0) __stcg(s.best + blockIdx.x, best);
-  cuda_barrier(s.barrier, target);
-  if (!(how.temperature > 0) && !penalised) {
-    best = threadIdx.x < gridDim.x ? __ldcg(s.best + threadIdx.x) : 0;
-    return cuda_rank_id(cuda_block_best(best, c));
-  }
-  if (blockIdx.x == 0) {
-    id = cuda_choose(s.logits, s.work, s.vocabulary, how, t.pos + 1, s.history, c);
-    if (threadIdx.x == 0) __stcg(s.chosen, id);
-  }
-  cuda_barrier(s.barrier, target);
-  return __ldcg(s.chosen);
+  unsigned long long best = 0;
+  int i;
+  if (how.temperature > 0 || (how.repetition_penalty != 0 && how.repetition_penalty != 1))
+    return cuda_choose(s.logits, s.work, s.vocabulary, how, pos, s.history, c);
+  for (i = threadIdx.x; i < s.blocks; i += CUDA_THREADS) best = max(best, __ldcg(s.best + i));
+  return cuda_rank_id(cuda_block_best(best, c->warp));
 }
 
-__global__ void __launch_bounds__(CUDA_THREADS, 1)
-cuda_decode_kernel(const __grid_constant__ cuda_step s) {
-  extern __shared__ float shared[];
-  __shared__ cuda_layer layer[2];
-  const cuda_phase head = {&s.head, CUDA_LOGITS, s.x, &s.norm, s.head_bias, s.logits};
-  cuda_token t = {*s.id, *s.pos, *s.seq};
-  unsigned target = 0;
-  int step, index, i;
-  for (step = 0; step < s.steps; step++) {
-    unsigned long long best;
-    for (i = threadIdx.x; i < (int)(sizeof *layer / 4); i += CUDA_THREADS)
-      ((uint32_t *)layer)[i] = ((const uint32_t *)s.layer)[i];
-    __syncthreads();
-    for (index = 0; index < s.layers; index++)
-      cuda_step_layer(s, layer[index % 2], index, &layer[(index + 1) % 2], t, &target, shared);
-    best = cuda_product(s, layer[0], head, t, shared);
-    __syncthreads();
-    t.id = cuda_step_choose(s, t, best, &target, shared);
-    t.pos++;
-    if (blockIdx.x || threadIdx.x) continue;
-    s.history[t.pos] = t.id;
-    *(volatile int32_t *)&s.ids[step] = t.id;
-    __threadfence_system();
-  }
-  if (blockIdx.x || threadIdx.x) return;
-  *s.id = t.id;
-  *s.pos = t.pos;
-  *s.sample_pos = t.pos + 1;
+/* What the token at `pos` begins with. */
+__device__ static void cuda_begin(const cuda_end &s, int id, int pos) {
+  for (int i = threadIdx.x; i < s.width; i += CUDA_THREADS)
+    __stcg(s.x + i, cuda_embedding(s.embed, s.positions, s.embed_scale, id,
+                                   min(pos, s.positions.rows - 1), i));
+}
+
+__global__ void __launch_bounds__(CUDA_THREADS) cuda_begin_kernel(cuda_end s) {
+  cuda_begin(s, *s.id, *s.pos);
+  if (threadIdx.x <= CUDA_TOKENS) s.call->pos[threadIdx.x] = *s.pos + (int)threadIdx.x;
+  if (threadIdx.x == 0) s.call->seq = *s.seq;
+}
+
+__global__ void __launch_bounds__(CUDA_THREADS)
+cuda_end_kernel(const __grid_constant__ cuda_end s) {
+  __shared__ cuda_choice c;
+  const int pos = s.call->pos[s.token] + 1;
+  int32_t *ids = s.call->ids;
+  int id;
+  cuda_launch_next();
+  cuda_follow();
+  id = cuda_end_choose(s, pos, &c);
+  cuda_begin(s, id, pos);
+  if (threadIdx.x) return;
+  *s.id = id;
+  *s.pos = pos;
+  *s.sample_pos = pos + 1;
+  s.history[pos] = id;
+  *(volatile int32_t *)&ids[s.token] = id;
+  __threadfence_system();
 }
 
 /* ---- What decode keeps between calls ---- */
@@ -2440,8 +2905,11 @@ typedef struct cuda_decoder {
   const tfm_net *net; /* NULL: nothing is made yet */
   const tfm_kv *kv;
   const void *work;
-  cuda_step step;
-  size_t shared;
+  float *x, *q, *attn, *h;
+  cuda_stretches stretches;
+  int stretch_count;
+  cuda_end end;
+  cudaGraphExec_t exec; /* of CUDA_TOKENS tokens; NULL: kernels are launched one by one */
 } cuda_decoder;
 
 typedef struct cuda_room { char *base; size_t used; } cuda_room; /* base NULL: only measures */
@@ -2453,27 +2921,25 @@ static void *cuda_take(cuda_room *r, size_t count, size_t size) {
 }
 
 /* Lays the buffers of decode out in the engine's workspace. */
-static void cuda_step_lay_out(cuda_step *s, cuda_room *r, const tfm_net *net, int32_t context,
-                              int processors) {
+static void cuda_decoder_lay_out(cuda_decoder *c, cuda_room *r, const tfm_net *net, int32_t context,
+                                 int processors) {
   size_t inner = (size_t)(net->heads * net->head_width);
   int group = net->kv_heads ? net->heads / net->kv_heads : 1, b = cuda_heads_at_once(group);
   size_t of = b ? (size_t)net->kv_heads * cuda_blocks(group, b) : 0;
-  s->chunks = context / CUDA_KEYS + 2;
-  s->layer = (const cuda_layer *)cuda_take(r, (size_t)net->layers, sizeof(cuda_layer));
-  s->x = (float *)cuda_take(r, (size_t)net->width, sizeof(float));
-  s->q = (float *)cuda_take(r, inner, sizeof(float));
-  s->attn = (float *)cuda_take(r, inner, sizeof(float));
-  s->h = (float *)cuda_take(r, (size_t)net->ffn_width, sizeof(float));
-  s->logits = (float *)cuda_take(r, (size_t)net->vocabulary, sizeof(float));
-  s->part = (float *)cuda_take(r, of * (size_t)s->chunks * (size_t)b,
-                               (size_t)(cuda_width8(net->head_width) + 2) * sizeof(float));
-  s->barrier = (unsigned *)cuda_take(r, 1 + of, sizeof(unsigned));
-  s->arrived = s->barrier + 1;
-  s->best = (unsigned long long *)cuda_take(r, (size_t)processors, sizeof *s->best);
-  s->chosen = (int32_t *)cuda_take(r, 1, sizeof(int32_t));
+  c->stretch_count = context / CUDA_STRETCH + 1;
+  c->x = (float *)cuda_take(r, (size_t)net->width, sizeof(float));
+  c->q = (float *)cuda_take(r, inner, sizeof(float));
+  c->attn = (float *)cuda_take(r, inner, sizeof(float));
+  c->h = (float *)cuda_take(r, (size_t)net->ffn_width, sizeof(float));
+  c->end.logits = (float *)cuda_take(r, (size_t)net->vocabulary, sizeof(float));
+  c->stretches.part = (float *)cuda_take(r, of * (size_t)(c->stretch_count * b),
+                                         (size_t)cuda_lanes8(net->head_width) * 3 * sizeof(float));
+  c->stretches.arrived = (unsigned *)cuda_take(r, of, sizeof(unsigned));
+  c->end.best = (unsigned long long *)cuda_take(r, (size_t)processors * 2, sizeof *c->end.best);
+  c->end.call = (cuda_call *)cuda_take(r, 1, sizeof(cuda_call));
 }
 
-/* What the kernel does not know how to compute. */
+/* What the kernels do not know how to compute. */
 static bool cuda_layer_plain(const tfm_layer *l) {
   return l->norm1 && l->norm2 && !l->post1 && !l->post2 && !l->q_norm && !l->k_norm &&
          !l->router.rows && !l->shared_gate.rows && l->up.rows && l->attn.dropout.rate == 0;
@@ -2482,111 +2948,160 @@ static bool cuda_layer_plain(const tfm_layer *l) {
 static bool cuda_decode_knows(const tfm_dev *d, const tfm_run_ahead *r) {
   const tfm_net *net = r->net;
   int32_t i;
-  if (!d->work || d->host_visible || r->rows.n != 1 || net->head_width % 2 || net->experts)
+  if (!d->work || d->host_visible || r->rows.n != 1 || net->head_width % 2 || net->experts ||
+      net->width > CUDA_RAW)
     return false;
   for (i = 0; i < net->layers; i++)
-    if (!cuda_layer_plain(&net->layer[i]) ) return false;
+    if (!cuda_layer_plain(&net->layer[i])) return false;
   return true;
 }
 
-static void cuda_layer_fill(cuda_layer *to, const tfm_net *net, const tfm_layer *l,
-                            const tfm_kv *kv) {
-  memset(to, 0, sizeof *to);
-  to->qkv = *cuda_packed(&l->qkv);
-  to->out = *cuda_packed(&l->out);
-  to->up = *cuda_packed(&l->up);
-  to->down = *cuda_packed(&l->down);
-  to->norm1.w = l->norm1, to->norm1.b = l->norm1_bias, to->norm1.p = net->norm;
-  to->norm2.w = l->norm2, to->norm2.b = l->norm2_bias, to->norm2.p = net->norm;
-  to->qkv_bias = l->qkv_bias, to->out_bias = l->out_bias;
-  to->up_bias = l->up_bias, to->down_bias = l->down_bias;
-  to->rope = l->rope;
-  to->attn = l->attn;
-  to->kv = *kv;
+/* Bytes of shared memory of the widest product. */
+static size_t cuda_decoder_shared(const tfm_net *net) {
+  size_t most = cuda_crew_bytes(cuda_packed(&net->head), 1);
+  int32_t i, k;
+  for (i = 0; i < net->layers; i++) {
+    const tfm_layer *l = &net->layer[i];
+    const tfm_weight *w[4] = {&l->qkv, &l->out, &l->up, &l->down};
+    for (k = 0; k < 4; k++) most = cuda_larger(most, cuda_crew_bytes(cuda_packed(w[k]), 1));
+  }
+  return most;
 }
 
-static size_t cuda_larger(size_t a, size_t b) { return a > b ? a : b; }
-
-static size_t cuda_layer_shared(const cuda_layer *l) {
-  int b = cuda_heads_at_once(l->attn.heads / l->kv.heads);
-  size_t most = sizeof(float) * cuda_tile_floats(b, l->kv.width);
-  most = cuda_larger(most, cuda_dots_bytes(&l->qkv, 1));
-  most = cuda_larger(most, cuda_dots_bytes(&l->out, 1));
-  most = cuda_larger(most, cuda_dots_bytes(&l->up, 1));
-  return cuda_larger(most, cuda_dots_bytes(&l->down, 1));
-}
-
-static void cuda_step_fill(cuda_step *s, const tfm_run_ahead *r) {
+static void cuda_end_fill(cuda_end *s, const tfm_run_ahead *r) {
   const tfm_net *net = r->net;
-  s->layers = net->layers, s->width = net->width, s->heads = net->heads;
-  s->ffn = net->ffn_width, s->vocabulary = net->vocabulary;
-  s->gated = net->gated;
-  s->act = net->act;
-  s->embed_scale = net->embed_scale != 0 ? net->embed_scale : 1.0f;
-  s->softcap = net->logit_softcap;
   s->embed = *cuda_packed(&net->embed);
   if (net->positions.rows) s->positions = *cuda_packed(&net->positions);
-  s->head = *cuda_packed(&net->head);
-  s->head_bias = net->head_bias;
-  s->norm.w = net->final_norm, s->norm.b = net->final_norm_bias, s->norm.p = net->norm;
+  s->embed_scale = net->embed_scale != 0 ? net->embed_scale : 1.0f;
+  s->width = net->width, s->vocabulary = net->vocabulary;
+  s->work = r->sampler.work;
   s->id = (int32_t *)r->rows.id, s->pos = (int32_t *)r->rows.pos, s->seq = r->rows.seq;
   s->sample_pos = (int32_t *)r->sampler.pos;
+  s->history = (int32_t *)r->sampler.history;
   s->params = r->sampler.params;
-  s->work = r->sampler.work;
 }
 
-/* Once for an engine: the layers go to the device. */
+static void cuda_phase_run(tfm_dev *d, cuda_phase *p, const cuda_weight *w) {
+  int blocks = cuda_crew_blocks(d, w), units = cuda_units(*w, p->kind);
+  dim3 grid;
+  p->w = *w;
+  p->split = cuda_split(w, units, blocks);
+  grid = dim3(cuda_crews(units, p->split, blocks));
+  switch (w->type) {
+#define CUDA_PHASE(type) \
+  cuda_run(d, cuda_phase_kernel<type>, grid, CUDA_CREW, cuda_crew_bytes(w, 1), *p)
+    case TFM_F32: CUDA_PHASE(TFM_F32); break;
+    case TFM_F16: CUDA_PHASE(TFM_F16); break;
+    case TFM_BF16: CUDA_PHASE(TFM_BF16); break;
+    case TFM_Q8_0: CUDA_PHASE(TFM_Q8_0); break;
+    default: CUDA_PHASE(TFM_Q4_0); break;
+#undef CUDA_PHASE
+  }
+}
+
+static cuda_phase cuda_phase_of(int kind, const float *x, const float *bias, float *to) {
+  cuda_phase p;
+  memset(&p, 0, sizeof p);
+  p.kind = kind, p.x = x, p.bias = bias, p.to = to;
+  return p;
+}
+
+static void cuda_decode_attend(tfm_dev *d, const cuda_decoder *c, const tfm_rows *rows,
+                               int32_t layer) {
+  const tfm_net *net = c->net;
+  int32_t inner = net->heads * net->head_width;
+  tfm_mat y = {c->attn, TFM_F32, 1, inner, inner}, q = {c->q, TFM_F32, 1, inner, inner};
+  cuda_attn a = {y, q, c->kv[layer], *rows, NULL, net->layer[layer].attn,
+                 net->heads / net->kv_heads, false};
+  if (cuda_attend_knows(&a.kv)) cuda_attend_run(d, &a, &c->stretches, c->stretch_count);
+  else cuda_attn_run(d, &a);
+}
+
+static void cuda_decode_layer(tfm_dev *d, const cuda_decoder *c, const tfm_rows *rows,
+                              int32_t layer) {
+  const tfm_net *net = c->net;
+  const tfm_layer *l = &net->layer[layer];
+  cuda_phase qkv = cuda_phase_of(CUDA_QKV, c->x, l->qkv_bias, c->q);
+  cuda_phase out = cuda_phase_of(CUDA_ADD, c->attn, l->out_bias, c->x);
+  cuda_phase up = cuda_phase_of(net->gated ? CUDA_GATED : CUDA_UP, c->x, l->up_bias, c->h);
+  cuda_phase down = cuda_phase_of(CUDA_ADD, c->h, l->down_bias, c->x);
+  qkv.norm.w = l->norm1, qkv.norm.b = l->norm1_bias, qkv.norm.p = net->norm;
+  qkv.rope = l->rope, qkv.kv = c->kv[layer], qkv.heads = net->heads;
+  qkv.pos = rows->pos, qkv.seq = rows->seq;
+  up.norm.w = l->norm2, up.norm.b = l->norm2_bias, up.norm.p = net->norm;
+  up.act = net->act;
+  cuda_phase_run(d, &qkv, cuda_packed(&l->qkv));
+  cuda_of(d)->chained = true;
+  cuda_decode_attend(d, c, rows, layer);
+  cuda_phase_run(d, &out, cuda_packed(&l->out));
+  cuda_phase_run(d, &up, cuda_packed(&l->up));
+  cuda_phase_run(d, &down, cuda_packed(&l->down));
+}
+
+/* One token, from what it begins with to what the next one does. */
+static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
+  const tfm_net *net = c->net;
+  cuda_phase head = cuda_phase_of(CUDA_LOGITS, c->x, net->head_bias, c->end.logits);
+  cuda_end end = c->end;
+  const cuda_weight *w = cuda_packed(&net->head);
+  int units = cuda_units(*w, CUDA_LOGITS), blocks = cuda_crew_blocks(d, w);
+  tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq};
+  int32_t i;
+  cuda_of(d)->chained = token > 0; /* a call's first kernel needs all of what was before */
+  for (i = 0; i < net->layers; i++) cuda_decode_layer(d, c, &rows, i);
+  head.norm.w = net->final_norm, head.norm.b = net->final_norm_bias, head.norm.p = net->norm;
+  head.softcap = net->logit_softcap;
+  head.best = c->end.best;
+  cuda_phase_run(d, &head, w);
+  end.blocks = (int)cuda_crews(units, cuda_split(w, units, blocks), blocks);
+  end.token = token;
+  cuda_run(d, cuda_end_kernel, dim3(1), CUDA_THREADS, 0, end);
+  cuda_of(d)->chained = false;
+}
+
+static bool cuda_decode_record(tfm_dev *d, cuda_decoder *c) {
+  cudaGraph_t graph = NULL;
+  int i;
+  if (!cuda_check(d, cudaStreamBeginCapture(cuda_stream(d), cudaStreamCaptureModeThreadLocal),
+                  "cudaStreamBeginCapture")) return false;
+  for (i = 0; i < CUDA_TOKENS; i++) cuda_decode_token(d, c, i);
+  cuda_check(d, cudaStreamEndCapture(cuda_stream(d), &graph), "cudaStreamEndCapture");
+  if (graph && d->status == TFM_OK)
+    cuda_check(d, cudaGraphInstantiate(&c->exec, graph, 0), "cudaGraphInstantiate");
+  if (graph) cudaGraphDestroy(graph);
+  return d->status == TFM_OK;
+}
+
+/* Once for an engine. */
 static bool cuda_decoder_make(tfm_dev *d, const tfm_run_ahead *r) {
   cuda_state *s = cuda_of(d);
   cuda_decoder *c = s->decoder;
   cuda_room room = {(char *)d->work, 0};
-  int32_t i, blocks = 0;
+  if (c->exec) cuda_check(d, cudaGraphExecDestroy(c->exec), "cudaGraphExecDestroy");
   memset(c, 0, sizeof *c);
   c->net = r->net, c->kv = r->kv, c->work = d->work;
-  cuda_step_lay_out(&c->step, &room, r->net, r->sampler.history_stride, s->processors);
-  c->shared = cuda_larger(sizeof(cuda_choice), cuda_dots_bytes(cuda_packed(&r->net->head), 1));
-  cuda_zero(d, c->step.barrier, (char *)c->step.best - (char *)c->step.barrier);
-  for (i = 0; i < r->net->layers; i++) {
-    cuda_layer l;
-    cuda_layer_fill(&l, r->net, &r->net->layer[i], &r->kv[i]);
-    c->shared = cuda_larger(c->shared, cuda_layer_shared(&l));
-    cuda_put(d, (void *)(c->step.layer + i), &l, sizeof l);
-  }
-  cuda_step_fill(&c->step, r);
-  c->refused = c->shared > CUDA_SHARED;
+  cuda_decoder_lay_out(c, &room, r->net, r->sampler.history_stride, s->processors);
+  cuda_end_fill(&c->end, r);
+  c->end.x = c->x;
+  c->refused = cuda_decoder_shared(r->net) > CUDA_SHARED;
   if (c->refused) return false;
-  cuda_check(d, cudaFuncSetAttribute((const void *)cuda_decode_kernel,
-                                     cudaFuncAttributeMaxDynamicSharedMemorySize, (int)c->shared),
-             "cudaFuncSetAttribute");
-  cuda_check(d, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, cuda_decode_kernel,
-                                                              CUDA_THREADS, c->shared),
-             "cudaOccupancyMaxActiveBlocksPerMultiprocessor");
-  c->refused = blocks < 1;
-  return !c->refused;
+  cuda_zero(d, c->stretches.arrived, (size_t)((char *)c->end.best - (char *)c->stretches.arrived));
+  if (!cuda_decode_record(d, c)) c->net = NULL;
+  return c->net != NULL;
 }
 
 static bool cuda_decode(tfm_dev *d, const tfm_run_ahead *r, int32_t steps) {
-  cuda_state *s = cuda_of(d);
-  cudaLaunchAttribute together = {};
-  cudaLaunchConfig_t config = {};
-  cuda_step step;
-  if (!cuda_decode_knows(d, r) || !cuda_enter(d)) return false;
-  if (s->decoder->net != r->net && !cuda_decoder_make(d, r)) return false;
-  if (s->decoder->refused) return false;
-  step = s->decoder->step;
-  step.steps = steps;
-  step.ids = r->ids;
-  step.history = (int32_t *)r->sampler.history;
-  together.id = cudaLaunchAttributeCooperative;
-  together.val.cooperative = 1;
-  config.gridDim = dim3((unsigned)s->processors);
-  config.blockDim = dim3(CUDA_THREADS);
-  config.dynamicSmemBytes = s->decoder->shared;
-  config.stream = s->stream;
-  config.attrs = &together;
-  config.numAttrs = 1;
-  cuda_zero(d, step.barrier, sizeof *step.barrier);
-  cuda_check(d, cudaLaunchKernelEx(&config, cuda_decode_kernel, step), "cudaLaunchKernelEx");
+  cuda_decoder *c = cuda_of(d)->decoder;
+  int i;
+  if (!cuda_decode_knows(d, r) || steps > CUDA_TOKENS || !cuda_enter(d)) return false;
+  if (c->net != r->net && !cuda_decoder_make(d, r)) return false;
+  if (c->refused) return false;
+  cuda_put(d, &c->end.call->ids, &r->ids, sizeof r->ids);
+  cuda_run(d, cuda_begin_kernel, dim3(1), CUDA_THREADS, 0, c->end);
+  if (steps == CUDA_TOKENS)
+    cuda_check(d, cudaGraphLaunch(c->exec, cuda_stream(d)), "cudaGraphLaunch");
+  else
+    for (i = 0; i < steps; i++) cuda_decode_token(d, c, i);
   return true;
 }
 
@@ -2608,32 +3123,6 @@ __device__ __forceinline__ void cuda_matrices(uint32_t (&r)[4], uint32_t at, boo
   else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at));
-}
-
-/* c [16, 8] += a [16, 16] b [16, 8] */
-template <bool BF>
-__device__ __forceinline__ void cuda_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                         uint32_t b1) {
-  if (BF)
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
-                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, "
-                 "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <bool BF> __device__ __forceinline__ uint32_t cuda_pack2(float a, float b) {
-  if (BF) {
-    __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
-    return *(uint32_t *)&v;
-  } else {
-    __half2 v = __floats2half2_rn(a, b);
-    return *(uint32_t *)&v;
-  }
 }
 
 /* Where 16 bytes, number `eighth`, of a row of D values lie: turned, against bank conflicts. */
@@ -2814,6 +3303,30 @@ __global__ void cuda_append_kernel(tfm_mat qkv, const float *bias, tfm_rope p, t
   cuda_store(is_k ? kv.k : kv.v, kv.type, at + pair.y, v.y);
 }
 
+/* Eight values of 16 bits. */
+template <int TYPE> __device__ __forceinline__ uint4 cuda_narrow(const float (&f)[8]) {
+  constexpr bool BF = TYPE == TFM_BF16;
+  return make_uint4(cuda_pack2<BF>(f[0], f[1]), cuda_pack2<BF>(f[2], f[3]),
+                    cuda_pack2<BF>(f[4], f[5]), cuda_pack2<BF>(f[6], f[7]));
+}
+
+/* As cuda_glu_kernel, eight values a thread; y and x of one type of 16 bits. */
+template <int TYPE>
+__global__ void cuda_glu8_kernel(tfm_mat y, tfm_mat x, const float *bias, tfm_act act, bool gated) {
+  const int col = (int)(blockIdx.y * blockDim.x + threadIdx.x) * 8, row = (int)blockIdx.x;
+  const uint16_t *from = (const uint16_t *)x.data + row * x.stride + col;
+  float v[8], up[8];
+  if (col >= y.cols) return;
+  cuda_widen<TYPE>(v, *(const uint4 *)from);
+  if (gated) cuda_widen<TYPE>(up, *(const uint4 *)(from + y.cols));
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    v[i] = cuda_act(bias ? v[i] + bias[col + i] : v[i], act);
+    if (gated) v[i] *= bias ? up[i] + bias[col + i + y.cols] : up[i];
+  }
+  *(uint4 *)((uint16_t *)y.data + row * y.stride + col) = cuda_narrow<TYPE>(v);
+}
+
 /* Rows of a quantised weight, 16 bytes a thread, as halves. */
 __global__ void cuda_widen_kernel(__half *to, cuda_weight w, int first, int rows) {
   int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / w.vectors;
@@ -2843,12 +3356,14 @@ typedef struct cuda_product_shape { int32_t m, n, k, ldx, ldy; tfm_type in, out;
 typedef struct cuda_choice_of { /* cuBLASLt's kernel for a shape */
   cuda_product_shape shape;
   cublasLtMatmulAlgo_t algorithm;
+  bool timed; /* the fastest; else the first that was proposed */
 } cuda_choice_of;
 
-enum { CUDA_SHAPES = 128 };
+enum { CUDA_SHAPES = 128, CUDA_PROPOSALS = 8 };
 
 typedef struct cuda_lt { /* for tfm_dev.state */
   cublasLtHandle_t handle;
+  cudaEvent_t timer[2];
   cuda_choice_of choice[CUDA_SHAPES];
   int choices;
 } cuda_lt;
@@ -2864,6 +3379,8 @@ static bool cuda_lt_check(tfm_dev *d, cublasStatus_t status, const char *call) {
                "CUDA device %d: %s: cuBLAS status %d", (int)d->index, call, (int)status);
   return false;
 }
+
+static size_t cuda_size(tfm_type type) { return type == TFM_F32 ? 4 : 2; }
 
 static cudaDataType_t cuda_data_type(tfm_type type) {
   return type == TFM_F32 ? CUDA_R_32F : type == TFM_F16 ? CUDA_R_16F : CUDA_R_16BF;
@@ -2916,34 +3433,95 @@ static bool cuda_lt_aligned(tfm_dev *d, cublasLtMatmulPreference_t preference) {
   return true;
 }
 
-/* The first that cuBLASLt proposes, remembered. */
-static bool cuda_lt_choose(tfm_dev *d, const cuda_lt_job *j, const cuda_product_shape *p,
-                           size_t space, cublasLtMatmulAlgo_t *out) {
-  cuda_lt *lt = cuda_of(d)->lt;
+/* What cuBLASLt proposes, the best first. */
+static int cuda_lt_proposals(tfm_dev *d, const cuda_lt_job *j, const cuda_product_shape *p,
+                             size_t space, cublasLtMatmulHeuristicResult_t found[CUDA_PROPOSALS]) {
   cublasLtMatmulPreference_t preference = NULL;
-  cublasLtMatmulHeuristicResult_t found;
-  int i, n = 0;
-  for (i = 0; i < lt->choices; i++)
-    if (memcmp(&lt->choice[i].shape, p, sizeof *p) == 0)
-      return *out = lt->choice[i].algorithm, true;
+  int n = 0;
   if (cuda_lt_check(d, cublasLtMatmulPreferenceCreate(&preference), "preference") &&
       cuda_lt_check(d, cublasLtMatmulPreferenceSetAttribute(
                            preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &space,
                            sizeof space), "MAX_WORKSPACE_BYTES") &&
       cuda_lt_aligned(d, preference))
-    cuda_lt_check(d, cublasLtMatmulAlgoGetHeuristic(lt->handle, j->what, j->w, j->x, j->y, j->y,
-                                                    preference, 1, &found, &n),
-                  "cublasLtMatmulAlgoGetHeuristic");
+    cuda_lt_check(d, cublasLtMatmulAlgoGetHeuristic(cuda_of(d)->lt->handle, j->what, j->w, j->x,
+                                                    j->y, j->y, preference, CUDA_PROPOSALS, found,
+                                                    &n), "cublasLtMatmulAlgoGetHeuristic");
   if (preference) cublasLtMatmulPreferenceDestroy(preference);
   if (d->status == TFM_OK && n == 0)
     tfm_dev_fail(d, TFM_E_DEVICE, "cuBLASLt has no kernel for a product of %d x %d x %d", p->m,
                  p->n, p->k);
-  if (d->status != TFM_OK) return false;
-  *out = found.algo;
-  if (lt->choices < CUDA_SHAPES) {
-    lt->choice[lt->choices].shape = *p;
-    lt->choice[lt->choices++].algorithm = found.algo;
+  return d->status == TFM_OK ? n : 0;
+}
+
+typedef struct cuda_product { /* y = x w^T + beta y, as it lies on the device */
+  const void *w, *x;
+  void *y, *space;
+  size_t space_bytes;
+  float beta;
+} cuda_product;
+
+static bool cuda_lt_run(tfm_dev *d, const cuda_lt_job *j, const cuda_product *p,
+                        const cublasLtMatmulAlgo_t *algorithm) {
+  float one = 1;
+  return cuda_lt_check(d, cublasLtMatmul(cuda_of(d)->lt->handle, j->what, &one, p->w, j->w, p->x,
+                                         j->x, &p->beta, p->y, j->y, p->y, j->y, algorithm,
+                                         p->space, p->space_bytes, cuda_stream(d)),
+                       "cublasLtMatmul");
+}
+
+/* Microseconds of a proposal, the second time it runs. y is spoilt unless beta is 0. */
+static float cuda_lt_time(tfm_dev *d, const cuda_lt_job *j, const cuda_product *p,
+                          const cublasLtMatmulAlgo_t *algorithm) {
+  cuda_lt *lt = cuda_of(d)->lt;
+  float ms = 0;
+  if (cuda_lt_run(d, j, p, algorithm) &&
+      cuda_check(d, cudaEventRecord(lt->timer[0], cuda_stream(d)), "cudaEventRecord") &&
+      cuda_lt_run(d, j, p, algorithm) &&
+      cuda_check(d, cudaEventRecord(lt->timer[1], cuda_stream(d)), "cudaEventRecord") &&
+      cuda_check(d, cudaEventSynchronize(lt->timer[1]), "cudaEventSynchronize"))
+    cuda_check(d, cudaEventElapsedTime(&ms, lt->timer[0], lt->timer[1]), "cudaEventElapsedTime");
+  return ms;
+}
+
+/* The fastest of the proposals. */
+static bool cuda_lt_race(tfm_dev *d, const cuda_lt_job *j, const cuda_product *trial,
+                         const cublasLtMatmulHeuristicResult_t found[CUDA_PROPOSALS], int n,
+                         cublasLtMatmulAlgo_t *out) {
+  float least = INFINITY;
+  int i;
+  for (i = 0; i < n && n > 1 && trial->y && d->status == TFM_OK; i++) {
+    float ms = cuda_lt_time(d, j, trial, &found[i].algo);
+    if (ms < least) least = ms, *out = found[i].algo;
   }
+  return d->status == TFM_OK;
+}
+
+static cuda_choice_of *cuda_lt_known(cuda_lt *lt, const cuda_product_shape *p) {
+  int i;
+  for (i = 0; i < lt->choices; i++)
+    if (memcmp(&lt->choice[i].shape, p, sizeof *p) == 0) return &lt->choice[i];
+  return NULL;
+}
+
+/* Remembered. What may be recorded is timed at once, as it is not chosen again; passes of more
+   rows, which come in any number, when their shape is met a second time. */
+static bool cuda_lt_choose(tfm_dev *d, const cuda_lt_job *j, const cuda_product_shape *p,
+                           const cuda_product *trial, cublasLtMatmulAlgo_t *out) {
+  cuda_lt *lt = cuda_of(d)->lt;
+  cuda_choice_of *known = cuda_lt_known(lt, p);
+  cublasLtMatmulHeuristicResult_t found[CUDA_PROPOSALS];
+  bool first = !known;
+  int n;
+  if (known && (known->timed || cuda_of(d)->recording)) return *out = known->algorithm, true;
+  n = cuda_lt_proposals(d, j, p, trial->space_bytes, found);
+  if (n == 0) return false;
+  *out = found[0].algo;
+  if (cuda_of(d)->recording || (first && lt->choices == CUDA_SHAPES)) return true;
+  if (first) known = &lt->choice[lt->choices++];
+  known->shape = *p;
+  known->timed = !first || p->m <= CUDA_RECORDED;
+  if (known->timed && !cuda_lt_race(d, j, trial, found, n, out)) return false;
+  known->algorithm = *out;
   return true;
 }
 
@@ -2954,6 +3532,8 @@ typedef struct cuda_pass { /* what a layer computes with, in tfm_dev.work */
   size_t wide_bytes;
   void *space;             /* cuBLAS's own */
   size_t space_bytes;
+  void *trial;             /* where products are timed that are to be added; NULL: nowhere */
+  size_t trial_bytes;
 } cuda_pass;
 
 /* y = x w^T, or y += x w^T + bias; w as it lies, of 16 bits. */
@@ -2961,21 +3541,20 @@ static void cuda_lt_product(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_ma
                             int32_t ldw, const float *bias, bool add) {
   cuda_product_shape p;
   cublasLtMatmulAlgo_t algorithm;
+  cuda_product product = {w, x.data, y.data, pass->space, pass->space_bytes, add ? 1.0f : 0.0f};
+  cuda_product trial = product;
   cuda_lt_job job;
-  float one = 1, beta = add ? 1.0f : 0.0f;
   memset(&p, 0, sizeof p);
   p.m = y.rows, p.n = y.cols, p.k = x.cols, p.ldx = (int32_t)x.stride, p.ldy = (int32_t)y.stride;
   p.in = x.type, p.out = y.type, p.add = add, p.bias = bias != NULL;
+  if (add)
+    trial.y = (size_t)y.rows * (size_t)y.stride * cuda_size(y.type) <= pass->trial_bytes
+                  ? pass->trial : NULL;
   if (d->status != TFM_OK) return;
-  if (cuda_lt_describe(d, &job, &p, ldw, bias) &&
-      cuda_lt_choose(d, &job, &p, pass->space_bytes, &algorithm))
-    cuda_lt_check(d, cublasLtMatmul(cuda_of(d)->lt->handle, job.what, &one, w, job.w, x.data, job.x,
-                                    &beta, y.data, job.y, y.data, job.y, &algorithm, pass->space,
-                                    pass->space_bytes, cuda_stream(d)), "cublasLtMatmul");
+  if (cuda_lt_describe(d, &job, &p, ldw, bias) && cuda_lt_choose(d, &job, &p, &trial, &algorithm))
+    cuda_lt_run(d, &job, &product, &algorithm);
   cuda_lt_forget(&job);
 }
-
-static size_t cuda_size(tfm_type type) { return type == TFM_F32 ? 4 : 2; }
 
 static tfm_mat cuda_columns(tfm_mat m, int32_t first, int32_t cols) {
   m.data = (char *)m.data + (size_t)first * cuda_size(m.type);
@@ -2988,7 +3567,7 @@ static void cuda_gemm(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_mat x, c
                       const float *bias, bool add) {
   int32_t first, n, most = (int32_t)(pass->wide_bytes / 2 / (size_t)w->cols) / 8 * 8;
   if (!w->scale) {
-    cuda_lt_product(d, pass, y, x, w->data, cuda_values(*w), bias, add);
+    cuda_lt_product(d, pass, y, x, w->data, w->vectors * (128 / cuda_bits(w->type)), bias, add);
     return;
   }
   for (first = 0; first < w->rows && d->status == TFM_OK; first += n) {
@@ -3027,6 +3606,8 @@ static cuda_pass cuda_pass_lay_out(cuda_room *r, const tfm_net *net, tfm_type ty
   p.wide = (__half *)cuda_take(r, p.wide_bytes, 1);
   p.space_bytes = c < 512 ? (size_t)1 << 20 : (size_t)32 << 20;
   p.space = cuda_take(r, p.space_bytes, 1);
+  p.trial = p.up.data; /* not in use when something is added */
+  p.trial_bytes = (size_t)rows * (size_t)p.up.stride * cuda_size(type);
   return p;
 }
 
@@ -3055,7 +3636,67 @@ static bool cuda_layer_knows(tfm_dev *d, tfm_mat x, const tfm_net *net, const tf
 
 static bool cuda_lt_open(tfm_dev *d) {
   cuda_lt *lt = cuda_of(d)->lt;
-  return lt->handle || cuda_lt_check(d, cublasLtCreate(&lt->handle), "cublasLtCreate");
+  if (lt->handle) return true;
+  return cuda_lt_check(d, cublasLtCreate(&lt->handle), "cublasLtCreate") &&
+         cuda_check(d, cudaEventCreate(&lt->timer[0]), "cudaEventCreate") &&
+         cuda_check(d, cudaEventCreate(&lt->timer[1]), "cudaEventCreate");
+}
+
+/* A large matrix of 16 bits by many rows, whose bits then depend on their number: a row of x is the
+   sum of two of 16 bits, after a power of two; cuBLASLt multiplies both. */
+template <bool BF>
+__global__ void __launch_bounds__(CUDA_CREW) cuda_parts_kernel(uint32_t *high, uint32_t *low,
+                                                               float *factor, tfm_mat x) {
+  __shared__ __align__(16) float room[8];
+  const int row = (int)blockIdx.x, pairs = x.cols / 2;
+  const float *from = (const float *)x.data + row * x.stride;
+  float top = 0, by = 1;
+  int e = 0, k;
+  for (k = threadIdx.x; k < x.cols; k += CUDA_CREW) top = fmaxf(top, fabsf(from[k]));
+  top = cuda_crew_max(top, room);
+  if (!BF && top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
+  by = __uint_as_float((uint32_t)(127 - e) << 23);
+  for (k = threadIdx.x; k < pairs; k += CUDA_CREW) {
+    float a = from[2 * k] * by, b = from[2 * k + 1] * by;
+    high[row * pairs + k] = cuda_part2<BF>(a, b);
+    low[row * pairs + k] = cuda_part2<BF>(a, b);
+  }
+  if (threadIdx.x == 0) factor[row] = exp2f((float)e);
+}
+
+__global__ void cuda_parts_end_kernel(tfm_mat y, const float *factor, tfm_epilogue e) {
+  int col = (int)(blockIdx.y * blockDim.x + threadIdx.x), row = (int)blockIdx.x;
+  if (col < y.cols)
+    cuda_epilogue(y, e, row, col, __fmul_rn(*cuda_at(y, row, col), factor[row]),
+                  e.bias ? e.bias[col] : 0.0f);
+}
+
+static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
+                             const tfm_epilogue *e) {
+  cuda_state *s = cuda_of(d);
+  cuda_room room = {(char *)cuda_align256((size_t)d->work + s->parts_at), 0};
+  bool bf = w->type == TFM_BF16;
+  cuda_pass pass;
+  tfm_mat part[2];
+  float *factor;
+  if (x.rows < 16 || w->scale || w->type == TFM_F32 || d->deterministic || !d->work ||
+      !s->parts_at || x.cols % 8 || y.stride % 4 || (uintptr_t)y.data % 16 ||
+      e->residual.data == y.data || (int64_t)w->rows * w->vectors < 1 << 19)
+    return false;
+  memset(&pass, 0, sizeof pass);
+  part[0] = cuda_take_mat(&room, w->type, x.rows, x.cols);
+  part[1] = cuda_take_mat(&room, w->type, x.rows, x.cols);
+  factor = (float *)cuda_take(&room, (size_t)x.rows, sizeof(float));
+  pass.space_bytes = (size_t)4 << 20;
+  pass.space = cuda_take(&room, pass.space_bytes, 1);
+  if (room.used > s->parts_bytes || !cuda_lt_open(d)) return false;
+  cuda_run(d, bf ? cuda_parts_kernel<true> : cuda_parts_kernel<false>, dim3((unsigned)x.rows),
+           CUDA_CREW, 0, (uint32_t *)part[0].data, (uint32_t *)part[1].data, factor, x);
+  cuda_lt_product(d, &pass, y, part[0], w->data, x.cols, NULL, false);
+  cuda_lt_product(d, &pass, y, part[1], w->data, x.cols, NULL, true);
+  cuda_run(d, cuda_parts_end_kernel, dim3((unsigned)y.rows, cuda_blocks(y.cols, 256)), 256, 0, y,
+           factor, *e);
+  return true;
 }
 
 template <bool BF>
@@ -3083,21 +3724,22 @@ static void cuda_layer_run(tfm_dev *d, cuda_pass *p, tfm_mat x, const tfm_net *n
                  l->attn, net->heads / net->kv_heads, false};
   cuda_norm norm1 = {l->norm1, l->norm1_bias, net->norm}, norm2 = {l->norm2, l->norm2_bias,
                                                                   net->norm};
-  size_t shared = sizeof(float) * (size_t)(CUDA_WARPS + net->width);
+  size_t shared = sizeof(float) * (size_t)(20 + net->width);
   dim3 each((unsigned)x.rows);
   tfm_mat h = cuda_columns(p->h, 0, net->width);
   tfm_mat up = cuda_columns(p->up, 0, l->up.rows), act = cuda_columns(p->act, 0, l->down.cols);
   norm1.p.groups = norm2.p.groups = 0;
-  cuda_run(d, cuda_norm_kernel, each, CUDA_THREADS, shared, h, x, none, (float *)NULL, norm1);
+  cuda_run(d, cuda_norm_kernel, each, CUDA_CREW, shared, h, x, none, (float *)NULL, norm1);
   cuda_gemm(d, p, p->qkv, h, cuda_packed(&l->qkv), NULL, false);
   cuda_run(d, cuda_append_kernel, dim3((unsigned)x.rows, cuda_blocks(p->qkv.cols / 2, 256)), 256, 0,
            p->qkv, l->qkv_bias, l->rope, *kv, *rows, (int)net->heads);
   cuda_layer_attend(d, &a);
   cuda_gemm(d, p, x, a.y, cuda_packed(&l->out), l->out_bias, true);
-  cuda_run(d, cuda_norm_kernel, each, CUDA_THREADS, shared, h, x, none, (float *)NULL, norm2);
+  cuda_run(d, cuda_norm_kernel, each, CUDA_CREW, shared, h, x, none, (float *)NULL, norm2);
   cuda_gemm(d, p, up, h, cuda_packed(&l->up), NULL, false);
-  cuda_run(d, cuda_glu_kernel, dim3((unsigned)x.rows, cuda_blocks(act.cols, 256)), 256, 0,
-           act, up, l->up_bias, net->act, net->gated);
+  cuda_run(d, p->type == TFM_F16 ? cuda_glu8_kernel<TFM_F16> : cuda_glu8_kernel<TFM_BF16>,
+           dim3((unsigned)x.rows, cuda_blocks(act.cols, 8 * 128)), 128, 0, act, up, l->up_bias,
+           net->act, net->gated);
   cuda_gemm(d, p, x, act, cuda_packed(&l->down), l->down_bias, true);
 }
 
@@ -3133,8 +3775,14 @@ static void cuda_attn_halves(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
 
 static void cuda_parts_free(tfm_dev *d) {
   cuda_state *s = cuda_of(d);
+  int i;
   if (s->lt && s->lt->handle) cublasLtDestroy(s->lt->handle);
+  for (i = 0; i < 2; i++)
+    if (s->lt && s->lt->timer[i])
+      cuda_check(d, cudaEventDestroy(s->lt->timer[i]), "cudaEventDestroy");
   if (s->lt) cuda_host_memory(d, s->lt, sizeof *s->lt, 0);
+  if (s->decoder && s->decoder->exec)
+    cuda_check(d, cudaGraphExecDestroy(s->decoder->exec), "cudaGraphExecDestroy");
   if (s->decoder) cuda_host_memory(d, s->decoder, sizeof *s->decoder, 0);
   s->lt = NULL;
   s->decoder = NULL;
@@ -3153,15 +3801,29 @@ static bool cuda_parts_make(tfm_dev *d) {
 
 /* ---- The table ---- */
 
+/* What cuda_matmul_many takes for up to 512 rows of the network's width. */
+static size_t cuda_parts_bytes(const tfm_net *net, int32_t rows) {
+  cuda_room room = {NULL, 0};
+  if (rows > 512) rows = 512;
+  cuda_take_mat(&room, TFM_F16, rows, net->width);
+  cuda_take_mat(&room, TFM_F16, rows, net->width);
+  cuda_take(&room, (size_t)rows, sizeof(float));
+  cuda_take(&room, (size_t)4 << 20, 1);
+  return net->width < 512 ? 0 : room.used;
+}
+
+
 static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
                               int32_t context) {
   cuda_room room = {NULL, 0};
-  cuda_step step;
+  cuda_decoder decoder;
   (void)sequences;
-  cuda_step_lay_out(&step, &room, net, context, cuda_of(d)->processors);
+  cuda_decoder_lay_out(&decoder, &room, net, context, cuda_of(d)->processors);
   cuda_of(d)->pass_at = room.used;
   cuda_pass_lay_out(&room, net, TFM_F16, rows);
-  return room.used + 256;
+  cuda_of(d)->parts_at = room.used + 256;
+  cuda_of(d)->parts_bytes = cuda_parts_bytes(net, rows);
+  return room.used + 512 + cuda_of(d)->parts_bytes;
 }
 
 static const tfm_backend cuda_table = {

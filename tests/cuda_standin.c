@@ -9,10 +9,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 cuda_standin standin = {1, 0, false, cudaErrorUnknown, 0, 1, 0, 0, 0, {0}, 0, 0, ""};
 
-enum { ALIGNMENT = 256 }; /* of memory; of what cuBLASLt takes for its work */
+enum {
+  ALIGNMENT = 256, /* of memory; of what cuBLASLt takes for its work */
+  LARGE = 1 << 20  /* bytes of a block that is mapped */
+};
 
 typedef struct object {
   int kind;
@@ -131,19 +135,28 @@ static object *object_around(int kind, const void *p, size_t bytes) {
   return NULL;
 }
 
-/* Takes it off the books: what is to be freed, NULL when it was not on them. */
-static void *object_take(int kind, const void *address, const char *where) {
+/* Memory of zeros. Large blocks are not the sanitizer's, which would touch a share of each. */
+static void *block_new(size_t bytes) {
+  void *p;
+  if (bytes < LARGE) return calloc(1, bytes);
+  p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return p == MAP_FAILED ? NULL : p;
+}
+
+/* Takes it off the books, and frees it. */
+static void object_free(int kind, const void *address, const char *where) {
   object *o = object_of(kind, address);
-  void *block = o ? o->block : NULL;
   if (!o) {
     misuse("not alive, or of another kind", where);
-    return NULL;
+    return;
   }
   if (o->device != current_device) misuse("belongs to another device than the current one", where);
   if (kind == STANDIN_MEMORY) standin.bytes -= o->bytes;
   standin.live[kind]--;
+  if (o->block != o->address && o->bytes + ALIGNMENT >= LARGE)
+    munmap(o->block, o->bytes + ALIGNMENT);
+  else free(o->block);
   *o = objects[--object_count];
-  return block;
 }
 
 void standin_reset(void) {
@@ -318,7 +331,7 @@ static cudaError_t allocate(int kind, void **p, size_t bytes) {
     standin.bytes += bytes;
     if (standin.bytes > standin.peak) standin.peak = standin.bytes;
   }
-  block = calloc(1, bytes + ALIGNMENT);
+  block = block_new(bytes + ALIGNMENT);
   *p = (char *)block + (ALIGNMENT - (uintptr_t)block % ALIGNMENT);
   object_add(kind, *p, block, bytes);
   return leave(cudaSuccess);
@@ -339,7 +352,7 @@ static cudaError_t deallocate(int kind, void *p, const char *where) {
   pthread_mutex_lock(&lock);
   failed = fails() && standin.for_ever;
   run_all();
-  free(object_take(kind, p, where));
+  object_free(kind, p, where);
   return leave(answer(failed ? (cudaError_t)standin.error : cudaSuccess));
 }
 
@@ -594,12 +607,27 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t g) {
   return graph_destroy(STANDIN_EXEC, g, "cudaGraphExecDestroy");
 }
 
+/* Tokens that the device is to choose by itself: the host waits for each -1 to become an id. */
+static void answer_tokens(void) {
+  size_t i, j;
+  pthread_mutex_lock(&lock);
+  run_all();
+  for (i = 0; i < object_count; i++)
+    for (j = 0; objects[i].kind == STANDIN_PINNED && j < objects[i].bytes / sizeof(int32_t); j++) {
+      int32_t *id = (int32_t *)(void *)objects[i].address + j;
+      if (*id == -1) *id = 0;
+    }
+  pthread_mutex_unlock(&lock);
+}
+
 cudaError_t cudaGraphLaunch(cudaGraphExec_t g, cudaStream_t s) {
   ENTER();
   if (!object_of(STANDIN_EXEC, g)) misuse("the graph is not alive", "cudaGraphLaunch");
   else queue_copy(&stream_of(s, "cudaGraphLaunch")->work, &((graph *)g)->work);
   standin.replays++;
-  return leave(cudaSuccess);
+  leave(cudaSuccess);
+  answer_tokens();
+  return cudaSuccess;
 }
 
 cudaError_t cudaGraphUpload(cudaGraphExec_t g, cudaStream_t s) {
@@ -632,17 +660,12 @@ cudaError_t cudaLaunchCooperativeKernel(const void *f, dim3 grid, dim3 block, vo
   return cudaLaunchKernel(f, grid, block, args, shared, s);
 }
 
-/* Tokens that the device is to choose by itself: the host waits for each -1 to become an id. */
-static void answer_tokens(void) {
-  size_t i, j;
+static bool captured(cudaStream_t s) {
+  bool yes;
   pthread_mutex_lock(&lock);
-  run_all();
-  for (i = 0; i < object_count; i++)
-    for (j = 0; objects[i].kind == STANDIN_PINNED && j < objects[i].bytes / sizeof(int32_t); j++) {
-      int32_t *id = (int32_t *)(void *)objects[i].address + j;
-      if (*id == -1) *id = 0;
-    }
+  yes = stream_of(s, "a kernel")->capture != NULL;
   pthread_mutex_unlock(&lock);
+  return yes;
 }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void **args) {
@@ -650,7 +673,9 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *f, void
   unsigned i;
   (void)f, (void)args;
   for (i = 0; i < c->numAttrs && e == cudaSuccess; i++)
-    if (c->attrs[i].id == cudaLaunchAttributeCooperative) answer_tokens();
+    if (c->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization &&
+        !captured(c->stream))
+      answer_tokens();
   return e;
 }
 

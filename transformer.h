@@ -471,8 +471,9 @@ typedef struct tfm_engine_config {
   int32_t page_tokens; /* positions per cache page; 0: 64. context: one page, contiguous */
   /* of the cache, shared by the sequences; 0: enough for all at full context */
   int32_t pages;
-  /* of keys and values; 0: the device's activation type, but on a GPU that of weights of 16 bits or
-     fewer: BF16, else F16 */
+  /* of keys and values: F32, F16, BF16; or Q8_0, on cpu and ref, with heads of a multiple of 32
+     values. 0: the device's activation type, but on a GPU that of weights of 16 bits or fewer:
+     BF16, else F16 */
   tfm_type cache;
   int32_t threads;     /* workers; 0: one per core */
   tfm_tap tap;         /* NULL: none. Slows everything down */
@@ -16596,9 +16597,8 @@ static tfmi_buffers tfmi_take_buffers(tfmi_arena *a, const tfm_net *net, tfm_mat
 
 static void tfmi_take_cache(tfm_engine *e, tfmi_arena *a) {
   const tfm_net *net = &e->model->net;
-  uint64_t page = (uint64_t)net->kv_heads * (uint64_t)net->head_width *
-                  (uint64_t)e->config.page_tokens *
-                  (uint64_t)tfmi_types[e->config.cache].block_bytes;
+  uint64_t page = tfmi_span(e->config.cache, (int64_t)net->kv_heads * net->head_width *
+                                                 e->config.page_tokens);
   size_t begin = a->used;
   int32_t layer;
   for (layer = 0; layer < net->layers; layer++) {
@@ -16749,10 +16749,14 @@ static tfm_status tfmi_engine_configure(tfm_engine *e) {
   if (c->pages == 0 || c->pages > e->max_pages * c->sequences)
     c->pages = e->max_pages * c->sequences;
   if (c->cache == TFM_TYPE_DEFAULT) c->cache = tfmi_cache_default(e);
-  if (c->cache != TFM_F32 && c->cache != TFM_F16 && c->cache != TFM_BF16)
+  if (c->cache != TFM_F32 && c->cache != TFM_F16 && c->cache != TFM_BF16 && c->cache != TFM_Q8_0)
     return tfmi_report(TFM_E_UNSUPPORTED,
-                       "tfm_engine_config.cache is %s; expected F32, F16 or BF16",
+                       "tfm_engine_config.cache is %s; expected F32, F16, BF16 or Q8_0",
                        tfm_type_name(c->cache));
+  if (c->cache == TFM_Q8_0 && (net->head_width % 32 != 0 || e->dev.table->half_cache))
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_engine_config.cache is Q8_0, which needs heads of a "
+                       "multiple of 32 values, found %d, and a device that computes on the host, "
+                       "found %s; choose F16", (int)net->head_width, e->dev.table->name);
   if (c->tap && (e->dev.table->activation != TFM_F32 || e->dev.table->residual != TFM_F32))
     return tfmi_report(TFM_E_UNSUPPORTED,
                        "tap: device %s has activations of type %s; a tap needs F32 throughout",

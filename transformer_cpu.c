@@ -2823,11 +2823,24 @@ static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
    matmul then multiply queries by keys, and probabilities by values. All query heads and rows that
    see the tile share it. The softmax is computed as it comes (Milakov and Gimelshein 2018). */
 
-/* n floats from a float type. */
+/* 32 floats from a block of Q8_0. */
+static void V(widen_block)(float *to, const uint8_t *from) {
+  uint8_t half[2 * CPU_LANES] = {0};
+  V(vec) scale;
+  int32_t i;
+  memcpy(half, from, 2);
+  scale = V(all)(V(first_of)(V(halves)(half)));
+  for (i = 0; i < 32; i += CPU_LANES)
+    V(store)(to + i, V(mul)(scale, V(to_floats)(V(widen_signed)(from + 2 + i))));
+}
+
+/* n floats from a float type, or from Q8_0. */
 static void V(widen)(float *to, const uint8_t *from, tfm_type type, int32_t n) {
   float rest[CPU_LANES];
   uint8_t last[2 * CPU_LANES] = {0};
   int32_t i;
+  for (i = 0; i < n && type == TFM_Q8_0; i += 32) V(widen_block)(to + i, from + i / 32 * 34);
+  if (type == TFM_Q8_0) return;
   if (type == TFM_F32) {
     memcpy(to, from, (size_t)n * sizeof *to);
     return;
@@ -2990,7 +3003,7 @@ static void V(attn_items)(void *context, int32_t begin, int32_t end, int32_t wor
 /* What debugging asks for, dropout, and odd shapes are left to the reference. */
 static bool V(attn_declines)(const cpu_attn_job *t) {
   return t->p->probs || t->p->dropout.rate > 0 || t->kv->width > CPU_WIDTH ||
-         t->group > CPU_QUERIES || cpu_has_blocks((int)cpu_kv_type(t->kv)) ||
+         t->group > CPU_QUERIES ||
          (!t->kv->table && !cpu_rows_are_whole(t->rows));
 }
 

@@ -1002,7 +1002,7 @@ static const struct argp_option option_list[] = {
   {"rows", KEY_ROWS, "N", 0, "Run prompts in passes of up to N tokens, default 256", 0},
   {"depth", KEY_DEPTH, "N", 0, "Write after prompts of N tokens, default 1", 0},
   {"type", 'w', "TYPE", 0, "The same as --weights; of training, its precision", 0},
-  {"cache", KEY_CACHE, "TYPE", 0, "Keep keys and values as f32, f16 or bf16", 0},
+  {"cache", KEY_CACHE, "TYPE", 0, "Keep keys and values as f32, f16, bf16 or q8_0", 0},
   {"check", KEY_CHECK, NULL, 0, "Also compare logits with the reference's on the same weights", 0},
   {"deterministic", KEY_DETERMINISTIC, NULL, 0, "Bits do not depend on the batch", 0},
   {"load", KEY_LOAD, NULL, 0, "Only how long a MODEL takes to load, up to its first token", 0},

@@ -2,7 +2,9 @@
 # Prompts and texts beside llama.cpp's and PyTorch's, on the same random weights, in turns.
 #   bench/compare.sh [SHAPE [TYPE [ROUNDS [THREADS]]]]     stories15m q8_0 5 2
 # Needs what `make examples bench` builds, and a Python ($PYTHON) with llama-cpp-python; with torch
-# and transformers too, PyTorch takes part, in float32. Prints medians of tokens/s and ratios.
+# and transformers too, PyTorch takes part where TYPE is f32. Prints medians of tokens/s and ratios.
+# KEEP=DIR leaves the models there for the next call: with 0 ROUNDS it only makes them, so that the
+# measuring itself can have the machine to itself.
 set -eu
 cd "$(dirname "$0")/.."
 shape=${1:-stories15m} type=${2:-q8_0} rounds=${3:-5} threads=${4:-2}
@@ -10,22 +12,31 @@ python=${PYTHON:-python3} prompt=512 tokens=128
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+models=${KEEP:-$work}/$shape
+mkdir -p "$models"
 make --no-print-directory -s build/bench build/convert
-build/bench "shape:$shape" --write "$work/model.bin"
-build/convert "$work/model.bin" "$work/model.gguf" -t "$type"
 
-peers="llama_cpp"
-if "$python" -c 'import torch, transformers' 2> "$work/log"; then
-  build/convert "$work/model.bin" "$work/folder" && peers="llama_cpp torch"
+source=$models/model.bin
+case $shape in gpt2*) source=$models/model.safetensors ;; esac
+made() { [ -e "$1" ] || { "${@:2}"; }; }
+if [ ! -e "$models/$type.gguf" ]; then
+  made "$source" build/bench "shape:$shape" --write "$source"
+  made "$models/$type.gguf" build/convert "$source" "$models/$type.gguf" -t "$type"
 fi
 
+peers="llama_cpp"
+if [ "$type" = f32 ] && "$python" -c 'import torch, transformers' 2> "$work/log"; then
+  made "$models/folder" build/convert "$source" "$models/folder" && peers="llama_cpp torch"
+fi
+[ "$rounds" -gt 0 ] || exit 0
+
 ours() {
-  build/bench "$work/model.gguf" -p $prompt -n $tokens -j "$threads" --repeat 1 --json |
+  build/bench "$models/$type.gguf" -p $prompt -n $tokens -j "$threads" --repeat 1 --json |
     sed -n 's/.*"tokens_per_s": \([0-9.]*\).*/\1/p' | paste -sd' '
 }
 peer() {
-  local model=$work/model.gguf
-  [ "$1" = torch ] && model=$work/folder
+  local model=$models/$type.gguf
+  [ "$1" = torch ] && model=$models/folder
   "$python" bench/peers.py "$1" "$model" $prompt $tokens "$threads" 2> "$work/log"
 }
 median() { # of column $2 in a file; of an even number, the mean of the two in the middle

@@ -63,7 +63,7 @@ static const struct argp_option option_list[] = {
   {"system", KEY_SYSTEM, "TEXT", 0, "Begin it with instructions to the model", 0},
   {"tokenizer", KEY_TOKENIZER, "FILE", 0, "By default found in or beside MODEL", 0},
   {"context", 'c', "N", 0, "Positions; 0, the default: the model's, at most 4096", 0},
-  {"cache", KEY_CACHE, "TYPE", 0, "Keep keys and values as f32, f16 or bf16", 0},
+  {"cache", KEY_CACHE, "TYPE", 0, "Keep keys and values as f32, f16, bf16 or q8_0", 0},
   {NULL, 0, NULL, 0, NULL, 0}};
 
 static void add_stop(options *o, struct argp_state *state, const char *text) {

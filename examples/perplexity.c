@@ -23,6 +23,7 @@ typedef struct options {
   tfm_model_config model;
   const char *path, *file;
   int32_t context, stride;
+  tfm_type cache;
   bool json;
 } options;
 
@@ -30,6 +31,7 @@ static const struct argp_option option_list[] = {
   {"file", 'f', "FILE", 0, "The text; default: stdin", 0},
   {"context", 'c', "N", 0, "Tokens of a window; default: the model's context, at most 1024", 0},
   {"stride", 's', "N", 0, "Tokens between windows; default: the context, so none overlap", 0},
+  {"cache", 'k', "TYPE", 0, "Keep keys and values as f32, f16, bf16 or q8_0", 0},
   {"json", 'J', NULL, 0, "One JSON object instead of a table", 0},
   {NULL, 0, NULL, 0, NULL, 0}};
 
@@ -39,6 +41,7 @@ static error_t set_option(int key, char *arg, struct argp_state *state) {
   case 'f': o->file = arg; return 0;
   case 'c': o->context = (int32_t)tool_integer(state, "--context", arg, 2, INT32_MAX); return 0;
   case 's': o->stride = (int32_t)tool_integer(state, "--stride", arg, 1, INT32_MAX); return 0;
+  case 'k': o->cache = tool_type(state, "--cache", arg); return 0;
   case 'J': o->json = true; return 0;
   case ARGP_KEY_INIT: state->child_inputs[0] = &o->model; return 0;
   case ARGP_KEY_ARG: return tool_only_argument(state, arg, &o->path);
@@ -161,6 +164,7 @@ int main(int argc, char **argv) {
     if (!o.stride || o.stride > o.context) o.stride = o.context;
     engine.context = o.context;
     engine.threads = o.model.threads;
+    engine.cache = o.cache;
     s = tfm_session_create(m, &engine);
     ids = s ? read_tokens(o.path, text, bytes, &count) : NULL;
     status = ids ? score_text(&o, s, ids, count, info.vocabulary, &sum) : TFM_E_STATE;

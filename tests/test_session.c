@@ -426,6 +426,7 @@ TEST(bad_engine_configs_are_refused) {
   REFUSED(threads, -1, "threads");
   REFUSED(threads, 5000, "threads");
   REFUSED(cache, TFM_Q4_K, "cache is Q4_K");
+  REFUSED(cache, TFM_Q8_0, "a multiple of 32 values, found");
   REFUSED(host.memory_limit_bytes, 1000, "memory limit");
   CHECK(tfm_engine_create(NULL, NULL) == NULL);
   tfm_model_free(m);

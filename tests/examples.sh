@@ -42,8 +42,8 @@ helps() { # TOOL
     grep -q "^$1 (transformer.h) [0-9]" "$work/out"
 }
 
-for tool in generate tokenize logits inspect bench train finetune classify batch beam perplexity \
-  convert; do
+for tool in generate tokenize logits inspect bench train finetune classify batch beam look \
+  perplexity convert; do
   check "$tool --help" helps "$tool"
   check "$tool, wrong option" fails_with 2 "Try" "build/$tool" --no-such-option
   check "$tool, no argument" fails_with 2 "expected" "build/$tool"
@@ -83,6 +83,18 @@ beams() {
     diff - <(head -n 1 "$work/out" | cut -d' ' -f1)
 }
 check "beam" beams
+
+# Every step of every layer is told, and each head's probabilities are drawn.
+looks_inside() {
+  status 0 build/look $tiny -p "Once upon a time" -o "$work/attention.svg" &&
+    grep -q '^    1  mid ' "$work/out" && ! grep -q NaN "$work/out" &&
+    python3 -c 'import sys, xml.dom.minidom
+drawn = xml.dom.minidom.parse(sys.argv[1]).getElementsByTagName("g")
+steps = [line for line in open(sys.argv[2]) if " probs " in line]
+sys.exit(not steps or len(drawn) % len(steps))' "$work/attention.svg" "$work/out"
+}
+check "look" looks_inside
+check "look, a long text" fails_with 1 "tokens" build/look $tiny -p "$(seq 300)"
 
 greedy() { status 0 build/generate "$1" -p "$2" -t 0 -n "$3"; }
 check "generate" greedy $tiny "Once upon a time" 8

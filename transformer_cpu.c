@@ -27,7 +27,11 @@
    of W as they are packed. More share what is unpacked, a chunk of a panel at a time, to numbers of
    a byte and scales in floats: three forms for all types, and the same bits, as integers are exact.
    Nothing mutable is static: quantised activations, chunks, and the tiles of keys and values that
-   attention works on, lie in tfm_dev.work. */
+   attention works on, lie in tfm_dev.work.
+
+   Where the processor has AMX, a device asks Linux once, for the whole process, to save its tiles.
+   Then training in BF16 and weights of BF16 are multiplied by them, activations rounded to BF16;
+   and weights in blocks where many rows of x share them, to the same bits as without. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 

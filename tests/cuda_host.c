@@ -135,9 +135,9 @@ static void fail_calls(int model, bool for_ever, int error, long step) {
 TEST(every_call_may_fail) {
   int i;
   for (i = 0; i < MODELS; i++) {
-    fail_calls(i, false, cudaErrorLaunchFailure, i == 0 ? 1 : 3);
-    fail_calls(i, true, cudaErrorLaunchFailure, 9);
-    fail_calls(i, false, cudaErrorMemoryAllocation, 7);
+    fail_calls(i, false, cudaErrorLaunchFailure, 1);
+    fail_calls(i, true, cudaErrorLaunchFailure, 3);
+    fail_calls(i, false, cudaErrorMemoryAllocation, 3);
   }
 }
 

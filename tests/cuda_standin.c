@@ -9,10 +9,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 cuda_standin standin = {1, 0, false, cudaErrorUnknown, 0, 1, 0, 0, 0, {0}, 0, 0, ""};
 
-enum { ALIGNMENT = 256 }; /* of memory; of what cuBLASLt takes for its work */
+enum {
+  ALIGNMENT = 256, /* of memory; of what cuBLASLt takes for its work */
+  LARGE = 1 << 20  /* bytes of a block that is mapped */
+};
 
 typedef struct object {
   int kind;
@@ -131,19 +135,28 @@ static object *object_around(int kind, const void *p, size_t bytes) {
   return NULL;
 }
 
-/* Takes it off the books: what is to be freed, NULL when it was not on them. */
-static void *object_take(int kind, const void *address, const char *where) {
+/* Memory of zeros. Large blocks are not the sanitizer's, which would touch a share of each. */
+static void *block_new(size_t bytes) {
+  void *p;
+  if (bytes < LARGE) return calloc(1, bytes);
+  p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  return p == MAP_FAILED ? NULL : p;
+}
+
+/* Takes it off the books, and frees it. */
+static void object_free(int kind, const void *address, const char *where) {
   object *o = object_of(kind, address);
-  void *block = o ? o->block : NULL;
   if (!o) {
     misuse("not alive, or of another kind", where);
-    return NULL;
+    return;
   }
   if (o->device != current_device) misuse("belongs to another device than the current one", where);
   if (kind == STANDIN_MEMORY) standin.bytes -= o->bytes;
   standin.live[kind]--;
+  if (o->block != o->address && o->bytes + ALIGNMENT >= LARGE)
+    munmap(o->block, o->bytes + ALIGNMENT);
+  else free(o->block);
   *o = objects[--object_count];
-  return block;
 }
 
 void standin_reset(void) {
@@ -318,7 +331,7 @@ static cudaError_t allocate(int kind, void **p, size_t bytes) {
     standin.bytes += bytes;
     if (standin.bytes > standin.peak) standin.peak = standin.bytes;
   }
-  block = calloc(1, bytes + ALIGNMENT);
+  block = block_new(bytes + ALIGNMENT);
   *p = (char *)block + (ALIGNMENT - (uintptr_t)block % ALIGNMENT);
   object_add(kind, *p, block, bytes);
   return leave(cudaSuccess);
@@ -339,7 +352,7 @@ static cudaError_t deallocate(int kind, void *p, const char *where) {
   pthread_mutex_lock(&lock);
   failed = fails() && standin.for_ever;
   run_all();
-  free(object_take(kind, p, where));
+  object_free(kind, p, where);
   return leave(answer(failed ? (cudaError_t)standin.error : cudaSuccess));
 }
 

@@ -5,13 +5,16 @@
    Reads records from stdin until its end and answers each on stdout; numbers are little-endian.
      encoding   u32 length, that many bytes of text    u32 count, count x i32 ids
      --decode   u32 count, count x i32 ids             u32 length, that many bytes of text
-   --special reads special tokens in the text as such; --bos adds the tokenizer's own too. */
+   --special reads special tokens in the text as such; --bos adds the tokenizer's own too.
+     encode_stream TOKENIZER --speed
+   tells instead how many seconds 10 MB of each awkward text take. */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 typedef struct stream {
   tfm_tokenizer *tokenizer;
@@ -67,9 +70,39 @@ static void decode(stream *s, uint32_t n) {
   write_record(s, 1, bytes);
 }
 
+static double now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void speed(const tfm_tokenizer *t) {
+  static const char *const rows[][2] = {
+    {"a", "a"}, {"blanks", " "}, {"underscores", "_"}, {"CJK", "\xe4\xb8\xad"},
+    {"CJK, several", "\xe4\xb8\xad\xe6\x96\x87\xe5\xad\x97\xe6\xbc\xa2"}, {"marks", "\xcc\x81"},
+    {"marks, two", "\xcc\x81\xcc\xa7"}, {"newlines", "\n"}, {"digits", "1"}, {"words", "the cat "},
+    {"emoji", "\xf0\x9f\x98\x80"}};
+  size_t n = 10000000, i, m;
+  char *text = (char *)malloc(n);
+  int32_t *ids = (int32_t *)malloc(4 * (n + 1));
+  if (!text || !ids) die("out of memory");
+  for (i = 0; i < sizeof rows / sizeof *rows; i++) {
+    size_t unit = strlen(rows[i][1]);
+    double before;
+    int64_t count;
+    for (m = 0; m + unit <= n; m += unit) memcpy(text + m, rows[i][1], unit);
+    before = now();
+    count = tfm_encode(t, text, m, 0, ids, n + 1);
+    if (count < 0) die(tfm_error());
+    printf("%-14s %6.3f s  %lld tokens\n", rows[i][0], now() - before, (long long)count);
+  }
+  free(text);
+  free(ids);
+}
+
 int main(int argc, char **argv) {
   stream s = {NULL, 0, NULL, NULL, 0, 0};
-  bool decodes = false;
+  bool decodes = false, speeds = false;
   uint32_t n;
   int i;
   if (argc < 2) die("usage: encode_stream TOKENIZER [--special | --bos] [--decode]");
@@ -78,10 +111,12 @@ int main(int argc, char **argv) {
     else if (strcmp(argv[i], "--bos") == 0)
       s.flags |= TFM_ENCODE_PARSE_SPECIAL | TFM_ENCODE_SPECIAL;
     else if (strcmp(argv[i], "--decode") == 0) decodes = true;
+    else if (strcmp(argv[i], "--speed") == 0) speeds = true;
     else die("unknown option");
   s.tokenizer = tfm_tokenizer_load(argv[1], NULL);
   if (!s.tokenizer) die(tfm_error());
-  while (read_record(&s, decodes ? 4 : 1, &n))
+  if (speeds) speed(s.tokenizer);
+  while (!speeds && read_record(&s, decodes ? 4 : 1, &n))
     if (decodes) decode(&s, n);
     else encode(&s, n);
   tfm_tokenizer_free(s.tokenizer);

@@ -42,8 +42,8 @@ helps() { # TOOL
     grep -q "^$1 (transformer.h) [0-9]" "$work/out"
 }
 
-for tool in generate tokenize logits inspect bench train finetune classify batch beam perplexity \
-  convert; do
+for tool in generate tokenize logits inspect bench train finetune classify batch beam look \
+  perplexity convert; do
   check "$tool --help" helps "$tool"
   check "$tool, wrong option" fails_with 2 "Try" "build/$tool" --no-such-option
   check "$tool, no argument" fails_with 2 "expected" "build/$tool"
@@ -83,6 +83,18 @@ beams() {
     diff - <(head -n 1 "$work/out" | cut -d' ' -f1)
 }
 check "beam" beams
+
+# Every step of every layer is told, and each head's probabilities are drawn.
+looks_inside() {
+  status 0 build/look $tiny -p "Once upon a time" -o "$work/attention.svg" &&
+    grep -q '^    1  mid ' "$work/out" && ! grep -q NaN "$work/out" &&
+    python3 -c 'import sys, xml.dom.minidom
+drawn = xml.dom.minidom.parse(sys.argv[1]).getElementsByTagName("g")
+steps = [line for line in open(sys.argv[2]) if " probs " in line]
+sys.exit(not steps or len(drawn) % len(steps))' "$work/attention.svg" "$work/out"
+}
+check "look" looks_inside
+check "look, a long text" fails_with 1 "tokens" build/look $tiny -p "$(seq 300)"
 
 greedy() { status 0 build/generate "$1" -p "$2" -t 0 -n "$3"; }
 check "generate" greedy $tiny "Once upon a time" 8
@@ -176,6 +188,12 @@ check "train --lr-find draws" test -s "$work/folder/lr.svg"
 
 check "train, dropout and recomputation" status 0 "${small[@]}" --steps 20 --dropout 0.1 \
   --recompute --first-layer 0 --freeze norms
+check "train --minutes" status 0 build/train README.md --layers 1 --width 32 --heads 2 \
+  --minutes 0.02 --sample-tokens 0 -o "$work/timed"
+check "train --minutes tells its steps" grep -q "0.02 minutes hold [0-9]* steps" "$work/err"
+check "train --minutes and --steps" fails_with 2 "chooses the number of steps" \
+  build/train README.md --minutes 1 --steps 9
+check "our own model writes" status 0 build/generate examples/tales/tales.gguf -n 10
 check "finetune" status 0 build/finetune "$work/folder" README.md --steps 3 --context 16 --batch 2 \
   --first-layer 1 -o "$work/tuned"
 check "what finetune wrote generates" status 0 build/generate "$work/tuned" -n 5

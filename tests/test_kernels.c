@@ -14,11 +14,6 @@ static double length_of_terms(const float *x, const float *w, int n) {
   return sqrt(squares);
 }
 
-/* The CUDA table multiplies Q4_0 in halves: sums of eight products, each rounded to 11 bits. */
-static double rounding_halves(const float *x, const float *w, int n) {
-  return 6 * length_of_terms(x, w, n) / 2048;
-}
-
 /* What the tuned CPU table may be off by, as it multiplies weights of BF16 by activations of BF16
    where it has tiles: each is off by 2^-8 of itself at most; 6 deviations of a sum of these. And
    quantised weights by activations rounded to 8 bits: 6 deviations of a sum whose terms are off by
@@ -27,8 +22,6 @@ static double rounding_halves(const float *x, const float *w, int n) {
 static double rounding(const device *t, tfm_type type, const float *x, const float *w, int n) {
   double variance = 0, top = 0, squares = 0;
   int i;
-  if (type == TFM_Q4_0 && !strcmp(t->b->name, "cuda"))
-    return rounding_halves(x, w, n) / tolerance(t->b->activation);
   if (type == TFM_BF16 && !strcmp(t->b->name, "cpu") && t->d.has_bf16)
     return 6 * length_of_terms(x, w, n) / sqrt(3) / 256 / tolerance(t->b->activation);
   if (type < TFM_Q8_0 || strcmp(t->b->name, "cpu")) return 0;

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """Steps of training beside PyTorch's: the same shapes, threads and random tokens, in turns.
 
-    bench/compare_train.py [--rounds 3] [--threads 2] [--repeat 5] [WORKLOAD...]
+    bench/compare_train.py [--rounds 3] [--threads 2] [--repeat 5] [--log FILE] [WORKLOAD...]
 
 PyTorch runs eager and compiled, in float32 and under autocast to bfloat16, with its fused attention
 and fused AdamW; the fastest of the four counts. Each turn is a process of its own: the median of its
 steps counts, and of a side's turns the best, as other programs only ever slow one down. Memory is,
-for PyTorch, the most that was resident less what loading it took; for ours, what the trainer holds."""
+for PyTorch, the most that was resident less what loading it took; for ours, what the trainer holds.
+Shares are of the multiply-adds that the bench reaches in both cores just before its own turn. With
+--log, turns are added to FILE, so that a comparison can be made in pieces; --show tells what it has."""
 
 import argparse
 import json
@@ -144,26 +146,37 @@ def turns_of(name, mode, options):
 
 
 def compare(name, options):
-    results = {mode: [] for mode in ["transformer.h"] + options.modes}
+    """Turns of all sides; each becomes a line of the log."""
+    results = []
     for _ in range(options.rounds):
-        for mode, list_ in results.items():
+        for mode in ["transformer.h"] + options.modes:
             result = turn(turns_of(name, mode, options))
-            if result:
-                list_.append(result)
-    bests = {}
+            if not result:
+                continue
+            results.append({**result, "workload": name, "mode": mode})
+            if options.log:
+                with open(options.log, "a") as log:
+                    log.write(json.dumps(results[-1]) + "\n")
+    return results
+
+
+def show(name, results):
     tokens = WORKLOADS[name][8] * WORKLOADS[name][9]
-    for mode, list_ in results.items():
-        if not list_:
-            continue
-        m = bests[mode] = min(list_, key=lambda r: r["ms"])
-        share = f", {m['percent_of_fma']:.0f}% of FMA's peak" if "percent_of_fma" in m else ""
+    bests = {}
+    for r in sorted((r for r in results if r["workload"] == name), key=lambda r: r["ms"]):
+        bests.setdefault(r["mode"], r)
+    ours = bests.get("transformer.h")
+    for mode, m in bests.items():
+        turns = [r["ms"] for r in results if (r["workload"], r["mode"]) == (name, mode)]
+        share = f", {ours['percent_of_fma'] * ours['ms'] / m['ms']:.0f}% of FMA's peak" if ours else ""
         print(
-            f"{name}  {mode:14s} {m['ms']:8.1f} ms: forward {m['forward']:.1f}, backward {m['backward']:.1f}, "
-            f"clip {m['clip']:.1f}, AdamW {m['adamw']:.1f}; {1e3 * tokens / m['ms']:.0f} tokens/s, "
+            f"{name}  {mode:14s} {m['ms']:8.1f} ms (median of {len(turns)} turns {statistics.median(turns):.1f}): "
+            f"forward {m['forward']:.1f}, backward {m['backward']:.1f}, clip {m['clip']:.1f}, "
+            f"AdamW {m['adamw']:.1f}; {1e3 * tokens / m['ms']:.0f} tokens/s, "
             f"{m['memory_bytes'] / 2**20:.0f} MiB{share}",
             flush=True,
         )
-    ours = bests.pop("transformer.h", None)
+    bests.pop("transformer.h", None)
     if ours and bests:
         best = min(bests, key=lambda mode: bests[mode]["ms"])
         time_ratio = bests[best]["ms"] / ours["ms"]
@@ -178,13 +191,18 @@ def main():
     p.add_argument("--threads", type=int, default=2)
     p.add_argument("--repeat", type=int, default=5)
     p.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    p.add_argument("--log", metavar="FILE", help="add the turns to FILE, and tell of all that it has")
+    p.add_argument("--show", action="store_true", help="only tell")
     p.add_argument("--turn", choices=MODES, help=argparse.SUPPRESS)
     options = p.parse_args()
     if options.turn:
         torch_turn(options.workloads[0], options.turn, options.threads, options.repeat)
         return
     for name in options.workloads or WORKLOADS:
-        compare(name, options)
+        results = [] if options.show else compare(name, options)
+        if options.log:
+            results = [json.loads(line) for line in open(options.log)]
+        show(name, results)
 
 
 if __name__ == "__main__":

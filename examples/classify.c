@@ -2,7 +2,8 @@
 
    build:   cc -O3 -march=native -o classify examples/classify.c -lm -lpthread
    run:     ./classify examples/classify.tsv -o mood -t "what a lovely day" -t "the soup was cold"
-            ./classify examples/classify.tsv -o mood -m MODEL    starts from a model's folder
+            ./classify examples/classify.tsv -o mood -n 100 --lr 5e-4 -m examples/tales/tales.gguf
+                                                                 starts from a model
             ./classify --load mood < lines.txt                   tells what was learnt before
    output:  for each text its label, that label's probability and the text, with tabs between; on
             stderr the accuracy on held-out texts, which training never saw. DIR gets the model,
@@ -62,7 +63,7 @@ static const struct argp_option option_list[] = {
   {"load", KEY_LOAD, "DIR", 0, "Instead of learning: what was learnt before", 0},
   {"text", 't', "TEXT", 0, "Tell the label of TEXT; again for more. Default with --load: of every "
    "line of stdin", 0},
-  {"model", 'm', "MODEL", 0, "Start from this model's folder, not from nothing", 0},
+  {"model", 'm', "MODEL", 0, "Start from this model, a folder or a file, not from nothing", 0},
   {"steps", 'n', "N", 0, "Steps of 16 texts, default 600", 0},
   {"lr", KEY_LR, "X", 0, "Highest learning rate, default 0.002, with --model 0.0003", 0},
   {"share", KEY_SHARE, "X", 0, "Hold out this share of the texts, default 0.2", 0},

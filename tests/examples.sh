@@ -188,6 +188,12 @@ check "train --lr-find draws" test -s "$work/folder/lr.svg"
 
 check "train, dropout and recomputation" status 0 "${small[@]}" --steps 20 --dropout 0.1 \
   --recompute --first-layer 0 --freeze norms
+check "train --minutes" status 0 build/train README.md --layers 1 --width 32 --heads 2 \
+  --minutes 0.02 --sample-tokens 0 -o "$work/timed"
+check "train --minutes tells its steps" grep -q "0.02 minutes hold [0-9]* steps" "$work/err"
+check "train --minutes and --steps" fails_with 2 "chooses the number of steps" \
+  build/train README.md --minutes 1 --steps 9
+check "our own model writes" status 0 build/generate examples/tales/tales.gguf -n 10
 check "finetune" status 0 build/finetune "$work/folder" README.md --steps 3 --context 16 --batch 2 \
   --first-layer 1 -o "$work/tuned"
 check "what finetune wrote generates" status 0 build/generate "$work/tuned" -n 5

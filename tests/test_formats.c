@@ -515,6 +515,11 @@ TEST(places_beyond_4_GiB) { /* 5 GiB of nothing, which a sparse file does not st
   tfm_model_config c = test_config();
   bytes b = safetensors(header, 0);
   FILE *f;
+  if (sizeof(off_t) < 8) { /* such a file cannot be made here */
+    free(header);
+    drop(&b);
+    return;
+  }
   snprintf(path, sizeof path, "/tmp/test_formats.%d.safetensors", (int)getpid());
   f = fopen(path, "wb");
   fwrite(b.at, 1, b.n, f);

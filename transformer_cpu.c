@@ -30,8 +30,9 @@
    attention works on, lie in tfm_dev.work.
 
    Where the processor has AMX, a device asks Linux once, for the whole process, to save its tiles.
-   Then training in BF16 and weights of BF16 are multiplied by them, activations rounded to BF16;
-   and weights in blocks where many rows of x share them, to the same bits as without. */
+   Then training in BF16 is multiplied by them; and weights in blocks where many rows of x share
+   them, to the same bits as without. Define TFM_CPU_BF16_TILES as 1 for weights of BF16 too, whose
+   activations are then rounded to BF16, in prompts and alone. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 
@@ -57,6 +58,9 @@
 
 #ifndef TFM_CPU_SCRATCH
 #define TFM_CPU_SCRATCH (3 << 19) /* bytes: they fit a core's second cache; a test has fewer */
+#endif
+#ifndef TFM_CPU_BF16_TILES
+#define TFM_CPU_BF16_TILES 0 /* 1: weights of BF16 too, activations rounded: see the banner */
 #endif
 #ifndef TFM_CPU_AVX2_ONLY
 #define TFM_CPU_AVX2_ONLY 0
@@ -2789,7 +2793,7 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
   int32_t most = t->x.rows, grain;
   t->work = (uint8_t *)d->work;
   t->tiles = d->state != NULL && !t->routing;
-  t->brains = t->tiles && cpu_is_brain(t->w);
+  t->brains = TFM_CPU_BF16_TILES && t->tiles && cpu_is_brain(t->w);
   t->quantised = t->brains || cpu_is_quantised(t->w) ? cpu_quantised_at(d) : NULL;
   t->quantised_bytes = t->brains ? cpu_brain_bytes(t->x.cols) : cpu_quantised_bytes(t->x.cols);
   if (t->quantised) most = cpu_quantised_rows(most, t->quantised_bytes);

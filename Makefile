@@ -71,7 +71,7 @@ $B/avx2/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/avx2
 # AMX's tiles in C, for processors that have AVX-512 with BF16 and no tiles.
 $B/amx/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/amx
 	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AMX_STANDIN='"tests/amx_standin.h"' \
-	  -DTFM_CPU_BF16_TILES=1 -o $@ $< transformer_cpu.c $(LIBS)
+	  -DTFM_CPU_BLOCK_TILES=1 -DTFM_CPU_BF16_TILES=1 -o $@ $< transformer_cpu.c $(LIBS)
 
 $B/tsan/test_%: tests/test_%.c $(HEADERS) | $B/tsan
 	$(CC) -O1 -g -fsanitize=thread $(WARN) -o $@ $< $(LIBS)

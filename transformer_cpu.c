@@ -30,9 +30,10 @@
    attention works on, lie in tfm_dev.work.
 
    Where the processor has AMX, a device asks Linux once, for the whole process, to save its tiles.
-   Then training in BF16 is multiplied by them; and weights in blocks where many rows of x share
-   them, to the same bits as without. Define TFM_CPU_BF16_TILES as 1 for weights of BF16 too, whose
-   activations are then rounded to BF16, in prompts and alone. */
+   Then training in BF16 is multiplied by them. Define TFM_CPU_BLOCK_TILES as 1 for weights in blocks
+   too, where many rows of x share them: to the same bits as without, which has been tested with
+   tiles in C (tests/amx_standin.h), but not on such a processor yet. TFM_CPU_BF16_TILES as 1 adds
+   weights of BF16, whose activations are then rounded to BF16, in prompts and alone. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 
@@ -59,8 +60,11 @@
 #ifndef TFM_CPU_SCRATCH
 #define TFM_CPU_SCRATCH (3 << 19) /* bytes: they fit a core's second cache; a test has fewer */
 #endif
+#ifndef TFM_CPU_BLOCK_TILES
+#define TFM_CPU_BLOCK_TILES 0 /* 1: AMX for weights in blocks, the same bits: see the banner */
+#endif
 #ifndef TFM_CPU_BF16_TILES
-#define TFM_CPU_BF16_TILES 0 /* 1: weights of BF16 too, activations rounded: see the banner */
+#define TFM_CPU_BF16_TILES 0 /* 1: and for weights of BF16, activations rounded */
 #endif
 #ifndef TFM_CPU_AVX2_ONLY
 #define TFM_CPU_AVX2_ONLY 0
@@ -1688,7 +1692,8 @@ static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int
   float *out = (float *)(void *)(t->work + (size_t)worker * CPU_TILE_BYTES);
   const int32_t many = t->brains ? CPU_TILES_OUT / CPU_ROWS / 4 : CPU_TILES_MANY;
   int32_t first, rows, cols, i;
-  bool blocks = cpu_has_blocks((int)stripe->type) && stripe->type != TFM_Q6_K;
+  bool blocks =
+      TFM_CPU_BLOCK_TILES && cpu_has_blocks((int)stripe->type) && stripe->type != TFM_Q6_K;
   if (!t->tiles || !(t->brains || (blocks && t->rows >= CPU_TILES_FEW))) return false;
   if (t->brains && t->rows == 1) {
     cpu_lines(t, stripe, panel, n, col);

@@ -9659,7 +9659,7 @@ static bool tfmi_can_save(const tfm_tokenizer *t) {
   for (i = first; i < end; i++)
     if (!tfmi_save_cut(&t->cut[i], NULL)) return false;
   if (first && t->from_bytes && end > first) return false; /* the blank would come too late */
-  return says && blanks && !t->strict && !t->drops_first &&
+  return says && blanks && !t->drops_first &&
          (t->from_bytes || t->model == TFMI_WHOLE ||
           (t->model == TFMI_MERGES && (t->byte_fallback || t->merges.ranks == 0)));
 }

@@ -175,7 +175,9 @@ check "train, too short a text" fails_with 1 "more than the context" build/train
   --context 30000
 check "train, no such text" fails_with 1 "no/such" build/train no/such
 check "train, no such preset" fails_with 2 "medium" build/train README.md --preset huge
-books=(build/train examples --validation examples/hello.c --arch llama --tokenizer bpe:300
+mkdir "$work/sources" && cp examples/*.[ch] "$work/sources"
+books=(build/train "$work/sources" --validation "$work/sources/hello.c" --arch llama
+       --tokenizer bpe:600
        --layers 1 --width 32 --heads 2 --kv-heads 1 --ffn 64 --context 32
        --batch 4 --steps 4 --generate "a b")
 check "train on a folder" status 0 "${books[@]}" -o "$work/folder"
@@ -223,17 +225,17 @@ assert found and float(found[1]) >= 0.65, sys.argv[1]' "$(cat "$work/err")" &&
       cmp - "$work/told"
 }
 repeats() {
-  status 0 "${moods[@]}" --steps 20 -o "$work/one" -j 1 &&
-    status 0 "${moods[@]}" --steps 20 -o "$work/two" -j 2 &&
-    cmp "$work/one/model.safetensors" "$work/two/model.safetensors"
+  status 0 "${moods[@]}" --steps 20 -o "$work/mood1" -j 1 &&
+    status 0 "${moods[@]}" --steps 20 -o "$work/mood2" -j 2 &&
+    cmp "$work/mood1/model.safetensors" "$work/mood2/model.safetensors"
 }
 check "classify" classifies
 check "classify twice" repeats
-check "classify --model" status 0 "${moods[@]}" --model "$work/folder" --steps 2 -o "$work/one"
+check "classify --model" status 0 "${moods[@]}" --model "$work/folder" --steps 2 -o "$work/mood1"
 check "classify, no such file" fails_with 1 "no/such cannot be opened" build/classify no/such \
-  -o "$work/one"
+  -o "$work/mood1"
 check "classify, no labels" fails_with 1 "line 1: expected a label" build/classify README.md \
-  -o "$work/one"
+  -o "$work/mood1"
 check "classify --load, not its folder" fails_with 1 "labels.txt is not there" build/classify \
   --load $tiny -t x
 check "classify, nowhere to write" fails_with 1 "no/such" "${moods[@]}" --steps 2 -o no/such/folder

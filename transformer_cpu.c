@@ -30,10 +30,10 @@
    attention works on, lie in tfm_dev.work.
 
    Where the processor has AMX, a device asks Linux once, for the whole process, to save its tiles.
-   Then training in BF16 is multiplied by them. Define TFM_CPU_BLOCK_TILES as 1 for weights in blocks
-   too, where many rows of x share them: to the same bits as without, which has been tested with
-   tiles in C (tests/amx_standin.h), but not on such a processor yet. TFM_CPU_BF16_TILES as 1 adds
-   weights of BF16, whose activations are then rounded to BF16, in prompts and alone. */
+   Then training in BF16 is multiplied by them. Define TFM_CPU_BLOCK_TILES as 1 for weights in
+   blocks too, where many rows of x share them: to the same bits as without, which has been tested
+   with tiles in C (tests/amx_standin.h), but not on such a processor yet. TFM_CPU_BF16_TILES as 1
+   adds weights of BF16, whose activations are then rounded to BF16, in prompts and alone. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 

@@ -64,14 +64,21 @@ $B/test_%: tests/test_%.c $(HEADERS) $(OBJECTS) | $B
 $B/asan/test_%: tests/test_%.c $(HEADERS) | $B/asan
 	$(CC) $(SANITIZE) $(WARN) -o $@ $< $(LIBS)
 
-$B/avx2/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/avx2
-	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AVX2_ONLY=1 -DTFM_CPU_SCRATCH=2048 -o $@ $< \
-	  transformer_cpu.c $(LIBS)
+$B/avx2/%.o: %.c transformer.h | $B/avx2
+	$(CC) $(SANITIZE) $(WARN) -DTFM_CPU_AVX2_ONLY=1 -DTFM_CPU_SCRATCH=2048 -c -o $@ $<
 
 # AMX's tiles in C, for processors that have AVX-512 with BF16 and no tiles.
-$B/amx/test_%: tests/test_%.c $(HEADERS) transformer_cpu.c | $B/amx
-	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -DTFM_CPU_AMX_STANDIN='"tests/amx_standin.h"' \
-	  -DTFM_CPU_BLOCK_TILES=1 -DTFM_CPU_BF16_TILES=1 -o $@ $< transformer_cpu.c $(LIBS)
+$B/amx/%.o: %.c transformer.h tests/amx_standin.h | $B/amx
+	$(CC) $(SANITIZE) $(WARN) -DTFM_CPU_AMX_STANDIN='"tests/amx_standin.h"' \
+	  -DTFM_CPU_BLOCK_TILES=1 -DTFM_CPU_BF16_TILES=1 -c -o $@ $<
+
+$B/avx2/test_%: tests/test_%.c $(HEADERS) $B/avx2/transformer_cpu.o
+	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -o $@ $< $B/avx2/transformer_cpu.o $(LIBS)
+
+$B/amx/test_%: tests/test_%.c $(HEADERS) $B/amx/transformer_cpu.o
+	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -o $@ $< $B/amx/transformer_cpu.o $(LIBS)
+
+.PRECIOUS: $B/avx2/%.o $B/amx/%.o
 
 $B/tsan/test_%: tests/test_%.c $(HEADERS) | $B/tsan
 	$(CC) -O1 -g -fsanitize=thread $(WARN) -o $@ $< $(LIBS)

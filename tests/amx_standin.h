@@ -70,13 +70,19 @@ static float standin_bf16(const uint8_t *row, int at) {
   return standin_flush(x);
 }
 
+/* Of a product y += x w; a processor faults on others. */
+static void standin_expect_shapes(const standin_tile *y, const standin_tile *x,
+                                  const standin_tile *w) {
+  standin_expect(standin_palette && x->rows == y->rows && w->bytes == y->bytes);
+  standin_expect(x->bytes / 4 == w->rows);
+}
+
 /* c [m][n] += a [m][k] b [k][n]; the two terms of a pair in sums of their own, from 0. */
 static void standin_dpbf16ps(int c, int a, int b) {
   standin_tile *y = &standin_tiles[c];
   const standin_tile *x = &standin_tiles[a], *w = &standin_tiles[b];
   int m, k, n, i;
-  standin_expect(standin_palette && x->rows == y->rows && w->bytes == y->bytes);
-  standin_expect(x->bytes / 4 == w->rows);
+  standin_expect_shapes(y, x, w);
   for (m = 0; m < y->rows; m++)
     for (n = 0; n < y->bytes / 4; n++) {
       float sum[2] = {0, 0}, both, was;
@@ -96,8 +102,7 @@ __attribute__((unused)) static void standin_dpbssd(int c, int a, int b) {
   standin_tile *y = &standin_tiles[c];
   const standin_tile *x = &standin_tiles[a], *w = &standin_tiles[b];
   int m, k, n, i;
-  standin_expect(standin_palette && x->rows == y->rows && w->bytes == y->bytes);
-  standin_expect(x->bytes / 4 == w->rows);
+  standin_expect_shapes(y, x, w);
   for (m = 0; m < y->rows; m++)
     for (n = 0; n < y->bytes / 4; n++) {
       uint32_t sum;

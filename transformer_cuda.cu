@@ -451,6 +451,15 @@ __device__ static void cuda_store(void *p, tfm_type type, int64_t i, float v) {
   else ((__nv_bfloat16 *)p)[i] = __float2bfloat16_rn(v);
 }
 
+/* Four of 16 bits. */
+__device__ static void cuda_store4(void *p, tfm_type type, int64_t i, float4 v) {
+  const __half2 a = __floats2half2_rn(v.x, v.y), b = __floats2half2_rn(v.z, v.w);
+  const __nv_bfloat162 c = __floats2bfloat162_rn(v.x, v.y), e = __floats2bfloat162_rn(v.z, v.w);
+  *(uint2 *)((uint16_t *)p + i) = type == TFM_F16
+                                      ? make_uint2(*(const uint32_t *)&a, *(const uint32_t *)&b)
+                                      : make_uint2(*(const uint32_t *)&c, *(const uint32_t *)&e);
+}
+
 /* ---- Weights: rows of one type, each filled up with zeros to whole 16 bytes ---- */
 
 typedef struct cuda_weight {
@@ -990,7 +999,7 @@ __device__ static float2 cuda_normalise(float4 *x, int n, const cuda_norm &t, fl
   return make_float2(mean, inverse);
 }
 
-/* A block for a vector. The output may be 16 bits wide: for `layer`. */
+/* A block for a vector. */
 __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat x,
                                                               tfm_mat residual, float *stats,
                                                               cuda_norm t) {
@@ -999,6 +1008,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat
   const float *from = (const float *)x.data + row * x.stride + g * n;
   float *v = shared + 16, top;
   float2 s;
+#pragma unroll 4
   for (i = threadIdx.x; i < (n + 3) / 4; i += CUDA_CREW) ((float4 *)v)[i] = cuda_quad(from, i, n);
   s = cuda_normalise((float4 *)v, n, t, shared, top);
   __syncthreads();
@@ -3173,29 +3183,26 @@ __device__ static void cuda_tiles_cut(const cuda_tiles &to, const tfm_rows &rows
     to.tile[at + i / CUDA_TILE] = make_int4(begin + i, min(CUDA_TILE, n - i), pos + i, seq);
 }
 
-/* Where the run before row i begins that ends there; -1: none does. All threads, of which each has
-   the next i; `last` is the latest beginning before those. */
-__device__ static int cuda_run_before(const tfm_rows &rows, int i, int &last) {
+__device__ static bool cuda_run_begins(const tfm_rows &rows, int i) {
+  return i == 0 || i == rows.n || rows.seq[i] != rows.seq[i - 1] ||
+         rows.pos[i] != rows.pos[i - 1] + 1;
+}
+
+/* The largest of the threads' before this one; of none: 0. */
+__device__ static int cuda_largest_before(int v) {
   __shared__ int room[CUDA_LISTED / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  bool begins = i <= rows.n;
-  int latest, before;
-  if (i > 0 && i < rows.n)
-    begins = rows.seq[i] != rows.seq[i - 1] || rows.pos[i] != rows.pos[i - 1] + 1;
-  latest = begins ? i : 0;
+  int before;
   for (int k = 1; k < 32; k *= 2) {
-    const int other = __shfl_up_sync(~0u, latest, k);
-    if (lane >= k) latest = max(latest, other);
+    const int other = __shfl_up_sync(~0u, v, k);
+    if (lane >= k) v = max(v, other);
   }
-  __syncthreads();
-  if (lane == 31) room[warp] = latest;
-  __syncthreads();
-  before = __shfl_up_sync(~0u, latest, 1);
+  if (lane == 31) room[warp] = v;
+  before = __shfl_up_sync(~0u, v, 1);
   if (lane == 0) before = 0;
+  __syncthreads();
   for (int k = 0; k < warp; k++) before = max(before, room[k]);
-  before = max(before, last);
-  for (int k = 0; k < CUDA_LISTED / 32; k++) last = max(last, room[k]);
-  return begins && i > 0 ? before : -1;
+  return before;
 }
 
 /* The tile whose last row sees most keys first; of equal ones, that of earlier rows. */
@@ -3212,14 +3219,21 @@ __device__ static void cuda_tiles_sort(const cuda_tiles &to) {
   if (i < n) to.tile[rank] = mine;
 }
 
-/* One block. */
+/* One block, whose threads look for beginnings in a stretch of rows each. */
 __global__ void __launch_bounds__(CUDA_LISTED) cuda_tiles_kernel(cuda_tiles to, tfm_rows rows) {
-  int last = 0;
+  const int each = rows.n / CUDA_LISTED + 1, from = (int)threadIdx.x * each;
+  int first = -1, last = 0, before;
   if (threadIdx.x < 2) to.count[threadIdx.x] = 0;
-  for (int first = 0; first <= rows.n; first += CUDA_LISTED) {
-    const int i = first + (int)threadIdx.x, begin = cuda_run_before(rows, i, last);
-    if (begin >= 0) cuda_tiles_cut(to, rows, begin, i);
-  }
+  __syncthreads();
+#pragma unroll 8
+  for (int i = from; i < min(from + each, rows.n + 1); i++)
+    if (cuda_run_begins(rows, i)) {
+      if (first >= 0) cuda_tiles_cut(to, rows, last, i);
+      else first = i;
+      last = i;
+    }
+  before = cuda_largest_before(last);
+  if (first > 0) cuda_tiles_cut(to, rows, before, first);
   __syncthreads();
   cuda_tiles_sort(to);
 }
@@ -4040,6 +4054,130 @@ template <int TYPE> __device__ __forceinline__ uint4 cuda_narrow(const float (&f
                     cuda_pack2<BF>(f[4], f[5]), cuda_pack2<BF>(f[6], f[7]));
 }
 
+__device__ __forceinline__ void cuda_rotate_pairs(float (&v)[8], const float2 *turn) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 r = cuda_rotate(v[2 * i], v[2 * i + 1], turn[i]);
+    v[2 * i] = r.x, v[2 * i + 1] = r.y;
+  }
+}
+
+__device__ __forceinline__ void cuda_rotate_halves(float (&a)[8], float (&b)[8],
+                                                   const float2 *turn) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float2 r = cuda_rotate(a[i], b[i], turn[i]);
+    a[i] = r.x, b[i] = r.y;
+  }
+}
+
+/* The same for heads of whole 16 values, in the cache's 16 bits: a block has a row, a thread 16
+   values of a head, whole pairs; what they are turned by is the same in all heads. */
+template <int TYPE>
+__global__ void __launch_bounds__(128) cuda_append16_kernel(tfm_mat qkv, const float *bias,
+                                                            tfm_rope p, tfm_kv kv, tfm_rows rows,
+                                                            int heads) {
+  __shared__ float2 turn[128];
+  const int row = (int)blockIdx.x, seq = rows.seq[row], pos = rows.pos[row], each = kv.width / 16;
+  uint16_t *from = (uint16_t *)qkv.data + row * qkv.stride;
+  int64_t at;
+  if (seq < 0) return;
+  for (int i = threadIdx.x; i < p.rot / 2; i += blockDim.x) turn[i] = cuda_turn(p, pos, i);
+  at = cuda_kv_at(kv, seq, pos, 0);
+  __syncthreads();
+  for (int i = threadIdx.x; i < qkv.cols / 16; i += blockDim.x) {
+    const int head = i / each, c = i % each, kv_head = head - heads;
+    const bool is_k = kv_head < kv.heads, turned = is_k && c < p.rot / 16;
+    const int low = turned && !p.interleaved ? 8 * c : 16 * c;
+    const int high = turned && !p.interleaved ? p.rot / 2 + 8 * c : 16 * c + 8;
+    uint16_t *to = from + head * kv.width;
+    float a[8], b[8];
+    cuda_widen<TYPE>(a, *(const uint4 *)(to + low));
+    cuda_widen<TYPE>(b, *(const uint4 *)(to + high));
+#pragma unroll
+    for (int k = 0; k < 8 && bias; k++) {
+      a[k] += bias[head * kv.width + low + k];
+      b[k] += bias[head * kv.width + high + k];
+    }
+    if (turned && p.interleaved) {
+      cuda_rotate_pairs(a, turn + 8 * c);
+      cuda_rotate_pairs(b, turn + 8 * c + 4);
+    } else if (turned) {
+      cuda_rotate_halves(a, b, turn + 8 * c);
+    }
+    if (kv_head >= 0)
+      to = (uint16_t *)(is_k ? kv.k : kv.v) + at +
+           (int64_t)(is_k ? kv_head : kv_head - kv.heads) * kv.page_tokens * kv.width;
+    *(uint4 *)(to + low) = cuda_narrow<TYPE>(a);
+    *(uint4 *)(to + high) = cuda_narrow<TYPE>(b);
+  }
+}
+
+static void cuda_append(tfm_dev *d, tfm_mat qkv, const float *bias, const tfm_rope *p,
+                        const tfm_kv *kv, const tfm_rows *rows, int heads) {
+  if (kv->type == qkv.type && kv->width % 16 == 0 && p->rot % 16 == 0 && p->rot <= 256)
+    cuda_run(d, qkv.type == TFM_F16 ? cuda_append16_kernel<TFM_F16>
+                                    : cuda_append16_kernel<TFM_BF16>,
+             dim3((unsigned)rows->n), 128, 0, qkv, bias, *p, *kv, *rows, heads);
+  else
+    cuda_run(d, cuda_append_kernel, dim3((unsigned)rows->n, cuda_blocks(qkv.cols / 2, 256)), 256, 0,
+             qkv, bias, *p, *kv, *rows, heads);
+}
+
+/* y [T, n] = norm(x), of 16 bits; a thread keeps Q quads of a row in registers. */
+template <int Q>
+__global__ void __launch_bounds__(CUDA_CREW) cuda_norm16_kernel(tfm_mat y, tfm_mat x, cuda_norm t) {
+  __shared__ __align__(16) float room[16];
+  const int row = (int)blockIdx.x, n = x.cols;
+  const float *from = (const float *)x.data + row * x.stride;
+  float mean = 0, sum = 0, inverse;
+  float4 v[Q];
+#pragma unroll
+  for (int i = 0; i < Q; i++) {
+    const int k = (int)threadIdx.x + i * CUDA_CREW;
+    v[i] = 4 * k < n ? __ldcg((const float4 *)from + k) : make_float4(0, 0, 0, 0);
+    sum += (v[i].x + v[i].y) + (v[i].z + v[i].w);
+  }
+  if (t.p.kind == TFM_NORM_LAYER) mean = cuda_crew_sum(sum, room) / (float)n;
+  sum = 0;
+#pragma unroll
+  for (int i = 0; i < Q; i++) {
+    v[i].x -= mean, v[i].y -= mean, v[i].z -= mean, v[i].w -= mean;
+    if (4 * ((int)threadIdx.x + i * CUDA_CREW) < n)
+      sum += __fmaf_rn(v[i].x, v[i].x, v[i].y * v[i].y) +
+             __fmaf_rn(v[i].z, v[i].z, v[i].w * v[i].w);
+  }
+  inverse = rsqrtf(cuda_crew_sum(sum, room + 8) / (float)n + t.p.eps);
+#pragma unroll
+  for (int i = 0; i < Q; i++) {
+    const int k = (int)threadIdx.x + i * CUDA_CREW;
+    if (4 * k >= n) continue;
+    const float4 w = cuda_quad_const(t.w, k, n);
+    const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
+    v[i].x = __fmaf_rn(v[i].x * inverse, w.x + t.p.offset, b.x);
+    v[i].y = __fmaf_rn(v[i].y * inverse, w.y + t.p.offset, b.y);
+    v[i].z = __fmaf_rn(v[i].z * inverse, w.z + t.p.offset, b.z);
+    v[i].w = __fmaf_rn(v[i].w * inverse, w.w + t.p.offset, b.w);
+    cuda_store4(y.data, y.type, row * y.stride + 4 * k, v[i]);
+  }
+}
+
+/* n is a multiple of 4: what a layer's products have asked for. */
+static void cuda_norm16(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_norm *t) {
+  const dim3 rows((unsigned)x.rows);
+  const bool quads = (uintptr_t)x.data % 16 == 0 && x.stride % 4 == 0;
+  tfm_mat none = {};
+  if (!quads || x.cols > 32 * CUDA_CREW)
+    cuda_run(d, cuda_norm_kernel, rows, CUDA_CREW, sizeof(float) * (size_t)(20 + x.cols), y, x,
+             none, (float *)NULL, *t);
+  else if (x.cols <= 4 * CUDA_CREW)
+    cuda_run(d, cuda_norm16_kernel<1>, rows, CUDA_CREW, 0, y, x, *t);
+  else if (x.cols <= 16 * CUDA_CREW)
+    cuda_run(d, cuda_norm16_kernel<4>, rows, CUDA_CREW, 0, y, x, *t);
+  else
+    cuda_run(d, cuda_norm16_kernel<8>, rows, CUDA_CREW, 0, y, x, *t);
+}
+
 /* As cuda_glu_kernel, eight values a thread; y and x of one type of 16 bits. */
 template <int TYPE>
 __global__ void cuda_glu8_kernel(tfm_mat y, tfm_mat x, const float *bias, tfm_act act, bool gated) {
@@ -4432,23 +4570,19 @@ static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight
 static void cuda_layer_run(tfm_dev *d, cuda_pass *p, tfm_mat x, const tfm_net *net,
                            const tfm_layer *l, const tfm_kv *kv, const tfm_rows *rows) {
   int32_t inner = net->heads * net->head_width;
-  tfm_mat none = {};
   cuda_attn a = {cuda_columns(p->h, 0, inner), cuda_columns(p->qkv, 0, inner), *kv, *rows, NULL,
                  l->attn, net->heads / net->kv_heads, {}};
   cuda_norm norm1 = {l->norm1, l->norm1_bias, net->norm}, norm2 = {l->norm2, l->norm2_bias,
                                                                   net->norm};
-  size_t shared = sizeof(float) * (size_t)(20 + net->width);
-  dim3 each((unsigned)x.rows);
   tfm_mat h = cuda_columns(p->h, 0, net->width);
   tfm_mat up = cuda_columns(p->up, 0, l->up.rows), act = cuda_columns(p->act, 0, l->down.cols);
   norm1.p.groups = norm2.p.groups = 0;
-  cuda_run(d, cuda_norm_kernel, each, CUDA_CREW, shared, h, x, none, (float *)NULL, norm1);
+  cuda_norm16(d, h, x, &norm1);
   cuda_gemm(d, p, p->qkv, h, cuda_packed(&l->qkv), NULL, false);
-  cuda_run(d, cuda_append_kernel, dim3((unsigned)x.rows, cuda_blocks(p->qkv.cols / 2, 256)), 256, 0,
-           p->qkv, l->qkv_bias, l->rope, *kv, *rows, (int)net->heads);
+  cuda_append(d, p->qkv, l->qkv_bias, &l->rope, kv, rows, (int)net->heads);
   cuda_attn_tiles(d, &a);
   cuda_gemm(d, p, x, a.y, cuda_packed(&l->out), l->out_bias, true);
-  cuda_run(d, cuda_norm_kernel, each, CUDA_CREW, shared, h, x, none, (float *)NULL, norm2);
+  cuda_norm16(d, h, x, &norm2);
   cuda_gemm(d, p, up, h, cuda_packed(&l->up), NULL, false);
   cuda_run(d, p->type == TFM_F16 ? cuda_glu8_kernel<TFM_F16> : cuda_glu8_kernel<TFM_BF16>,
            dim3((unsigned)x.rows, cuda_blocks(act.cols, 8 * 128)), 128, 0, act, up, l->up_bias,

@@ -2462,9 +2462,9 @@ static int cuda_heads_at_once(int group) { return group >= 3 ? 4 : group; }
 
 static int cuda_lanes8(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
 
-/* For the rows: where some are left of tiles there are few as a rule. */
-static unsigned cuda_attn_blocks(const tfm_dev *d, const cuda_attn *a) {
-  int32_t n = a->rows.n, few = cuda_of(d)->processors;
+/* For the rows, each of which takes `heads` blocks: few are left of tiles as a rule. */
+static unsigned cuda_attn_blocks(const tfm_dev *d, const cuda_attn *a, unsigned heads) {
+  int32_t n = a->rows.n, few = (int32_t)(2 * (unsigned)cuda_of(d)->processors / heads) + 1;
   return (unsigned)(a->tiles.tile && n > few ? few : n);
 }
 
@@ -2472,8 +2472,8 @@ static unsigned cuda_attn_blocks(const tfm_dev *d, const cuda_attn *a) {
 static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches *s,
                             int stretches) {
   int b = cuda_heads_at_once(a->group), width = a->kv.width;
-  dim3 grid(cuda_attn_blocks(d, a), (unsigned)a->kv.heads * cuda_blocks(a->group, b),
-            (unsigned)stretches);
+  unsigned heads = (unsigned)a->kv.heads * cuda_blocks(a->group, b);
+  dim3 grid(cuda_attn_blocks(d, a, heads), heads, (unsigned)stretches);
   size_t shared = sizeof(cuda_sum) * (size_t)(CUDA_CREW_WARPS * b * cuda_lanes8(width));
   cuda_run(d, a->kv.type == TFM_F16 ? cuda_attend_of<TFM_F16>(b, width)
                                     : cuda_attend_of<TFM_BF16>(b, width),
@@ -2483,7 +2483,8 @@ static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches
 static void cuda_attn_run(tfm_dev *d, const cuda_attn *a) {
   cuda_stretches none = {NULL, NULL};
   int b = cuda_heads_at_once(a->group);
-  dim3 grid(cuda_attn_blocks(d, a), (unsigned)a->kv.heads, cuda_blocks(a->group, b));
+  dim3 grid(cuda_attn_blocks(d, a, (unsigned)a->kv.heads), (unsigned)a->kv.heads,
+            cuda_blocks(a->group, b));
   if (a->kv.table && cuda_attend_knows(&a->kv) && !a->p.probs && a->p.dropout.rate == 0)
     cuda_attend_run(d, a, &none, 1);
   else
@@ -3188,23 +3189,6 @@ __device__ static bool cuda_run_begins(const tfm_rows &rows, int i) {
          rows.pos[i] != rows.pos[i - 1] + 1;
 }
 
-/* The largest of the threads' before this one; of none: 0. */
-__device__ static int cuda_largest_before(int v) {
-  __shared__ int room[CUDA_LISTED / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int before;
-  for (int k = 1; k < 32; k *= 2) {
-    const int other = __shfl_up_sync(~0u, v, k);
-    if (lane >= k) v = max(v, other);
-  }
-  if (lane == 31) room[warp] = v;
-  before = __shfl_up_sync(~0u, v, 1);
-  if (lane == 0) before = 0;
-  __syncthreads();
-  for (int k = 0; k < warp; k++) before = max(before, room[k]);
-  return before;
-}
-
 /* The tile whose last row sees most keys first; of equal ones, that of earlier rows. */
 __device__ static void cuda_tiles_sort(const cuda_tiles &to) {
   __shared__ long long key[CUDA_LISTED];
@@ -3219,21 +3203,32 @@ __device__ static void cuda_tiles_sort(const cuda_tiles &to) {
   if (i < n) to.tile[rank] = mine;
 }
 
-/* One block, whose threads look for beginnings in a stretch of rows each. */
+/* One block, whose warps look for beginnings in a stretch of rows each: all but a stretch's first
+   end a run that began there. */
 __global__ void __launch_bounds__(CUDA_LISTED) cuda_tiles_kernel(cuda_tiles to, tfm_rows rows) {
-  const int each = rows.n / CUDA_LISTED + 1, from = (int)threadIdx.x * each;
-  int first = -1, last = 0, before;
+  __shared__ int latest[CUDA_LISTED / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int each = (rows.n / CUDA_LISTED + 1) * 32, from = warp * each;
+  int first = 0, last = -1;
   if (threadIdx.x < 2) to.count[threadIdx.x] = 0;
   __syncthreads();
-#pragma unroll 8
-  for (int i = from; i < min(from + each, rows.n + 1); i++)
-    if (cuda_run_begins(rows, i)) {
-      if (first >= 0) cuda_tiles_cut(to, rows, last, i);
-      else first = i;
-      last = i;
-    }
-  before = cuda_largest_before(last);
-  if (first > 0) cuda_tiles_cut(to, rows, before, first);
+#pragma unroll 4
+  for (int begin = from; begin < from + each; begin += 32) {
+    const int i = begin + lane;
+    const bool begins = i <= rows.n && cuda_run_begins(rows, i);
+    const unsigned all = __ballot_sync(~0u, begins), below = all & ((1u << lane) - 1);
+    const int before = below ? begin + 31 - __clz((int)below) : last;
+    if (begins && before >= 0) cuda_tiles_cut(to, rows, before, i);
+    else if (begins) first = i;
+    if (all) last = begin + 31 - __clz((int)all);
+  }
+  if (lane == 0) latest[warp] = last;
+  __syncthreads();
+  if (first > 0) {
+    last = 0;
+    for (int k = 0; k < warp; k++) last = max(last, latest[k]);
+    cuda_tiles_cut(to, rows, last, first);
+  }
   __syncthreads();
   cuda_tiles_sort(to);
 }
@@ -3692,15 +3687,17 @@ template <int D> __device__ __forceinline__ void cuda_settle_out(cuda_rows64<D> 
   for (int h = 0; h < cuda_hopper<D>::outs; h++) cuda_settle(t.o[h]);
 }
 
-template <int D, bool BF>
+/* Of the first N keys of a tile. */
+template <int D, bool BF, int N>
 __device__ __forceinline__ void cuda_ask_scores(cuda_rows64<D> &t, const cuda_rings &r, int use) {
   typedef cuda_hopper<D> shape;
+  float (&s)[N / 2] = *(float (*)[N / 2])t.s;
   const uint32_t q = r.q + t.half * 64 * 128, k = r.k + use % shape::stages * shape::tile_bytes;
   cuda_settle(t.s);
   cuda_products_begin();
 #pragma unroll
   for (int i = 0; i < D / 16; i++)
-    cuda_wgmma<BF>(t.s, cuda_matrix_at(q + i / 4 * CUDA_TILE * 128 + i % 4 * 32, 16),
+    cuda_wgmma<BF>(s, cuda_matrix_at(q + i / 4 * CUDA_TILE * 128 + i % 4 * 32, 16),
                    cuda_matrix_at(k + i / 4 * shape::keys * 128 + i % 4 * 32, 16), i > 0);
   cuda_products_end();
 }
@@ -3723,15 +3720,14 @@ __device__ __forceinline__ void cuda_ask_values(cuda_rows64<D> &t, const cuda_ri
   cuda_products_end();
 }
 
-/* Of one of the thread's two rows. */
-template <int D, bool MASK>
+/* Of one of the thread's two rows, and N keys. */
+template <int D, int N, bool MASK>
 __device__ __forceinline__ void cuda_row_exp(cuda_rows64<D> &t, int r, float scale, int key,
                                              int window) {
-  constexpr int N = cuda_hopper<D>::keys / 8;
   const int pos = t.pos + 8 * r;
   float best = t.top[r], base, sum[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < 2 * N; i++) {
+  for (int i = 0; i < N / 4; i++) {
     float &v = t.s[i / 2 * 4 + 2 * r + i % 2];
     const int at = key + i / 2 * 8 + i % 2;
     if (MASK && (at > pos || pos - at >= window)) v = -INFINITY;
@@ -3744,7 +3740,7 @@ __device__ __forceinline__ void cuda_row_exp(cuda_rows64<D> &t, int r, float sca
   t.by[r] = cuda_exp2(__fmaf_rn(t.top[r], scale, -base));
   t.top[r] = best;
 #pragma unroll
-  for (int i = 0; i < 2 * N; i++) {
+  for (int i = 0; i < N / 4; i++) {
     float &v = t.s[i / 2 * 4 + 2 * r + i % 2];
     v = cuda_exp2(__fmaf_rn(v, scale, -base));
     sum[i % 2] += v;
@@ -3753,32 +3749,33 @@ __device__ __forceinline__ void cuda_row_exp(cuda_rows64<D> &t, int r, float sca
 }
 
 /* Scores become powers of two. */
-template <int D>
+template <int D, int N>
 __device__ __forceinline__ void cuda_exponentials(cuda_rows64<D> &t, const cuda_hopper_attn &h,
                                                   int tile) {
-  constexpr int N = cuda_hopper<D>::keys;
   const int window = h.a.p.window > 0 ? h.a.p.window : INT32_MAX;
-  const int first = tile * N, key = first + (int)threadIdx.x % 4 * 2;
+  const int first = tile * cuda_hopper<D>::keys, key = first + (int)threadIdx.x % 4 * 2;
   if (h.cap != 0) {
 #pragma unroll
     for (int i = 0; i < N / 2; i++) t.s[i] = tanhf(t.s[i] * h.cap);
   }
   if (first + N - 1 > t.first || t.first + 63 - first >= window) {
-    cuda_row_exp<D, true>(t, 0, h.scale, key, window);
-    cuda_row_exp<D, true>(t, 1, h.scale, key, window);
+    cuda_row_exp<D, N, true>(t, 0, h.scale, key, window);
+    cuda_row_exp<D, N, true>(t, 1, h.scale, key, window);
   } else {
-    cuda_row_exp<D, false>(t, 0, h.scale, key, window);
-    cuda_row_exp<D, false>(t, 1, h.scale, key, window);
+    cuda_row_exp<D, N, false>(t, 0, h.scale, key, window);
+    cuda_row_exp<D, N, false>(t, 1, h.scale, key, window);
   }
 }
 
-/* o follows the rows' maxima; p is the scores, which are exponentials now. */
-template <int D, bool BF> __device__ __forceinline__ void cuda_probabilities(cuda_rows64<D> &t) {
+/* p is the first N scores, which are exponentials now, and zeros. */
+template <int D, bool BF, int N>
+__device__ __forceinline__ void cuda_probabilities(cuda_rows64<D> &t) {
 #pragma unroll
   for (int i = 0; i < cuda_hopper<D>::keys / 4; i++)
-    t.p[i] = cuda_pack2<BF>(t.s[2 * i], t.s[2 * i + 1]);
+    t.p[i] = i < N / 4 ? cuda_pack2<BF>(t.s[2 * i], t.s[2 * i + 1]) : 0;
 }
 
+/* o follows the rows' maxima. */
 template <int D> __device__ __forceinline__ void cuda_follow_top(cuda_rows64<D> &t) {
   if (!__any_sync(~0u, t.by[0] != 1 || t.by[1] != 1)) return;
 #pragma unroll
@@ -3834,31 +3831,41 @@ __device__ __forceinline__ void cuda_rows64_store(cuda_rows64<D> &t, const cuda_
   }
 }
 
+/* The last tile of keys, of which N are visible to some row. */
+template <int D, bool BF, int N>
+__device__ __forceinline__ void cuda_attend_last(cuda_rows64<D> &t, const cuda_hopper_attn &h,
+                                                 const cuda_rings &r, const cuda_piece_of &m,
+                                                 int use) {
+  cuda_turn_wait(t.half);
+  cuda_ask_scores<D, BF, N>(t, r, use);
+  cuda_turn_pass(t.half);
+  cuda_products_wait<0>();
+  cuda_settle(t.s);
+  cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_K_EMPTY, use));
+  if (m.high == m.low) cuda_barrier_arrive(r.barriers + CUDA_Q_EMPTY * 8);
+  cuda_exponentials<D, N>(t, h, m.high);
+  cuda_probabilities<D, BF, N>(t);
+}
+
 /* A piece of work, whose first tile of keys is use number `use` of the rings. */
 template <int D, bool BF>
 __device__ __forceinline__ void cuda_attend64(cuda_rows64<D> &t, const cuda_hopper_attn &h,
                                               const cuda_rings &r, const cuda_piece_of &m,
                                               int use) {
-  const int tiles = m.high - m.low + 1, from = m.pos + m.rows - m.high * cuda_hopper<D>::keys;
+  constexpr int N = cuda_hopper<D>::keys;
+  const int tiles = m.high - m.low + 1, from = m.pos + m.rows - m.high * N;
   t.first = m.pos + t.half * 64;
   t.pos = t.first + (int)threadIdx.x / 32 % 4 * 16 + (int)threadIdx.x % 32 / 4;
   t.top[0] = t.top[1] = -INFINITY;
   t.sum[0] = t.sum[1] = 0;
   cuda_ring_wait<D>(r, CUDA_K_FULL, use, 0);
-  cuda_turn_wait(t.half);
-  cuda_ask_scores<D, BF>(t, r, use);
-  cuda_turn_pass(t.half);
-  cuda_products_wait<0>();
-  cuda_settle(t.s);
-  cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_K_EMPTY, use));
-  if (tiles == 1) cuda_barrier_arrive(r.barriers + CUDA_Q_EMPTY * 8);
-  cuda_exponentials<D>(t, h, m.high);
-  cuda_probabilities<D, BF>(t);
-  if (from < cuda_hopper<D>::keys) cuda_clear_values<D>(t, r, use, from);
+  if (t.first + 63 < m.high * N + 64) cuda_attend_last<D, BF, 64>(t, h, r, m, use);
+  else cuda_attend_last<D, BF, N>(t, h, r, m, use);
+  if (from < N) cuda_clear_values<D>(t, r, use, from);
   for (int i = 1; i < tiles; i++) {
     cuda_ring_wait<D>(r, CUDA_K_FULL, use + i, 0);
     cuda_turn_wait(t.half);
-    cuda_ask_scores<D, BF>(t, r, use + i);
+    cuda_ask_scores<D, BF, N>(t, r, use + i);
     cuda_ring_wait<D>(r, CUDA_V_FULL, use + i - 1, 0);
     cuda_ask_values<D, BF>(t, r, use + i - 1, i > 1);
     cuda_turn_pass(t.half);
@@ -3866,13 +3873,13 @@ __device__ __forceinline__ void cuda_attend64(cuda_rows64<D> &t, const cuda_hopp
     cuda_settle(t.s);
     cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_K_EMPTY, use + i));
     if (i == tiles - 1) cuda_barrier_arrive(r.barriers + CUDA_Q_EMPTY * 8);
-    cuda_exponentials<D>(t, h, m.high - i);
+    cuda_exponentials<D, N>(t, h, m.high - i);
     cuda_products_wait<0>();
     cuda_settle_out(t);
     cuda_settle(t.p);
     cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_V_EMPTY, use + i - 1));
     cuda_follow_top(t);
-    cuda_probabilities<D, BF>(t);
+    cuda_probabilities<D, BF, N>(t);
   }
   cuda_ring_wait<D>(r, CUDA_V_FULL, use + tiles - 1, 0);
   cuda_turn_wait(t.half);

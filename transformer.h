@@ -30,11 +30,11 @@
    IT DOES NOT exit, abort, assert or print; keep global state; allocate while generating; execute
    anything from a model; read pickles; fetch models; guess at what it does not know.
 
-   Needs: a C11 or C++17 compiler (gcc or clang), POSIX or MinGW-w64, a machine of 32 or 64 bits (x86
-   of 32 with -msse2 -mfpmath=sse) in either byte order (big-endian ones read files instead of
-   mapping them), stb_ds.h on the include path (as stb_ds.h or stb/stb_ds.h; hidden from your
-   program, which may use it too). Under -std=c11 include this header before the C library's, or
-   define _POSIX_C_SOURCE yourself.
+   Needs: a C11 or C++17 compiler (gcc or clang), POSIX or MinGW-w64, a machine of 32 or 64 bits
+   (x86 of 32 with -msse2 -mfpmath=sse) in either byte order (big-endian ones read model files
+   instead of mapping them), stb_ds.h on the include path (as stb_ds.h or stb/stb_ds.h; hidden from
+   your program, which may use it too). Under -std=c11 include this header before the C library's,
+   or define _POSIX_C_SOURCE yourself.
 
    Contents; search for the anchor:
      >>api        types, contracts, declarations    >>families   models as rows of data, loading
@@ -68,10 +68,12 @@
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FAST_MATH__)
 #error "transformer.h: -Ofast and -ffast-math break its arithmetic (infinities, NaN); use -O3"
 #endif
-#if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 2
+#if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FLT_EVAL_METHOD__)
+#if __FLT_EVAL_METHOD__ == 2
 #error "transformer.h: x87 keeps more digits than a float has; use -msse2 -mfpmath=sse"
-#elif defined(TRANSFORMER_IMPLEMENTATION) && defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 1
+#elif __FLT_EVAL_METHOD__ == 1
 #error "transformer.h: floats are computed as doubles here; use -fexcess-precision=fast"
+#endif
 #endif
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE)
 #define _POSIX_C_SOURCE 200809L /* -std=c11 hides what POSIX adds to the C library's headers */
@@ -6407,17 +6409,18 @@ static bool tfmi_regex_is_word(const tfmi_charset *words, uint32_t c) {
   return c != 0x200c && c != 0x200d && tfmi_charset_at(words, c);
 }
 
-static uint32_t tfmi_regex_members(tfmi_regex_make *x, uint32_t code) { /* its sets, as bits */
-  uint32_t category = tfmi_charset_at(x->make->set[TFMI_CHARS_CATEGORY], code), bits = 0;
+/* The sets of a character, as bits. */
+static uint32_t tfmi_regex_members(const tfmi_regex_make *x, uint32_t code, uint32_t category,
+                                   bool word) {
+  uint32_t bits = 0;
   int32_t i;
   ptrdiff_t k;
   for (i = 0; i < x->sets; i++) {
     bool in = false;
     for (k = 0; k < stbds_arrlen(x->set[i].item) && !in; k++) {
       const tfmi_regex_item *item = &x->set[i].item[k];
-      in = item->word ? tfmi_regex_is_word(x->make->set[TFMI_CHARS_WORD], code)
-                      : (item->categories >> category & 1) ||
-                            (code >= item->first && code <= item->last);
+      in = item->word ? word : (item->categories >> category & 1) ||
+                                   (code >= item->first && code <= item->last);
       in = in != item->negated;
     }
     bits |= (uint32_t)(in != x->set[i].negated) << i;
@@ -6425,23 +6428,49 @@ static uint32_t tfmi_regex_members(tfmi_regex_make *x, uint32_t code) { /* its s
   return bits;
 }
 
+/* Where an item begins or has ended, next behind a character. */
+static uint32_t tfmi_regex_edge(const tfmi_regex_make *x, uint32_t code) {
+  uint32_t edge = TFMI_CODES;
+  int32_t i;
+  ptrdiff_t k;
+  for (i = 0; i < x->sets; i++)
+    for (k = 0; k < stbds_arrlen(x->set[i].item); k++) {
+      const tfmi_regex_item *item = &x->set[i].item[k];
+      if (item->first > code && item->first < edge) edge = item->first;
+      if (item->last >= code && item->last < edge) edge = item->last + 1;
+    }
+  return edge;
+}
+
 /* Characters of the same sets are one class. */
+static uint16_t tfmi_regex_class(tfmi_regex_make *x, uint32_t members) {
+  ptrdiff_t k = 0;
+  while (k < stbds_arrlen(x->members) && x->members[k] != members) k++;
+  if (k == stbds_arrlen(x->members)) stbds_arrput(x->members, members);
+  if (k > 250) tfmi_regex_fail(x, "too many classes of characters");
+  return (uint16_t)k;
+}
+
+/* Between the edges of items only the category counts, and what \w says. */
 static tfmi_charset *tfmi_regex_classes(tfmi_regex_make *x) {
   tfmi_load *l = &x->make->load;
   tfmi_charset *classes = TFMI_NEW(tfmi_charset, tfmi_keep(l, 1, sizeof *classes));
+  const tfmi_charset *categories = tfmi_make_charset(x->make, TFMI_CHARS_CATEGORY);
+  const tfmi_charset *words = tfmi_make_charset(x->make, TFMI_CHARS_WORD);
   uint16_t *value = TFMI_NEW(uint16_t, tfmi_scratch(l, TFMI_CODES, sizeof *value));
-  uint32_t code;
-  ptrdiff_t k = 0;
-  tfmi_make_charset(x->make, TFMI_CHARS_CATEGORY);
-  tfmi_make_charset(x->make, TFMI_CHARS_WORD);
+  uint16_t known[32][2]; /* a class, plus 1 */
+  uint32_t code, edge = 0;
   for (code = 0; code < TFMI_CODES; code++) {
-    uint32_t bits = tfmi_regex_members(x, code);
-    if (k >= stbds_arrlen(x->members) || x->members[k] != bits)
-      for (k = 0; k < stbds_arrlen(x->members); k++)
-        if (x->members[k] == bits) break;
-    if (k == stbds_arrlen(x->members)) stbds_arrput(x->members, bits);
-    if (k > 250) tfmi_regex_fail(x, "too many classes of characters");
-    value[code] = (uint16_t)k;
+    uint32_t category = tfmi_charset_at(categories, code);
+    bool word = tfmi_regex_is_word(words, code);
+    uint16_t *class_ = &known[category][word];
+    if (code == edge) {
+      memset(known, 0, sizeof known);
+      edge = tfmi_regex_edge(x, code);
+    }
+    if (!*class_)
+      *class_ = (uint16_t)(1 + tfmi_regex_class(x, tfmi_regex_members(x, code, category, word)));
+    value[code] = (uint16_t)(*class_ - 1);
   }
   tfmi_charset_pages(l, classes, value);
   tfmi_release(l, value);

@@ -1352,18 +1352,7 @@ static void cpu_tiles_begin(int bytes) {
 typedef struct cpu_walk { /* through tiles of an operand, in pairs, the second tile `next` away */
   const uint8_t *at;
   size_t row, next, step; /* bytes */
-  bool far;               /* in the second cache: a tile's load would wait there, row by row */
 } cpu_walk;
-
-/* The pair after the next one is asked for. */
-CPU_INLINE void cpu_walk_ahead(const cpu_walk *w) {
-  const uint8_t *at = w->at + 2 * w->step;
-  int i;
-  for (i = 0; i < CPU_TILE_ROWS && w->far; i++) {
-    __builtin_prefetch(at + (size_t)i * w->row);
-    __builtin_prefetch(at + w->next + (size_t)i * w->row);
-  }
-}
 
 /* out [32][32], of rows so many bytes apart, (+)= 32 rows of a times 32 columns of b. */
 CPU_INLINE void cpu_tiles_multiply(float *out, size_t row, cpu_walk a, cpu_walk b, int32_t steps,
@@ -1381,8 +1370,6 @@ CPU_INLINE void cpu_tiles_multiply(float *out, size_t row, cpu_walk a, cpu_walk 
     _tile_zero(3);
   }
   for (; steps; steps--, a.at += a.step, b.at += b.step) {
-    cpu_walk_ahead(&a);
-    cpu_walk_ahead(&b);
     _tile_loadd(4, a.at, a.row);
     _tile_loadd(6, b.at, b.row);
     _tile_loadd(5, a.at + a.next, a.row);
@@ -1426,8 +1413,7 @@ static void cpu_tiles_run(const cpu_tiled *p, const uint8_t *a, float *out, int3
                           int32_t col, int32_t cols) {
   const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
   int32_t rows = cpu_min(CPU_ROWS, p->rows - row), i;
-  cpu_walk x = {a, 64, (size_t)group, CPU_TILE_SIZE, p->a != NULL}, w = x;
-  w.far = true;
+  cpu_walk x = {a, 64, (size_t)group, CPU_TILE_SIZE}, w = x;
   cpu_tiles_expect(p, row, rows, col, cols);
   for (i = 0; i < cols; i += CPU_ROWS) {
     w.at = p->b + (col + i) / CPU_TILE_ROWS * group;
@@ -1515,7 +1501,7 @@ static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *g) {
    columns of a panel are unpacked to the first cache, while those of x lie in the second. Sums wait
    in a thread's memory. */
 enum {
-  CPU_TILED_COLS = 256, /* columns at a time; of bf16, twice as many */
+  CPU_TILED_COLS = 256, /* columns at a time */
   CPU_TILED_ROWS = 256, /* rows of x */
   CPU_TILED_PANELS = CPU_OUT / CPU_ROWS,
   CPU_TILED_OUT = CPU_OUT + CPU_ALIGN / 4, /* floats from row to row of sums: not in step */
@@ -1599,8 +1585,8 @@ static void cpu_brain_tiles(uint8_t *to, const uint8_t *w, int32_t n) {
 
 static void cpu_brain_columns(const cpu_tiles *p, float *out) {
   const size_t row = p->t->quantised_bytes;
-  cpu_walk a = {p->x + 2 * (size_t)p->k, row, CPU_TILE_ROWS * row, 2 * CPU_TERMS, true};
-  const cpu_walk b = {p->room, 64, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE, false};
+  cpu_walk a = {p->x + 2 * (size_t)p->k, row, CPU_TILE_ROWS * row, 2 * CPU_TERMS};
+  const cpu_walk b = {p->room, 64, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE};
   const int32_t steps = (p->cols + CPU_TERMS - 1) / CPU_TERMS;
   int32_t i, parts = (p->rows + CPU_ROWS - 1) / CPU_ROWS;
   cpu_brain_tiles(p->room, p->w, p->cols);
@@ -1686,27 +1672,15 @@ CPU_INLINE void cpu_unit_scale(const cpu_unit *u, size_t row, int32_t first, con
   }
 }
 
-/* While tiles multiply a unit, vectors scale the one before it, a quarter of each in turns. next:
-   x of the one after it is asked for. */
-CPU_INLINE void cpu_unit_quarters(const cpu_unit *now, const cpu_unit *was, const uint8_t *next,
-                                  size_t row, bool low) {
-  int32_t b, i;
+/* While tiles multiply a unit, vectors scale the one before it, a quarter of each in turns. */
+CPU_INLINE void cpu_unit_quarters(const cpu_unit *now, const cpu_unit *was, size_t row, bool low) {
+  int32_t b;
   for (b = 0; b < CPU_GROUP / 32; b++) {
     if (b < now->blocks) cpu_unit_dots(now, row, b);
-    for (i = 4 * b; i < 4 * b + 4; i++) {
-      __builtin_prefetch(next + (size_t)i * row), __builtin_prefetch(next + (size_t)i * row + 64);
-      __builtin_prefetch(next + (size_t)i * row + 128);
-    }
     if (was->blocks == 4 && !low) cpu_unit_scale(was, row, 4 * b, 4, false);
     else if (was->blocks == 4) cpu_unit_scale(was, row, 4 * b, 4, true);
     else if (was->blocks) cpu_unit_scale(was, row, 4 * b, was->blocks, low);
   }
-}
-
-/* x of a unit: groups run fastest. */
-CPU_INLINE const uint8_t *cpu_unit_x(const cpu_tiles *p, int32_t unit, int32_t groups) {
-  return p->x + (size_t)(unit / groups * CPU_TILE_ROWS) * p->t->quantised_bytes +
-         (size_t)(p->k / CPU_GROUP + unit % groups) * sizeof(cpu_group);
 }
 
 static void cpu_block_columns(const cpu_tiles *p, float *out) {
@@ -1721,12 +1695,12 @@ static void cpu_block_columns(const cpu_tiles *p, float *out) {
     const int32_t group = i % groups, first = i / groups * CPU_TILE_ROWS;
     was = now;
     now.blocks = i < units ? cpu_min(CPU_GROUP, p->cols - group * CPU_GROUP) / 32 : 0;
-    now.x = cpu_unit_x(p, i, groups);
+    now.x = p->x + (size_t)first * row + (size_t)(p->k / CPU_GROUP + group) * sizeof(cpu_group);
     now.w = p->room + (size_t)(group * CPU_GROUP / 32) * CPU_TILED_PIECE;
     now.out = out + first * CPU_TILED_OUT;
     now.dots = p->dots + i % 2 * (CPU_GROUP / 32) * CPU_TILE_ROWS * CPU_ROWS;
     now.rows = cpu_min(CPU_TILE_ROWS, p->rows - first);
-    cpu_unit_quarters(&now, &was, cpu_unit_x(p, i + 1, groups), row, low);
+    cpu_unit_quarters(&now, &was, row, low);
   }
 }
 
@@ -1751,7 +1725,7 @@ static void cpu_tiles_rows(cpu_tiles *p, int32_t panel, int32_t n, int32_t col) 
   int32_t i;
   if (!t->brains) memset(p->out, 0, (size_t)(p->rows * CPU_TILED_OUT) * sizeof *p->out);
   for (p->k = 0; p->k < t->x.cols; p->k += p->cols) {
-    p->cols = cpu_min(t->brains ? 2 * CPU_TILED_COLS : CPU_TILED_COLS, t->x.cols - p->k);
+    p->cols = cpu_min(CPU_TILED_COLS, t->x.cols - p->k);
     for (i = 0; i < n; i++) {
       p->w = w + (size_t)i * s->bytes + cpu_panel_span((int)s->type, p->k);
       if (t->brains) cpu_brain_columns(p, p->out + i * CPU_ROWS);

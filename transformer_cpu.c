@@ -85,7 +85,7 @@ enum {
   CPU_QUERIES = 64,       /* query heads that share a tile of keys, */
   CPU_KEYS = 64,          /* of so many positions */
   CPU_PIECE = 512,        /* positions that are summed up by themselves: threads may share a row */
-  CPU_SUMS = 16,          /* floats before a piece's sum of values: largest score, sum, rest unused */
+  CPU_SUMS = 16,          /* floats before a piece's sum of values: largest score, sum, unused */
   CPU_PARTS = 4 << 20,    /* bytes of such sums at most */
   CPU_TILE_BYTES = 208 << 10, /* of each thread: keys, values, sums; or sums and panels */
   CPU_DEPTH = 512,        /* training: terms of a sum that are added in registers, */
@@ -2998,6 +2998,7 @@ static int32_t V(attn_tile)(const cpu_attn_job *t, V(query) *q, int32_t queries,
   const void *x[CPU_TILE];
   int32_t i, col, n, rows = V(tile_for)(TFM_F32, queries, 1)->rows;
   for (i = 0; i < rows; i++) x[i] = q[i].q;
+  panels = cpu_min(panels, cpu_panels(q[rows - 1].last + 1 - base)); /* nobody sees more */
   for (i = 0; i < panels; i += n) {
     n = panels - i >= V(wide) ? V(wide) : 1;
     V(tile_for)(TFM_F32, rows, n)
@@ -3187,7 +3188,7 @@ static bool V(attn_declines)(const cpu_attn_job *t) {
 /* Whether threads share pieces: there are few items, of long rows, and room for their sums, which
    is one whole context's (cpu_work_bytes). */
 static bool V(attn_shares)(const tfm_dev *d, cpu_attn_job *t) {
-  const int64_t of_piece = (int64_t)t->p->heads * (CPU_SUMS + t->kv->width) * (int64_t)sizeof(float);
+  const int64_t of_piece = (int64_t)t->p->heads * (CPU_SUMS + t->kv->width) * 4;
   const int64_t room = ((int64_t)t->kv->max_pages - 1) * t->kv->page_tokens / CPU_PIECE + 1;
   int64_t sums;
   int32_t i, longest = 0;

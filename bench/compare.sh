@@ -31,7 +31,8 @@ if [ ! -e "$models/$type.gguf" ]; then
 fi
 
 peers="llama_cpp"
-if [ "$type" = f32 ] && [ "$sequences" = 1 ] && "$python" -c 'import torch, transformers' 2> "$work/log"; then
+if [ "$type" = f32 ] && [ "$sequences" = 1 ] &&
+  "$python" -c 'import torch, transformers' 2> "$work/log"; then
   made "$models/folder" build/convert "$source" "$models/folder" && peers="llama_cpp torch"
 fi
 [ "$rounds" -gt 0 ] || exit 0

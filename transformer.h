@@ -52,6 +52,7 @@
    Options, defined before the include:
      TRANSFORMER_IMPLEMENTATION         this file gets the code
      TFM_STATIC                         everything static: for one-file programs without companions
+     TFM_LINKED                         no code here after all: another object of the link has it
      TFM_API                            your own linkage, for example a DLL export
      TFM_MALLOC, TFM_REALLOC, TFM_FREE  all three; default allocator of instances without one
      TFM_ASSERT(c)                      checks of the library's own reasoning; default: nothing
@@ -1242,7 +1243,7 @@ extern const tfm_backend *tfm_backend_cuda(void);
    Stop now, if you are only interested in the interface.
    ============================================================================================== */
 
-#ifdef TRANSFORMER_IMPLEMENTATION
+#if defined(TRANSFORMER_IMPLEMENTATION) && !defined(TFM_LINKED)
 #ifndef TFMI_IMPLEMENTED
 #define TFMI_IMPLEMENTED
 

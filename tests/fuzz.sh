@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# fuzz.sh SECONDS NAME...: looks for inputs that break tests/NAME.c; what it finds is in build/fuzz/.
+# fuzz.sh SECONDS NAME...: looks for inputs that break tests/NAME.c; findings lie in build/fuzz/.
 # Needs clang with libFuzzer, else skipped. `make test` replays the committed inputs: replay.c.
 passed=0 failed=0 skipped=0
 seconds=$1

@@ -528,8 +528,9 @@ TEST(places_beyond_4_GiB) { /* 5 GiB of nothing, which a sparse file does not st
   c.host.io = NULL;
   c.config_json = CONFIG;
   c.host.memory_limit_bytes = 1 << 20;
-  if (!TFMI_BIG_ENDIAN)
-    expect_model(tfm_model_load(path, &c), sizeof(size_t) == 8 ? TFM_OK : TFM_E_IO, "");
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ /* others cannot use floats in place */
+  expect_model(tfm_model_load(path, &c), sizeof(size_t) == 8 ? TFM_OK : TFM_E_IO, "");
+#endif
   c.no_mmap = true; /* all of it would be read */
   expect_model(tfm_model_load(path, &c), sizeof(size_t) == 8 ? TFM_E_MEMORY : TFM_E_IO, "");
   unlink(path);
@@ -955,17 +956,11 @@ TEST(gguf_header) {
     put(&b, NULL, 39);
     expect_gguf(b, TFM_E_UNSUPPORTED, "an old GGML file");
   }
-<<<<<<< HEAD
   for (i = 0; i < COUNT(versions); i++) {
-    bytes b = gguf_begin(0, 0);
-    memcpy(b.at + 4, &versions[i], 4);
-=======
-  for (i = 0; i < TFMI_COUNT(versions); i++) {
     bytes b = {NULL, 0};
     put_text(&b, "GGUF");
     put_int(&b, versions[i], 4);
     put(&b, NULL, 16);
->>>>>>> main
     expect_gguf(b, TFM_E_UNSUPPORTED, i == 4 ? "big-endian" : "expected 3");
   }
   for (i = 0; i < COUNT(counts); i++) {
@@ -1053,12 +1048,7 @@ TEST(gguf_a_million_keys) { /* in less than quadratic time */
   for (i = 0; i < n; i++) {
     char name[16];
     snprintf(name, sizeof name, "k%07u", (unsigned)(i * 7919 % n));
-<<<<<<< HEAD
-    memcpy(at + 8, name, 8);
-    at[16] = GGUF_U32;
-=======
     gguf_u32(&b, name, 0);
->>>>>>> main
   }
   expect_gguf(b, TFM_E_FORMAT, "it is a vocabulary");
 }

@@ -1059,7 +1059,7 @@ TEST(a_thread_of_64_KB_is_enough) {
 static void check_weights_of(uint32_t bits) {
   blob file = blob_read(LLAMA "/model.safetensors"), config = blob_read(LLAMA "/config.json");
   static const tfm_sampling hot = {1, 3, 0.5f, 0.1f, 1.2f, 1, 0};
-  size_t i, first = 8 + (size_t)tfmi_u64(file.data);
+  size_t i, first = 8 + (size_t)blob_u64(&file, 0);
   tfm_model_config c;
   tfm_session *s;
   tfm_model *m;

@@ -30,7 +30,7 @@ BUDGETS = {
     "gguf": 520, "steps": 740, "tokenizer": 4100,
     "formats": 800, "families": 2000, "device": 480,
     "kernels": 1900, "gradients": 1100, "forward": 450, "engine": 740, "session": 620,
-    "generate": 200, "convert": 1240, "train": 1450, "export": 560, "data": 620,
+    "generate": 200, "convert": 1320, "train": 1450, "export": 560, "data": 620,
 }
 
 FORBIDDEN_CALLS = ["exit", "_exit", "quick_exit", "abort", "assert", "printf", "fprintf", "vprintf",

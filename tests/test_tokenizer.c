@@ -404,18 +404,23 @@ TEST(tokenizer_tiktoken) {
   free(file);
 }
 
-/* All bytes, then the pieces that a text is to be cut into: each must come out whole. */
-static void check_pieces(const char *splitting, const char *const *piece, int n) {
-  tfm_tokenizer_config config;
-  tfm_tokenizer *t;
-  char file[8192], text[256] = "", *at = file;
-  int32_t ids[64];
+static char *put_bytes(char *at) { /* a token each, in tiktoken's form */
   int i;
   for (i = 0; i < 256; i++) {
     uint8_t byte = (uint8_t)i;
     at += put_base64(at, &byte, 1);
     at += sprintf(at, " %d\n", i);
   }
+  return at;
+}
+
+/* All bytes, then the pieces that a text is to be cut into: each must come out whole. */
+static void check_pieces(const char *splitting, const char *const *piece, int n) {
+  tfm_tokenizer_config config;
+  tfm_tokenizer *t;
+  char file[8192], text[256] = "", *at = put_bytes(file);
+  int32_t ids[64];
+  int i;
   for (i = 0; i < n; i++) {
     at += put_base64(at, (const uint8_t *)piece[i], strlen(piece[i]));
     at += sprintf(at, " %d\n", 256 + i);
@@ -438,6 +443,35 @@ TEST(tokenizer_tiktoken_splits) { /* as the package of that name does */
                                        " \xe4\xb8\xad" "AAAA", " !/\n\n", "  ", " x", " \n  "};
   check_pieces("o200k_base", o200k, TFMI_COUNT(o200k));
   check_pieces("cl100k_base", cl100k, TFMI_COUNT(cl100k));
+}
+
+/* The ids of each splitting's special tokens: those that are easily taken for others. */
+TEST(tokenizer_tiktoken_specials) {
+  static const struct { const char *splitting, *text; int32_t id; } rows[] = {
+    {"gpt2", "<|endoftext|>", 50256}, {"cl100k_base", "<|endofprompt|>", 100276},
+    {"o200k_base", "<|endofprompt|>", 200018}, {"llama3", "<|end_of_text|>", 128001},
+    {"llama3", "<|reserved_special_token_0|>", -1}, {"llama3", "<|eot_id|>", 128009},
+    {"qwen", "<|im_end|>", 151645}, {"qwen", "<|extra_0|>", 151646},
+    {"qwen", "<|extra_204|>", 151850}, {"qwen", "<|extra_205|>", -1}};
+  char file[8192];
+  size_t bytes = (size_t)(put_bytes(file) - file);
+  int i;
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    tfm_tokenizer_config config;
+    tfm_tokenizer *t;
+    int32_t id = -1;
+    memset(&config, 0, sizeof config);
+    config.splitting = rows[i].splitting;
+    t = tfm_tokenizer_load_memory(file, bytes, &config);
+    if (!t) CHECK_STR(tfm_error(), rows[i].splitting);
+    CHECK_EQ_INT(tfm_token_id(t, rows[i].text, strlen(rows[i].text)), rows[i].id);
+    if (rows[i].id >= 0) {
+      CHECK_EQ_INT(tfm_encode(t, rows[i].text, strlen(rows[i].text), TFM_ENCODE_PARSE_SPECIAL, &id,
+                              1), 1);
+      CHECK_EQ_INT(id, rows[i].id);
+    }
+    tfm_tokenizer_free(t);
+  }
 }
 
 /* ---- Arguments ---- */

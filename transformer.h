@@ -17860,13 +17860,13 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
 #pragma GCC optimize("O1")
 #endif
 
-/* A number of JSON whatever the locale. */
-static void tfmi_out_number(tfmi_out *o, double value) {
+/* A number of JSON whatever the locale. transformers tells reals from whole ones by their point. */
+static void tfmi_out_number(tfmi_out *o, double value, bool whole) {
   char text[40], *comma;
   snprintf(text, sizeof text, "%.17g", value);
   comma = strchr(text, ',');
   if (comma) *comma = '.';
-  tfmi_out_bytes(o, text, strlen(text));
+  tfmi_out_text(o, "%s%s", text, whole || strpbrk(text, ".e") ? "" : ".0");
 }
 
 typedef struct tfmi_described { /* what a config.json tells */
@@ -17884,9 +17884,9 @@ static const char *tfmi_torch_name(tfm_type type) {
   return type == TFM_F16 ? "float16" : type == TFM_BF16 ? "bfloat16" : "float32";
 }
 
-static void tfmi_config_number(tfmi_out *o, const char *key, double value) {
+static void tfmi_config_number(tfmi_out *o, const char *key, double value, bool whole) {
   tfmi_out_text(o, ",\n  \"%s\": ", key);
-  tfmi_out_number(o, value);
+  tfmi_out_number(o, value, whole);
 }
 
 static void tfmi_config_divisors(tfmi_out *o, const char *key, const float *divisor, int32_t n) {
@@ -17894,7 +17894,7 @@ static void tfmi_config_divisors(tfmi_out *o, const char *key, const float *divi
   for (i = 0; i < n; i++) {
     if (i) tfmi_out_text(o, ", ");
     else tfmi_out_text(o, ", \"%s\": [", key);
-    tfmi_out_number(o, (double)divisor[i]);
+    tfmi_out_number(o, (double)divisor[i], false);
   }
   tfmi_out_text(o, "]");
 }
@@ -17916,7 +17916,7 @@ static void tfmi_config_scaling(tfmi_out *o, const tfmi_rotation *r) {
   for (i = 0; i < TFMI_COUNT(rows); i++) {
     if (!(rows[i].kinds >> r->kind & 1)) continue;
     tfmi_out_text(o, ", \"%s\": ", rows[i].name);
-    tfmi_out_number(o, rows[i].value);
+    tfmi_out_number(o, rows[i].value, i == TFMI_COUNT(rows) - 1);
   }
   if (r->kind == TFMI_ROPE_YARN && !r->truncate) tfmi_out_text(o, ", \"truncate\": false");
   if (r->kind != TFMI_ROPE_LONG) return;
@@ -17932,7 +17932,7 @@ static void tfmi_config_rope(const tfmi_described *t, tfmi_out *o) {
     tfmi_out_text(o, ",\n  \"rope_parameters\": {");
     for (i = 0; i < 2; i++) {
       tfmi_out_text(o, "%s\"%s\": {\"rope_theta\": ", i ? ", " : "", types[i]);
-      tfmi_out_number(o, r[i].theta);
+      tfmi_out_number(o, r[i].theta, false);
       tfmi_out_text(o, ", ");
       tfmi_config_scaling(o, &r[i]);
       tfmi_out_text(o, "}");
@@ -17940,12 +17940,13 @@ static void tfmi_config_rope(const tfmi_described *t, tfmi_out *o) {
     tfmi_out_text(o, "}");
     return;
   }
-  tfmi_config_number(o, "rope_theta", r->theta);
+  tfmi_config_number(o, "rope_theta", r->theta, false);
   if (tfmi_family_said(t->family, TFMI_N_PARTIAL))
-    tfmi_config_number(o, "partial_rotary_factor", (double)r->rot / t->net->head_width);
+    tfmi_config_number(o, "partial_rotary_factor", (double)r->rot / t->net->head_width,
+                       false);
   if (r->kind == TFMI_ROPE_DEFAULT) return;
   if (r->kind == TFMI_ROPE_LONG)
-    tfmi_config_number(o, "original_max_position_embeddings", r->original);
+    tfmi_config_number(o, "original_max_position_embeddings", r->original, true);
   tfmi_out_text(o, ",\n  \"rope_scaling\": {");
   tfmi_config_scaling(o, r);
   tfmi_out_text(o, "}");
@@ -17994,12 +17995,17 @@ static void tfmi_config_numbers(const tfmi_described *t, tfmi_out *o) {
       {TFMI_N_EXPERT_FFN, (double)net->expert_width},
       {TFMI_N_SHARED_FFN, (double)tfmi_config_width(net, true)}, {TFMI_N_SPARSE_STEP, 1},
       {TFMI_N_BALANCE, t->balance}};
-    for (k = 0; k < TFMI_COUNT(rows); k++)
-      if (tfmi_family_said(f, rows[k].what) && f->key[rows[k].what].hf[0])
-        tfmi_config_number(o, f->key[rows[k].what].hf[0], rows[k].value);
+    for (k = 0; k < TFMI_COUNT(rows); k++) {
+      const tfmi_key *key = &f->key[rows[k].what];
+      bool whole = key->whole || rows[k].what == TFMI_N_QUERY_SCALAR;
+      bool caps = rows[k].what == TFMI_N_ATTN_CAP || rows[k].what == TFMI_N_LOGIT_CAP;
+      if (!tfmi_family_said(f, rows[k].what) || !key->hf[0]) continue;
+      if (caps && rows[k].value == 0) tfmi_out_text(o, ",\n  \"%s\": null", key->hf[0]);
+      else tfmi_config_number(o, key->hf[0], rows[k].value, whole);
+    }
   }
   if (tfmi_family_said(f, TFMI_N_WINDOW)) {
-    if (window) tfmi_config_number(o, "sliding_window", window);
+    if (window) tfmi_config_number(o, "sliding_window", window, true);
     else tfmi_out_text(o, ",\n  \"sliding_window\": null");
   }
   tfmi_config_layers(t, o, window != 0);
@@ -18046,7 +18052,7 @@ static void tfmi_config_write(const tfmi_described *t, tfmi_out *o) {
   tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
                 f->classes[0]);
   for (i = 0; i < TFMI_COUNT(values); i++)
-    if (f->key[i].hf[0]) tfmi_config_number(o, f->key[i].hf[0], values[i]);
+    if (f->key[i].hf[0]) tfmi_config_number(o, f->key[i].hf[0], values[i], f->key[i].whole);
   for (i = 0; tfmi_acts[i].act != net->act; i++) continue;
   tfmi_out_text(o, ",\n  \"%s\": \"%s\"", f->act_key, tfmi_acts[i].name);
   tfmi_config_flags(t, o);

@@ -18025,6 +18025,7 @@ static void tfmi_config_flags(const tfmi_described *t, tfmi_out *o) {
   for (i = 0; i < TFMI_COUNT(rows); i++)
     if (rows[i].key)
       tfmi_out_text(o, ",\n  \"%s\": %s", rows[i].key, rows[i].value ? "true" : "false");
+  tfmi_out_text(o, ",\n  \"pad_token_id\": null"); /* transformers' defaults may lie outside */
   if (t->bos >= 0) tfmi_out_text(o, ",\n  \"bos_token_id\": %d", (int)t->bos);
   for (i = 0; i < t->end_count; i++)
     tfmi_out_text(o, "%s%d", i ? ", " : ",\n  \"eos_token_id\": [", (int)t->end[i]);

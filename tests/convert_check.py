@@ -43,6 +43,16 @@ def note(what, good, detail=""):
         print(f"FAIL {what}: {detail}")
 
 
+def in_transformers(folder):
+    """In float32; its products of grouped experts want widths of 4."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager").eval()
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor(ids)[None]).logits[0].numpy()
+
+
 def our_logits(path, ids):
     out = os.path.join(tempfile.gettempdir(), f"convert_check.{os.getpid()}")
     run("logits", path, "--ids", ",".join(map(str, ids)), "-o", out, "--device", "ref")
@@ -54,10 +64,9 @@ def our_logits(path, ids):
 def check_folder(source, folder):
     """Converted to a folder in float32, transformers computes what we compute from the source."""
     run("convert", source, folder, "--type", "f32")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = in_transformers(folder)
     ids = np.arange(1, 12) * 7 % model.config.vocab_size
-    with torch.no_grad():
-        theirs = model(torch.tensor(ids)[None]).logits[0].numpy()
+    theirs = logits_of(model, ids)
     ours, before = our_logits(folder, ids), our_logits(source, ids)
     worst = np.abs(ours - theirs).max() / np.ptp(theirs)
     note(f"{source} as a folder", worst < 1e-5, f"logits differ by {worst:.2g} of their range")
@@ -189,17 +198,12 @@ def llama_logits(path, ids):
     return logits
 
 
-def transformers_logits(model, ids):
-    with torch.no_grad():
-        return model.float().eval()(torch.tensor(ids)[None]).logits[0].numpy()
-
-
 def check_family(name, folder):
     model = make_family(name, os.path.join(folder, name))
     path = os.path.join(folder, name + ".gguf")
     ids = np.arange(40) * 37 % 251 + 3
     run("convert", os.path.join(folder, name), path)
-    want = transformers_logits(model, ids)
+    want = logits_of(model, ids)
     for what, logits, bound in [
         ("transformer.h", our_logits(os.path.join(folder, name), ids), 1e-5),
         ("transformer.h from GGUF", our_logits(path, ids), 1e-5),
@@ -213,7 +217,7 @@ def check_family(name, folder):
         note(f"{name} in {what}", worst < bound, f"logits differ by {worst:.2g} of their range")
     check_llama(path, 30)  # most of a random model's bytes are no text
     run("convert", path, os.path.join(folder, "back of " + name))  # GGUF to a folder
-    logits = transformers_logits(AutoModelForCausalLM.from_pretrained(os.path.join(folder, "back of " + name)), ids)
+    logits = logits_of(in_transformers(os.path.join(folder, "back of " + name)), ids)
     worst = np.abs(logits - want).max() / np.ptp(want)
     note(f"{name} there and back in transformers", worst < 1e-5, f"logits differ by {worst:.2g} of their range")
     back = Tokenizer.from_file(os.path.join(folder, "back of " + name, "tokenizer.json"))

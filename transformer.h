@@ -30,10 +30,11 @@
    IT DOES NOT exit, abort, assert or print; keep global state; allocate while generating; execute
    anything from a model; read pickles; fetch models; guess at what it does not know.
 
-   Needs: a C11 or C++17 compiler (gcc or clang), POSIX or MinGW-w64, a little-endian machine of 32
-   or 64 bits (x86 of 32 with -msse2 -mfpmath=sse), stb_ds.h on the include path (as stb_ds.h or
-   stb/stb_ds.h; hidden from your program, which may use it too). Under -std=c11 include this header
-   before the C library's, or define _POSIX_C_SOURCE yourself.
+   Needs: a C11 or C++17 compiler (gcc or clang), POSIX or MinGW-w64, a machine of 32 or 64 bits
+   (x86 of 32 with -msse2 -mfpmath=sse) in either byte order (big-endian ones read model files
+   instead of mapping them), stb_ds.h on the include path (as stb_ds.h or stb/stb_ds.h; hidden from
+   your program, which may use it too). Under -std=c11 include this header before the C library's,
+   or define _POSIX_C_SOURCE yourself.
 
    Contents; search for the anchor:
      >>api        types, contracts, declarations    >>families   models as rows of data, loading
@@ -67,11 +68,12 @@
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FAST_MATH__)
 #error "transformer.h: -Ofast and -ffast-math break its arithmetic (infinities, NaN); use -O3"
 #endif
-#if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 2
+#if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FLT_EVAL_METHOD__)
+#if __FLT_EVAL_METHOD__ == 2
 #error "transformer.h: x87 keeps more digits than a float has; use -msse2 -mfpmath=sse"
+#elif __FLT_EVAL_METHOD__ == 1
+#error "transformer.h: floats are computed as doubles here; use -fexcess-precision=fast"
 #endif
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-#error "transformer.h: model files are little-endian and used in place; no big-endian machines"
 #endif
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE)
 #define _POSIX_C_SOURCE 200809L /* -std=c11 hides what POSIX adds to the C library's headers */
@@ -1573,7 +1575,17 @@ static void tfmi_release(tfmi_load *l, void *p) {
   tfmi_heap_put(l->heap, b, b->bytes);
 }
 
-/* ---- Little-endian reads at any alignment ---- */
+/* ---- Little-endian, as all files are, read and written ----
+
+   Numbers are taken from bytes by tfmi_u16 and its like, at any alignment. Blocks of quantised
+   values stay as they are, since their codecs take the scales so. Floats have the machine's order
+   in memory: where that is another, tfmi_little turns them, when they come and when they go. */
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+enum { TFMI_BIG_ENDIAN = 1 };
+#else
+enum { TFMI_BIG_ENDIAN = 0 };
+#endif
 
 static uint16_t tfmi_u16(const void *p) {
   const uint8_t *b = (const uint8_t *)p;
@@ -1591,6 +1603,18 @@ static float tfmi_f32(const void *p) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+/* Words of `width` bytes, `bytes` in all, from the machine's order to that of files, or back. */
+static void tfmi_little(void *words, size_t bytes, size_t width) {
+  uint8_t *word = (uint8_t *)words, t;
+  size_t at, i;
+  for (at = 0; TFMI_BIG_ENDIAN && at + width <= bytes; at += width, word += width)
+    for (i = 0; i < width / 2; i++) {
+      t = word[i];
+      word[i] = word[width - 1 - i];
+      word[width - 1 - i] = t;
+    }
 }
 
 /* ---- The platform: POSIX, or what MinGW-w64 has of it ---- */
@@ -1835,13 +1859,16 @@ typedef struct tfmi_out { /* a file being written; fd -1 only counts */
   char buffer[4096];
 } tfmi_out;
 
-/* Of n bytes more, in words of 8; only the last call may end within one. */
-static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n) {
+/* Of n bytes more, in words of 8; only the last call may end within one. The bytes are those of a
+   file: width 1; or of numbers so many bytes wide, and the sum is of what a file has of them. */
+static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n, size_t width) {
   const char *from = (const char *)data;
   size_t i;
   for (i = 0; i < n; i += 8) {
     uint64_t word = 0;
     memcpy(&word, from + i, n - i < 8 ? n - i : 8);
+    tfmi_little(&word, sizeof word, width);
+    tfmi_little(&word, sizeof word, sizeof word);
     sum = (sum ^ word) * UINT64_C(0x9E3779B97F4A7C15);
     sum ^= sum >> 29;
   }
@@ -1850,7 +1877,7 @@ static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n) {
 
 static void tfmi_out_flush(tfmi_out *o) {
   const char *at = o->buffer;
-  o->sum = tfmi_checksum(o->sum, o->buffer, o->used);
+  o->sum = tfmi_checksum(o->sum, o->buffer, o->used, 1);
   while (o->fd >= 0 && o->used && !o->failed) {
     ssize_t n = write(o->fd, at, o->used);
     if (n < 0 && errno == EINTR) continue;
@@ -1873,6 +1900,20 @@ static void tfmi_out_bytes(tfmi_out *o, const void *data, size_t n) {
   }
 }
 
+/* Words of `width` bytes in the machine's order; n bytes in all. */
+static void tfmi_out_words(tfmi_out *o, const void *words, size_t n, size_t width) {
+  const char *from = (const char *)words;
+  char piece[256];
+  while (TFMI_BIG_ENDIAN && n) {
+    size_t some = n < sizeof piece ? n : sizeof piece;
+    tfmi_little(memcpy(piece, from, some), some, width);
+    tfmi_out_bytes(o, piece, some);
+    from += some;
+    n -= some;
+  }
+  tfmi_out_bytes(o, from, n);
+}
+
 static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...) {
   char text[512];
   va_list args;
@@ -1882,7 +1923,6 @@ static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...
   tfmi_out_bytes(o, text, strlen(text));
 }
 
-/* Little-endian. */
 static void tfmi_out_number_le(tfmi_out *o, uint64_t value, int bytes) {
   uint8_t le[8];
   int i;
@@ -2115,6 +2155,11 @@ static const struct tfmi_type_row {
 
 TFM_API const char *tfm_type_name(tfm_type type) {
   return (int)type < 0 || type >= TFM_TYPE_COUNT ? "?" : tfmi_types[type].name;
+}
+
+/* Bytes of what has the machine's order in memory; those of blocks have the file's. */
+static size_t tfmi_word_bytes(tfm_type type) {
+  return tfmi_types[type].block_values == 1 ? (size_t)tfmi_types[type].block_bytes : 1;
 }
 
 /* Bytes of n values, which must fill whole blocks; SIZE_MAX / 2 at most, false otherwise. */
@@ -6364,17 +6409,18 @@ static bool tfmi_regex_is_word(const tfmi_charset *words, uint32_t c) {
   return c != 0x200c && c != 0x200d && tfmi_charset_at(words, c);
 }
 
-static uint32_t tfmi_regex_members(tfmi_regex_make *x, uint32_t code) { /* its sets, as bits */
-  uint32_t category = tfmi_charset_at(x->make->set[TFMI_CHARS_CATEGORY], code), bits = 0;
+/* The sets of a character, as bits. */
+static uint32_t tfmi_regex_members(const tfmi_regex_make *x, uint32_t code, uint32_t category,
+                                   bool word) {
+  uint32_t bits = 0;
   int32_t i;
   ptrdiff_t k;
   for (i = 0; i < x->sets; i++) {
     bool in = false;
     for (k = 0; k < stbds_arrlen(x->set[i].item) && !in; k++) {
       const tfmi_regex_item *item = &x->set[i].item[k];
-      in = item->word ? tfmi_regex_is_word(x->make->set[TFMI_CHARS_WORD], code)
-                      : (item->categories >> category & 1) ||
-                            (code >= item->first && code <= item->last);
+      in = item->word ? word : (item->categories >> category & 1) ||
+                                   (code >= item->first && code <= item->last);
       in = in != item->negated;
     }
     bits |= (uint32_t)(in != x->set[i].negated) << i;
@@ -6382,23 +6428,49 @@ static uint32_t tfmi_regex_members(tfmi_regex_make *x, uint32_t code) { /* its s
   return bits;
 }
 
+/* Where an item begins or has ended, next behind a character. */
+static uint32_t tfmi_regex_edge(const tfmi_regex_make *x, uint32_t code) {
+  uint32_t edge = TFMI_CODES;
+  int32_t i;
+  ptrdiff_t k;
+  for (i = 0; i < x->sets; i++)
+    for (k = 0; k < stbds_arrlen(x->set[i].item); k++) {
+      const tfmi_regex_item *item = &x->set[i].item[k];
+      if (item->first > code && item->first < edge) edge = item->first;
+      if (item->last >= code && item->last < edge) edge = item->last + 1;
+    }
+  return edge;
+}
+
 /* Characters of the same sets are one class. */
+static uint16_t tfmi_regex_class(tfmi_regex_make *x, uint32_t members) {
+  ptrdiff_t k = 0;
+  while (k < stbds_arrlen(x->members) && x->members[k] != members) k++;
+  if (k == stbds_arrlen(x->members)) stbds_arrput(x->members, members);
+  if (k > 250) tfmi_regex_fail(x, "too many classes of characters");
+  return (uint16_t)k;
+}
+
+/* Between the edges of items only the category counts, and what \w says. */
 static tfmi_charset *tfmi_regex_classes(tfmi_regex_make *x) {
   tfmi_load *l = &x->make->load;
   tfmi_charset *classes = TFMI_NEW(tfmi_charset, tfmi_keep(l, 1, sizeof *classes));
+  const tfmi_charset *categories = tfmi_make_charset(x->make, TFMI_CHARS_CATEGORY);
+  const tfmi_charset *words = tfmi_make_charset(x->make, TFMI_CHARS_WORD);
   uint16_t *value = TFMI_NEW(uint16_t, tfmi_scratch(l, TFMI_CODES, sizeof *value));
-  uint32_t code;
-  ptrdiff_t k = 0;
-  tfmi_make_charset(x->make, TFMI_CHARS_CATEGORY);
-  tfmi_make_charset(x->make, TFMI_CHARS_WORD);
+  uint16_t known[32][2]; /* a class, plus 1 */
+  uint32_t code, edge = 0;
   for (code = 0; code < TFMI_CODES; code++) {
-    uint32_t bits = tfmi_regex_members(x, code);
-    if (k >= stbds_arrlen(x->members) || x->members[k] != bits)
-      for (k = 0; k < stbds_arrlen(x->members); k++)
-        if (x->members[k] == bits) break;
-    if (k == stbds_arrlen(x->members)) stbds_arrput(x->members, bits);
-    if (k > 250) tfmi_regex_fail(x, "too many classes of characters");
-    value[code] = (uint16_t)k;
+    uint32_t category = tfmi_charset_at(categories, code);
+    bool word = tfmi_regex_is_word(words, code);
+    uint16_t *class_ = &known[category][word];
+    if (code == edge) {
+      memset(known, 0, sizeof known);
+      edge = tfmi_regex_edge(x, code);
+    }
+    if (!*class_)
+      *class_ = (uint16_t)(1 + tfmi_regex_class(x, tfmi_regex_members(x, code, category, word)));
+    value[code] = (uint16_t)(*class_ - 1);
   }
   tfmi_charset_pages(l, classes, value);
   tfmi_release(l, value);
@@ -10350,15 +10422,16 @@ static tfmi_tensor *tfmi_tensor_find(const tfmi_source *s, tfmi_text name) {
 
 /* ---- Files of weights: the model's, until it is freed ---- */
 
-/* A dry load maps what the real one would read, and counts its bytes. */
+/* A dry load maps what the real one would read, and counts its bytes; but what has to be turned is
+   read by both. */
 static tfmi_file *tfmi_source_open(tfmi_source *s, const char *path) {
   tfmi_load *l = s->load;
   tfm_model *m = s->model;
   const tfm_io *io = l->heap->host.io;
   tfmi_file *file = &m->files[m->file_count];
-  bool pretend = l->heap->dry && l->no_mmap && (io ? io->map != NULL : TFMI_MAPS != 0);
-  bool no_mmap = l->no_mmap;
-  l->no_mmap = no_mmap && !pretend;
+  bool no_mmap = l->no_mmap, maps = !TFMI_BIG_ENDIAN && (io ? io->map != NULL : TFMI_MAPS != 0);
+  bool pretend = l->heap->dry && no_mmap && maps;
+  l->no_mmap = !maps || (no_mmap && !pretend);
   tfmi_file_open(l, path, file);
   l->no_mmap = no_mmap;
   m->file_count++;
@@ -10918,6 +10991,14 @@ static const char *tfmi_folder_weights(tfmi_load *l, const char *folder) {
             "GGUF or llama2.c file itself");
 }
 
+/* Floats get the machine's order where they lie, which is in memory of ours. */
+static void tfmi_source_turn(tfmi_source *s) {
+  uint64_t i;
+  for (i = 0; TFMI_BIG_ENDIAN && i < s->tensors; i++)
+    tfmi_little((void *)(uintptr_t)s->tensor[i].data, s->tensor[i].bytes,
+                tfmi_word_bytes(s->tensor[i].type));
+}
+
 /* Fills the directory. path NULL: data, borrowed. */
 static void tfmi_source_read(tfmi_source *s, const char *path, const void *data, size_t bytes) {
   tfmi_load *l = s->load;
@@ -10932,12 +11013,14 @@ static void tfmi_source_read(tfmi_source *s, const char *path, const void *data,
     }
   } else {
     tfmi_source_files(s, 1);
+    if (TFMI_BIG_ENDIAN) data = memcpy(tfmi_keep(l, bytes, 1), data, bytes);
     s->model->file_count = 1;
     s->model->files[0].kind = TFMI_FILE_BORROWED;
     s->model->files[0].data = (const uint8_t *)data;
     s->model->files[0].bytes = bytes;
     tfmi_source_file(s, &s->model->files[0]);
   }
+  tfmi_source_turn(s);
 }
 
 /* =================================================================================================
@@ -18364,7 +18447,7 @@ static void tfmi_item_tell(tfmi_conversion *c, const tfmi_item *m, double values
 static void tfmi_item_write(tfmi_conversion *c, const tfmi_item *m, tfmi_out *o) {
   tfm_dev *d = &c->b->m->dev;
   uint64_t rows = m->rows ? m->rows : 1, first;
-  size_t row_bytes = m->bytes / (size_t)rows;
+  size_t row_bytes = m->bytes / (size_t)rows, word_bytes = tfmi_word_bytes(m->type);
   int32_t most = (int32_t)(row_bytes < TFMI_CHUNK ? TFMI_CHUNK / (row_bytes + 1) + 1 : 1), i;
   double values = 0, errors = 0;
   tfmi_item_job job = {m, 0, row_bytes, c->chunk, c->config.visitor ? c->sums : NULL, 0};
@@ -18372,11 +18455,12 @@ static void tfmi_item_write(tfmi_conversion *c, const tfmi_item *m, tfmi_out *o)
     job.first = first;
     job.rows = rows - first < (uint64_t)most ? (int32_t)(rows - first) : most;
     if (tfmi_item_as_it_is(m)) {
-      tfmi_out_bytes(o, m->t->data + (m->begin + first) * row_bytes, (size_t)job.rows * row_bytes);
+      tfmi_out_words(o, m->t->data + (m->begin + first) * row_bytes, (size_t)job.rows * row_bytes,
+                     word_bytes);
     } else {
       for (i = 0; job.sums && i < 2 * job.rows; i++) job.sums[i] = 0;
       tfm_parallel_for(d, job.rows, 1, tfmi_item_rows, &job);
-      tfmi_out_bytes(o, c->chunk, (size_t)job.rows * row_bytes);
+      tfmi_out_words(o, c->chunk, (size_t)job.rows * row_bytes, word_bytes);
       for (i = 0; job.sums && i < job.rows; i++)
         values += job.sums[i], errors += job.sums[job.rows + i];
     }
@@ -20609,7 +20693,7 @@ static void tfmi_cut_plain(tfm_trainer *t, const float *arena, tfmi_out *o,
                         arena + cut->p->at + tfmi_cut_row(t, cut, i) * cols + at,
                         (size_t)n * sizeof(float));
       for (j = 0; cut->less && arena == t->w && j < n; j++) t->stage[j] -= 1;
-      tfmi_out_bytes(o, t->stage, (size_t)n * sizeof(float));
+      tfmi_out_words(o, t->stage, (size_t)n * sizeof(float), sizeof(float));
     }
 }
 
@@ -20625,7 +20709,7 @@ static void tfmi_cut_turned(tfm_trainer *t, const float *arena, tfmi_out *o,
                         (size_t)n * sizeof(float));
     for (j = 0; j < n; j++)
       for (i = 0; i < cut->rows; i++)
-        tfmi_out_bytes(o, t->stage + (int64_t)i * TFMI_LANES + j, sizeof(float));
+        tfmi_out_words(o, t->stage + (int64_t)i * TFMI_LANES + j, sizeof(float), sizeof(float));
   }
 }
 
@@ -20724,9 +20808,9 @@ static void tfmi_checkpoint_head(const tfm_trainer *t, uint64_t *word) {
   const int32_t shape[] = {net->layers, net->width, net->heads, net->kv_heads, net->head_width,
                            net->ffn_width, net->vocabulary, net->context, (int32_t)net->act,
                            (int32_t)net->norm.kind, net->gated, t->tied};
-  memcpy(&word[TFMI_WORD_MARK], "tfmtrain", 8);
+  word[TFMI_WORD_MARK] = tfmi_u64("tfmtrain");
   word[TFMI_WORD_FORMAT] = TFMI_CHECKPOINT_FORMAT;
-  word[TFMI_WORD_SHAPE] = tfmi_checksum(1, shape, sizeof shape);
+  word[TFMI_WORD_SHAPE] = tfmi_checksum(1, shape, sizeof shape, sizeof *shape);
   word[TFMI_WORD_TOTAL] = (uint64_t)t->total;
   word[TFMI_WORD_MATRICES] = (uint64_t)t->matrices;
   word[TFMI_WORD_DATA] = t->config.data;
@@ -20739,20 +20823,19 @@ static void tfmi_checkpoint_arena(tfm_trainer *t, const float *arena, tfmi_out *
   for (at = 0; at < t->total; at += TFMI_STRETCH) {
     size_t n = (size_t)(t->total - at < TFMI_STRETCH ? t->total - at : (int64_t)TFMI_STRETCH);
     t->dev.table->get(&t->dev, t->stage, arena + at, n * sizeof *t->stage);
-    tfmi_out_bytes(o, t->stage, n * sizeof *t->stage);
+    tfmi_out_words(o, t->stage, n * sizeof *t->stage, sizeof *t->stage);
   }
 }
 
 static void tfmi_checkpoint_write(tfm_trainer *t, tfmi_out *o) {
   uint64_t word[TFMI_WORDS];
   tfmi_checkpoint_head(t, word);
-  tfmi_out_bytes(o, word, sizeof word);
+  tfmi_out_words(o, word, sizeof word, sizeof *word);
   tfmi_checkpoint_arena(t, t->w, o);
   tfmi_checkpoint_arena(t, t->m, o);
   tfmi_checkpoint_arena(t, t->v, o);
   tfmi_out_flush(o);
-  word[0] = o->sum;
-  tfmi_out_bytes(o, word, sizeof word[0]);
+  tfmi_out_number_le(o, o->sum, 8);
 }
 
 TFM_API tfm_status tfm_trainer_save(tfm_trainer *trainer, const char *path) {
@@ -20783,24 +20866,25 @@ static tfm_status tfmi_checkpoint_fits(const char *path, const uint64_t *found,
   return TFM_OK;
 }
 
-/* Takes over a checkpoint in memory, or says what is wrong with it. */
-static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, const char *data,
+/* Takes over a checkpoint in memory, where its floats are turned, or says what is wrong with it. */
+static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, uint8_t *data,
                                        size_t bytes) {
-  uint64_t word[TFMI_WORDS], found[TFMI_WORDS] = {0}, sum;
+  uint64_t word[TFMI_WORDS], found[TFMI_WORDS] = {0};
   size_t arena = (size_t)t->total * sizeof(float), end = sizeof word + 3 * arena, host, device;
   tfm_status status;
   tfmi_checkpoint_head(t, word);
   if (bytes >= sizeof found) memcpy(found, data, sizeof found);
+  tfmi_little(found, sizeof found, sizeof *found);
   status = tfmi_checkpoint_fits(path, found, word);
   if (status != TFM_OK) return status;
-  if (bytes == end + sizeof sum) memcpy(&sum, data + end, sizeof sum);
-  if (bytes != end + sizeof sum || sum != tfmi_checksum(0, data, end))
+  if (bytes != end + 8 || tfmi_u64(data + end) != tfmi_checksum(0, data, end, 1))
     return tfmi_report(TFM_E_FORMAT, "%s is damaged: its checksum does not fit", path);
   if (found[TFMI_WORD_STEP] > TFMI_STEP_MOST || found[TFMI_WORD_SEQUENCES] > TFMI_STEP_MOST)
     return tfmi_report(TFM_E_FORMAT, "%s is damaged: step %lld after %lld sequences; expected 0 to "
                        "2^48", path, (long long)found[TFMI_WORD_STEP],
                        (long long)found[TFMI_WORD_SEQUENCES]);
   data += sizeof word;
+  tfmi_little(data, 3 * arena, sizeof(float));
   t->dev.table->put(&t->dev, t->w, data, arena);
   t->dev.table->put(&t->dev, t->m, data + arena, arena);
   t->dev.table->put(&t->dev, t->v, data + 2 * arena, arena);
@@ -20819,8 +20903,10 @@ TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
   if (!path) return tfmi_report(TFM_E_ARG, "tfm_trainer_resume: path is NULL");
   memset(&file, 0, sizeof file);
   tfmi_load_init(&load, &trainer->heap, path);
+  load.no_mmap = TFMI_BIG_ENDIAN; /* a map cannot be written to */
   wrong = tfmi_file_open_path(&load, path, &file);
-  if (!wrong) status = tfmi_checkpoint_take(trainer, path, (const char *)file.data, file.bytes);
+  if (!wrong)
+    status = tfmi_checkpoint_take(trainer, path, (uint8_t *)(uintptr_t)file.data, file.bytes);
   else status = *wrong ? tfmi_report(TFM_E_IO, "%s %s", path, wrong) : tfm_error_status();
   tfmi_file_close(load.heap, &file);
   return status;
@@ -21063,24 +21149,21 @@ static void tfmi_data_file_read(tfmi_data_make *m, const char *path) {
 /* All texts, into the cache or into memory. */
 static void tfmi_data_read_all(tfmi_data_make *m) {
   tfmi_data *d = m->data;
-  uint64_t word[2], zero = 0;
+  uint64_t word[2] = {tfmi_u64("tfmdata1"), m->mark}, zero = 0;
   int i;
   memset(&m->out, 0, sizeof m->out);
   m->out.fd = -1;
   if (m->config->cache && tfmi_out_begin(&m->out, m->config->cache) != TFM_OK)
     tfmi_fail_again(&m->load);
   m->writing = m->config->cache != NULL;
-  memcpy(word, "tfmdata1", 8);
-  word[1] = m->mark;
-  tfmi_out_bytes(&m->out, word, sizeof word);
+  tfmi_out_words(&m->out, word, sizeof word, sizeof *word);
   for (i = 0; i < (int)stbds_arrlen(m->files); i++) tfmi_data_file_read(m, m->files[i].path);
   tfmi_out_bytes(&m->out, &zero, (size_t)(-m->out.bytes % 8));
   word[0] = (uint64_t)d->front.tokens;
   word[1] = (uint64_t)d->front.documents;
-  tfmi_out_bytes(&m->out, word, sizeof word);
+  tfmi_out_words(&m->out, word, sizeof word, sizeof *word);
   tfmi_out_flush(&m->out);
-  word[0] = m->out.sum;
-  tfmi_out_bytes(&m->out, word, sizeof word[0]);
+  tfmi_out_number_le(&m->out, m->out.sum, 8);
   d->front.mark = m->out.sum;
   d->ids = (const uint8_t *)d->block;
   if (!m->writing) return;
@@ -21093,19 +21176,19 @@ static void tfmi_data_read_all(tfmi_data_make *m) {
 /* Takes the ids of a cache file that fits; false: it does not, or is damaged. */
 static bool tfmi_cache_take(tfmi_data_make *m) {
   tfmi_data *d = m->data;
-  const uint8_t *file = d->file.data;
-  uint64_t head[2], tail[3], bytes;
+  const uint8_t *file = d->file.data, *tail;
+  uint64_t tokens, bytes;
   if (d->file.bytes < TFMI_DATA_HEAD + TFMI_DATA_TAIL || d->file.bytes % 8) return false;
-  memcpy(head, file, sizeof head);
-  memcpy(tail, file + d->file.bytes - sizeof tail, sizeof tail);
-  if (memcmp(head, "tfmdata1", 8) != 0 || head[1] != m->mark) return false;
-  if (!tfmi_mul(tail[0], (uint64_t)d->width, &bytes) || bytes > d->file.bytes) return false;
+  tail = file + d->file.bytes - TFMI_DATA_TAIL;
+  tokens = tfmi_u64(tail);
+  if (memcmp(file, "tfmdata1", 8) != 0 || tfmi_u64(file + 8) != m->mark) return false;
+  if (!tfmi_mul(tokens, (uint64_t)d->width, &bytes) || bytes > d->file.bytes) return false;
   if (TFMI_DATA_HEAD + (bytes + 7) / 8 * 8 + TFMI_DATA_TAIL != d->file.bytes) return false;
-  if (tfmi_checksum(0, file, d->file.bytes - 8) != tail[2]) return false;
+  if (tfmi_checksum(0, file, d->file.bytes - 8, 1) != tfmi_u64(tail + 16)) return false;
   d->ids = file + TFMI_DATA_HEAD;
-  d->front.tokens = (int64_t)tail[0];
-  d->front.documents = (int64_t)tail[1];
-  d->front.mark = tail[2];
+  d->front.tokens = (int64_t)tokens;
+  d->front.documents = (int64_t)tfmi_u64(tail + 8);
+  d->front.mark = tfmi_u64(tail + 16);
   return true;
 }
 
@@ -21136,7 +21219,7 @@ static void tfmi_data_ids(tfmi_data_make *m) {
 
 static uint64_t tfmi_mark_text(uint64_t sum, const char *text, size_t n) {
   uint64_t bytes = n;
-  return tfmi_checksum(tfmi_checksum(sum, &bytes, sizeof bytes), text, n);
+  return tfmi_checksum(tfmi_checksum(sum, &bytes, sizeof bytes, sizeof bytes), text, n, 1);
 }
 
 /* All texts of the vocabulary, and how it splits a sample: merges have no other face. */
@@ -21145,7 +21228,7 @@ static uint64_t tfmi_mark_tokenizer(tfmi_data_make *m, uint64_t sum) {
   int32_t id;
   int64_t n;
   size_t bytes;
-  sum = tfmi_checksum(sum, numbers, sizeof numbers);
+  sum = tfmi_checksum(sum, numbers, sizeof numbers, sizeof *numbers);
   for (id = 0; id < m->vocabulary.vocabulary; id++) {
     const char *text = tfm_token_text(m->tokenizer, id, &bytes);
     sum = tfmi_mark_text(sum, text ? text : "", text ? bytes : 0);
@@ -21154,7 +21237,7 @@ static uint64_t tfmi_mark_tokenizer(tfmi_data_make *m, uint64_t sum) {
   bytes = tfmi_text_cut((const char *)m->text.data, m->text.bytes, TFMI_TEXT_SAMPLE);
   n = tfmi_data_encode(m, (const char *)m->text.data, bytes, 0);
   tfmi_file_close(&m->heap, &m->text);
-  return tfmi_checksum(sum, m->piece, (size_t)n * sizeof *m->piece);
+  return tfmi_checksum(sum, m->piece, (size_t)n * sizeof *m->piece, sizeof *m->piece);
 }
 
 static void tfmi_data_mark(tfmi_data_make *m) {
@@ -21165,7 +21248,7 @@ static void tfmi_data_mark(tfmi_data_make *m) {
     const tfmi_data_file *f = &m->files[i];
     const uint64_t numbers[] = {f->bytes, f->time};
     sum = tfmi_mark_text(sum, f->path, strlen(f->path));
-    sum = tfmi_checksum(sum, numbers, sizeof numbers);
+    sum = tfmi_checksum(sum, numbers, sizeof numbers, sizeof *numbers);
   }
   m->mark = tfmi_mark_tokenizer(m, sum);
 }
@@ -21250,6 +21333,7 @@ static void tfmi_data_divide(tfmi_data_make *m) {
   tfm_data *f = &d->front;
   float share = m->config->held_out;
   uint64_t numbers[4] = {f->mark, d->seed, (uint64_t)d->context, 0};
+  uint32_t bits;
   f->held_out = (int64_t)((double)share * (double)f->tokens);
   if (f->held_out > 0) /* the last target is within, as it is not a ring */
     f->held_sequences = (f->held_out - 1) / d->context;
@@ -21261,8 +21345,9 @@ static void tfmi_data_divide(tfmi_data_make *m) {
     tfmi_fail(&m->load, TFM_E_ARG, "%lld tokens are held out; expected more than the context of "
               "%d: give more text, or shorten the context", (long long)f->held_out,
               (int)d->context);
-  memcpy(&numbers[3], &share, sizeof share);
-  f->mark = tfmi_checksum(0, numbers, sizeof numbers);
+  memcpy(&bits, &share, sizeof bits);
+  numbers[3] = bits;
+  f->mark = tfmi_checksum(0, numbers, sizeof numbers, sizeof *numbers);
   if (!f->mark) f->mark = 1;
 }
 

@@ -248,19 +248,20 @@ static void write_config(const char *template_text, bool list) {
 }
 
 static size_t put_text(char *to, const char *text) {
-  uint64_t n = strlen(text);
-  memcpy(to, &n, 8);
+  size_t n = strlen(text);
+  memset(to, 0, 8);
+  to[0] = (char)n;
+  to[1] = (char)(n >> 8);
   memcpy(to + 8, text, n);
   return 8 + n;
 }
 
 static void write_gguf(const char *template_text) {
   static char file[20000];
-  const uint32_t head[] = {0x46554747, 3, 0, 0, 1, 0}, type = 8;
-  size_t n = sizeof head;
-  memcpy(file, head, n);
+  size_t n = 24;
+  memcpy(file, "GGUF\3\0\0\0" "\0\0\0\0\0\0\0\0" "\1\0\0\0\0\0\0\0", n);
   n += put_text(file + n, "tokenizer.chat_template");
-  memcpy(file + n, &type, 4);
+  memcpy(file + n, "\10\0\0\0", 4); /* a string */
   n += 4;
   n += put_text(file + n, template_text);
   write_file("model.gguf", file, n);

@@ -677,7 +677,8 @@ TEST(places_beyond_4_GiB) { /* 5 GiB of nothing, which a sparse file does not st
   c.host.io = NULL;
   c.config_json = CONFIG;
   c.host.memory_limit_bytes = 1 << 20;
-  expect_model(tfm_model_load(path, &c), sizeof(size_t) == 8 ? TFM_OK : TFM_E_IO, "");
+  if (!TFMI_BIG_ENDIAN)
+    expect_model(tfm_model_load(path, &c), sizeof(size_t) == 8 ? TFM_OK : TFM_E_IO, "");
   c.no_mmap = true; /* all of it would be read */
   expect_model(tfm_model_load(path, &c), sizeof(size_t) == 8 ? TFM_E_MEMORY : TFM_E_IO, "");
   unlink(path);
@@ -1193,8 +1194,10 @@ TEST(gguf_header) {
     expect_gguf(b, TFM_E_UNSUPPORTED, "an old GGML file");
   }
   for (i = 0; i < TFMI_COUNT(versions); i++) {
-    bytes b = gguf_begin(0, 0);
-    memcpy(b.at + 4, &versions[i], 4);
+    bytes b = {NULL, 0};
+    put_text(&b, "GGUF");
+    put_int(&b, versions[i], 4);
+    put(&b, NULL, 16);
     expect_gguf(b, TFM_E_UNSUPPORTED, i == 4 ? "big-endian" : "expected 3");
   }
   for (i = 0; i < TFMI_COUNT(counts); i++) {
@@ -1276,19 +1279,13 @@ TEST(gguf_keys) {
 }
 
 TEST(gguf_a_million_keys) { /* in less than quadratic time */
-  bytes b = {NULL, 0};
-  uint32_t i, n = 300000;
-  b.at = (uint8_t *)calloc(1, 24 + 24 * (size_t)n);
-  b.n = 24 + 24 * (size_t)n;
-  memcpy(b.at, "GGUF\3\0\0\0", 8);
-  memcpy(b.at + 16, &n, 4);
+  const uint32_t n = 300000;
+  uint32_t i;
+  bytes b = gguf_begin(0, n);
   for (i = 0; i < n; i++) {
-    uint8_t *at = b.at + 24 + 24 * (size_t)i;
     char name[16];
-    at[0] = 8;
     snprintf(name, sizeof name, "k%07u", (unsigned)(i * 7919 % n));
-    memcpy(at + 8, name, 8);
-    at[16] = TFMI_GGUF_U32;
+    gguf_u32(&b, name, 0);
   }
   expect_gguf(b, TFM_E_FORMAT, "it is a vocabulary");
 }

@@ -1,11 +1,37 @@
 /* Model files: what loads, and one test per way of being wrong. Files are composed in memory and
    served through tfm_io, so that every read can be made to fail too. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static bool reads_are_short; /* of files; and every other one is interrupted */
+
+static ssize_t hooked_read(int fd, void *to, size_t n) {
+  static int calls;
+  if (reads_are_short && calls++ & 1) {
+    errno = EINTR;
+    return -1;
+  }
+  return read(fd, to, reads_are_short && n > 7 ? 7 : n);
+}
+#define read hooked_read
+
+static int threads_left = -1; /* counts down to where no more can be made; -1: never */
+static int hooked_pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
+                                 void *(*run)(void *), void *context) {
+  if (threads_left == 0) return EAGAIN;
+  if (threads_left > 0) threads_left--;
+  return pthread_create(thread, attributes, run, context);
+}
+#define pthread_create hooked_pthread_create
+
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 
-#include "test.h"
-#include <sys/stat.h>
-#include <unistd.h>
+#include "files.h"
+#undef DATA
 
 /* ---- Bytes ---- */
 
@@ -245,6 +271,19 @@ TEST(safetensors_length) {
   }
 }
 
+TEST(safetensors_padding) { /* blanks before and behind pass; a NUL does not */
+  static const char ends[] = {' ', '\n', 0};
+  int i;
+  for (i = 0; i < 3; i++) {
+    bytes b = {NULL, 0};
+    put_int(&b, strlen(HEADER) + 1, 8);
+    put_text(&b, HEADER);
+    put(&b, &ends[i], 1);
+    put(&b, NULL, DATA);
+    expect_safetensors(b, CONFIG, i < 2 ? TFM_OK : TFM_E_FORMAT, "the end of the text");
+  }
+}
+
 TEST(safetensors_data) {
   expect_safetensors(safetensors(HEADER, DATA + 1), CONFIG, TFM_E_FORMAT, "1 bytes follow");
   expect_safetensors(safetensors(HEADER, DATA - 1), CONFIG, TFM_E_FORMAT, "it may be cut off");
@@ -256,6 +295,8 @@ TEST(safetensors_header) {
     {"{\"model", "\xef\xbb\xbf{\"model", TFM_E_FORMAT, "found byte 0xef"},
     {"[592,608]}}", "[592,608]}}\x01", TFM_E_FORMAT, "the end of the text"},
     {"model.norm.weight", "model.embed_tokens.weight", TFM_E_FORMAT, "is there twice"},
+    {"[0,80]},", "[0,80]},\"model.embed_tokens.weight\":{\"dtype\":\"F32\",\"shape\":[5,4],"
+     "\"data_offsets\":[0,80]},", TFM_E_FORMAT, "overlaps"},
     {"\"shape\":[5,4]", "\"shape\":[5,4],\"shape\":[5,4]", TFM_E_FORMAT, "shape twice"},
     {"\"dtype\":\"F32\"", "\"dtype\":\"F32\",\"dtype\":\"F32\"", TFM_E_FORMAT, "dtype twice"},
     {"\"dtype\":\"F32\",", "", TFM_E_FORMAT, "has no dtype"},
@@ -281,6 +322,8 @@ TEST(safetensors_header) {
     {"[5,4]", "[4611686018427387904,4,0]", TFM_E_FORMAT, "more than 2^64 elements"},
     {"[5,4]", "[1152921504606846976]", TFM_E_FORMAT, "more than 2^64 bits"},
     {"[5,4]", "[9223372036854775808]", TFM_E_FORMAT, "expected a whole number"},
+    {"[5,4]", "[0,9223372036854775808]", TFM_E_FORMAT, "expected a whole number"},
+    {"[5,4]", "[9223372036854775808,0]", TFM_E_FORMAT, "expected a whole number"},
     {"[5,4]", "[-5,-4]", TFM_E_FORMAT, "found -5"},
     {"[5,4]", "[4,5]", TFM_E_FORMAT, "has shape [4, 5], expected [5, 4]"},
     {"[5,4]", "[20]", TFM_E_FORMAT, "has shape [20], expected [5, 4]"},
@@ -335,10 +378,69 @@ TEST(safetensors_empty_tensors) { /* a zero hides no overflow before it, and non
                 "");
 }
 
+/* Whatever a tensor is called that nobody asks for; and one number has no dimensions. */
+TEST(safetensors_odd_names) {
+  static const char *const names[] = {"", "__metadata__2", "\\u0000", "\xf0\x9f\x98\x80"};
+  char text[200], *long_one = (char *)malloc(1000100);
+  int i;
+  for (i = 0; i < TFMI_COUNT(names); i++) {
+    snprintf(text, sizeof text, "{\"%s\":{\"dtype\":\"I64\",\"shape\":[0],"
+             "\"data_offsets\":[0,0]},\"model", names[i]);
+    expect_header("{\"model", text, TFM_OK, "");
+  }
+  memset(long_one, 'x', 1000000);
+  memcpy(long_one, "{\"", 2);
+  strcpy(long_one + 1000000,
+         "\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]},\"model");
+  expect_header("{\"model", long_one, TFM_OK, "");
+  free(long_one);
+  long_one = edit(HEADER, "[592,608]}}",
+                  "[592,608]},\"s\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[608,612]}}");
+  expect_safetensors(safetensors(long_one, DATA + 4), CONFIG, TFM_OK, "");
+  free(long_one);
+}
+
+/* Nothing in a file need lie where a float could: the header may have any length. */
+TEST(safetensors_at_odd_addresses) {
+  static const int32_t ids[] = {1, 2, 3};
+  float logits[2][5];
+  int i;
+  for (i = 0; i < 2; i++) {
+    char *header = edit(HEADER, "{\"model", i ? "   {\"model" : "{\"model");
+    bytes b = safetensors(header, DATA);
+    tfm_model_config c = test_config();
+    tfm_session *s;
+    tfm_model *m;
+    size_t k;
+    for (k = 0; k < DATA; k++) b.at[b.n - DATA + k] = k % 4 == 3 ? 0x3d : (uint8_t)(k * 37);
+    c.config_json = CONFIG;
+    c.host.io = NULL;
+    m = tfm_model_load_memory(b.at, b.n, &c);
+    s = tfm_session_create(m, NULL);
+    CHECK_EQ_INT(tfm_feed(s, ids, 3), TFM_OK);
+    if (s) memcpy(logits[i], tfm_logits(s), sizeof logits[i]);
+    tfm_session_free(s);
+    expect_model(m, TFM_OK, "");
+    drop(&b);
+    free(header);
+  }
+  CHECK(memcmp(logits[0], logits[1], sizeof logits[0]) == 0);
+}
+
 TEST(safetensors_deep_and_wide) {
   bytes b = {NULL, 0};
   char *header;
   int i;
+  put_text(&b, "{\"__metadata__\":{\"\":\"\"");
+  for (i = 0; i < 1000000; i++) {
+    char pair[24];
+    put(&b, pair, (size_t)snprintf(pair, sizeof pair, ",\"%d\":\"\"", i));
+  }
+  put(&b, "},\"model\0", 10);
+  header = edit(HEADER, "{\"model", (char *)b.at);
+  expect_safetensors(safetensors(header, DATA), CONFIG, TFM_OK, "");
+  free(header);
+  drop(&b);
   put_text(&b, "{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,0],\"shape\":[0");
   for (i = 0; i < 1000000; i++) put(&b, ",1", 2);
   put(&b, "]},\"model\0", 10);
@@ -493,6 +595,53 @@ TEST(a_pipe_is_refused) {
   unlink(path);
 }
 
+static void write_file(const char *path, bytes b) {
+  FILE *f = fopen(path, "wb");
+  CHECK(f && fwrite(b.at, 1, b.n, f) == b.n);
+  if (f) fclose(f);
+}
+
+/* Hugging Face's cache is made of links; what may not be read is no model. */
+TEST(links_and_permissions) {
+  tfm_model_config c = test_config();
+  bytes b = safetensors(HEADER, DATA);
+  char folder[] = "/tmp/test_formats_XXXXXX", path[64], blob[64];
+  CHECK(mkdtemp(folder) != NULL);
+  c.host.io = NULL;
+  c.config_json = CONFIG;
+  snprintf(path, sizeof path, "%s/model.safetensors", folder);
+  snprintf(blob, sizeof blob, "%s/blob", folder);
+  write_file(blob, b);
+  CHECK_EQ_INT(symlink("blob", path), 0);
+  expect_model(tfm_model_load(folder, &c), TFM_OK, "");
+  CHECK_EQ_INT(chmod(blob, 0), 0);
+  if (geteuid() != 0) expect_model(tfm_model_load(folder, &c), TFM_E_IO, "cannot be opened");
+  unlink(path);
+  CHECK_EQ_INT(symlink("model.safetensors", path), 0); /* to itself */
+  expect_model(tfm_model_load(path, &c), TFM_E_IO, "cannot be opened");
+  unlink(path);
+  unlink(blob);
+  rmdir(folder);
+  drop(&b);
+}
+
+/* The system may give less than was asked for, or nothing yet. */
+TEST(reads_that_come_in_pieces) {
+  char path[64];
+  tfm_model_config c = test_config();
+  bytes b = safetensors(HEADER, DATA);
+  snprintf(path, sizeof path, "/tmp/test_formats.%d.safetensors", (int)getpid());
+  write_file(path, b);
+  c.host.io = NULL;
+  c.config_json = CONFIG;
+  c.no_mmap = true;
+  reads_are_short = true;
+  expect_model(tfm_model_load(path, &c), TFM_OK, "");
+  reads_are_short = false;
+  unlink(path);
+  drop(&b);
+}
+
 /* HEADER behind a tensor of so many bytes. */
 static char *header_behind(unsigned long long far) {
   static const char key[] = "\"data_offsets\":[";
@@ -548,9 +697,7 @@ TEST(a_file_changed_while_it_is_used) { /* replaced: no harm; cut: none where it
     bytes b = safetensors(HEADER, DATA);
     tfm_session *s;
     tfm_model *m;
-    FILE *f = fopen(path, "wb");
-    fwrite(b.at, 1, b.n, f);
-    fclose(f);
+    write_file(path, b);
     c.host.io = NULL;
     c.config_json = CONFIG;
     c.no_mmap = i == 1;
@@ -677,6 +824,34 @@ TEST(config_refusals) {
   int i;
   for (i = 0; i < COUNT(cases); i++)
     expect_config(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
+}
+
+/* Experts: none, more asked for than there are, too many, and where a family has none. */
+TEST(config_experts) {
+  static const replacement cases[] = {
+    {"\"num_local_experts\": 4", "\"num_local_experts\": 0", TFM_E_FORMAT, "is 0, expected 1 to"},
+    {"\"num_local_experts\": 4", "\"num_local_experts\": 2147483648", TFM_E_FORMAT,
+     "expected 1 to"},
+    {"\"num_local_experts\": 4", "\"num_local_experts\": 5", TFM_E_FORMAT, "expected [5, 30]"},
+    {"\"num_experts_per_tok\": 3", "\"num_experts_per_tok\": 5", TFM_E_FORMAT, "5 experts of 4"},
+    {"\"num_experts_per_tok\": 3", "\"num_experts_per_tok\": 0", TFM_E_FORMAT, "is 0, expected"},
+    {"\"num_experts_per_tok\": 3", "\"num_experts_per_tok\": -1", TFM_E_FORMAT, "is -1, expected"},
+    {NULL, NULL, TFM_OK, ""},
+  };
+  blob weights = blob_read("tests/data/models/mixtral-b/model.safetensors");
+  blob config = blob_read("tests/data/models/mixtral-b/config.json");
+  int i;
+  for (i = 0; i < TFMI_COUNT(cases); i++) {
+    tfm_model_config c = test_config();
+    char *text = edit((char *)config.data, cases[i].from, cases[i].to);
+    c.config_json = text;
+    expect_model(tfm_model_load_memory(weights.data, weights.bytes, &c), cases[i].status,
+                 cases[i].part);
+    free(text);
+  }
+  expect_config("\"silu\"", "\"silu\", \"num_local_experts\": 8", TFM_E_UNSUPPORTED, "is 8");
+  free(weights.data);
+  free(config.data);
 }
 
 TEST(config_memory_follows_the_file) { /* inner keys do not repeat a name without end */
@@ -901,6 +1076,74 @@ static bytes gguf_vocabulary(const char *architecture, const char *pre, int add)
   return b;
 }
 
+/* ---- A vocabulary of characters in GGUF, of which one thing is odd ---- */
+
+typedef struct gguf_odd {
+  const char *token;    /* of type `type` */
+  uint32_t type, types; /* types: the element's of token_type */
+  uint64_t scores;      /* how many */
+  uint32_t bos, eos;
+} gguf_odd;
+
+static bytes gguf_characters(const gguf_odd *odd) {
+  const char *const tokens[] = {"<unk>", "<s>", "a", odd->token};
+  const uint32_t type[] = {2, 3, 1, odd->type};
+  uint64_t i;
+  bytes b = gguf_begin(0, 7);
+  gguf_string(&b, "general.architecture", "llama");
+  gguf_string(&b, "tokenizer.ggml.model", "llama");
+  gguf_u32(&b, "tokenizer.ggml.bos_token_id", odd->bos);
+  gguf_u32(&b, "tokenizer.ggml.eos_token_id", odd->eos);
+  gguf_text(&b, "tokenizer.ggml.tokens");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_STRING, 4), put_int(&b, 4, 8);
+  for (i = 0; i < 4; i++) gguf_text(&b, tokens[i]);
+  gguf_text(&b, "tokenizer.ggml.token_type");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, odd->types, 4), put_int(&b, 4, 8);
+  for (i = 0; i < 4; i++) put_int(&b, type[i], odd->types == TFMI_GGUF_U8 ? 1 : 4);
+  gguf_text(&b, "tokenizer.ggml.scores");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_F32, 4), put_int(&b, odd->scores, 8);
+  put(&b, NULL, 4 * odd->scores);
+  return b;
+}
+
+TEST(gguf_odd_vocabularies) {
+  static const struct { gguf_odd odd; int status; const char *part; } cases[] = {
+    {{"b", 1, TFMI_GGUF_I32, 4, 1, 1}, TFM_OK, ""},
+    {{"b", 1, TFMI_GGUF_U8, 4, 1, 1}, TFM_OK, ""},
+    {{"b", 1, TFMI_GGUF_F32, 4, 1, 1}, TFM_E_FORMAT, "is not an array of integers"},
+    {{"b", 7, TFMI_GGUF_I32, 4, 1, 1}, TFM_E_FORMAT, "has type 7, expected 1 to 6"},
+    {{"b", 1, TFMI_GGUF_I32, 3, 1, 1}, TFM_E_FORMAT, "scores has 3 elements, expected"},
+    {{"b", 1, TFMI_GGUF_I32, 0, 1, 1}, TFM_E_FORMAT, "scores has 0 elements, expected"},
+    {{"<0x41>", 6, TFMI_GGUF_I32, 4, 1, 1}, TFM_E_UNSUPPORTED, "1 byte tokens, expected all"},
+    {{"<0x-1>", 6, TFMI_GGUF_I32, 4, 1, 1}, TFM_OK, ""}, /* text like any other */
+    {{"<0xZZ>", 6, TFMI_GGUF_I32, 4, 1, 1}, TFM_OK, ""},
+    {{"<0x100>", 6, TFMI_GGUF_I32, 4, 1, 1}, TFM_OK, ""},
+    {{"b", 1, TFMI_GGUF_I32, 4, INT32_MAX, UINT32_MAX}, TFM_OK, ""}, /* as if not told */
+    {{"b", 1, TFMI_GGUF_I32, 4, 4, 4}, TFM_OK, ""}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(cases); i++) {
+    bytes b = gguf_characters(&cases[i].odd);
+    tfm_tokenizer *t = tfm_tokenizer_load_memory(b.at, b.n, NULL);
+    tfm_tokenizer_info info;
+    char text[32];
+    int32_t id = 3;
+    drop(&b);
+    if (!t && cases[i].status == TFM_OK) CHECK_STR(tfm_error(), cases[i].odd.token);
+    if (!t) {
+      CHECK_EQ_INT(tfm_error_status(), cases[i].status);
+      CHECK_STR_HAS(tfm_error(), cases[i].part);
+      continue;
+    }
+    CHECK_EQ_INT(tfm_tokenizer_describe(t, &info), TFM_OK);
+    CHECK_EQ_INT(info.bos, cases[i].odd.bos < 4 ? 1 : -1);
+    CHECK_EQ_INT(info.eos, cases[i].odd.eos < 4 ? 1 : -1);
+    CHECK(tfm_decode(t, &id, 1, text, sizeof text) > 0);
+    CHECK_STR(text, cases[i].odd.token);
+    CHECK(tfm_encode(t, "aA\xff", 3, 0, NULL, 0) > 0);
+    tfm_tokenizer_free(t);
+  }
+}
+
 static bool gguf_adds_bos(const char *pre, int add) {
   bytes b = gguf_vocabulary("llama", pre, add);
   tfm_tokenizer_info info;
@@ -1053,6 +1296,57 @@ TEST(gguf_a_million_keys) { /* in less than quadratic time */
   expect_gguf(b, TFM_E_FORMAT, "it is a vocabulary");
 }
 
+/* One tensor of a name, a dimension and a type, and no more. */
+static bytes gguf_one_tensor(const char *name, size_t n, uint64_t dimension, uint32_t type) {
+  bytes b = gguf_begin(1, 0);
+  put_int(&b, n, 8);
+  put(&b, name, n);
+  put_int(&b, 1, 4);
+  put_int(&b, dimension, 8);
+  put_int(&b, type, 4);
+  put_int(&b, 0, 8);
+  put_pad(&b, 32);
+  return b;
+}
+
+TEST(gguf_tensors) { /* names, dimensions of 0, no data */
+  static const char name[] = "aaaaaaaabbbbbbbbccccccccddddddddeeeeeeeeffffffffgggggggghhhhhhhh";
+  bytes b;
+  expect_gguf(gguf_one_tensor(name, 64, 8, 0), TFM_E_FORMAT, "may be cut off");
+  b = gguf_one_tensor(name, 64, 8, 0);
+  put(&b, NULL, 32);
+  expect_gguf(b, TFM_E_FORMAT, "general.architecture is missing");
+  expect_gguf(gguf_one_tensor("a\0b", 3, 8, 0), TFM_E_FORMAT, "contains a NUL");
+  expect_gguf(gguf_one_tensor("a", 1, 0, 0), TFM_E_FORMAT, "a dimension of 0");
+}
+
+/* Blocks whose scales are infinite or no numbers give such logits, and one of the ids. */
+TEST(gguf_scales_that_are_no_numbers) {
+  static const uint32_t types[] = {2, 3, 6, 7, 8};
+  static const int32_t ids[] = {1, 2};
+  static const uint8_t ends[] = {0x7c, 0xff};
+  int i;
+  for (i = 0; i < 2 * TFMI_COUNT(types); i++) {
+    gguf_change change = {NULL, NULL, types[i / 2], 0, 0, NULL, NULL, 0, NULL};
+    tfm_model_config c = test_config();
+    bytes b = gguf_model(&change);
+    tfm_session *s;
+    tfm_model *m;
+    int32_t id;
+    memset(b.at + b.n - 16384, ends[i % 2], 640); /* the embedding's room, the first of all */
+    c.host.io = NULL;
+    m = tfm_model_load_memory(b.at, b.n, &c);
+    s = tfm_session_create(m, NULL);
+    CHECK_EQ_INT(tfm_feed(s, ids, 2), TFM_OK);
+    CHECK(!isfinite(tfm_logits(s)[0]));
+    id = tfm_next(s, NULL);
+    CHECK(id < 5 && (id >= 0 || id == TFM_END || tfm_error()[0]));
+    tfm_session_free(s);
+    expect_model(m, TFM_OK, "");
+    drop(&b);
+  }
+}
+
 TEST(gguf_ranks) {
   static const uint32_t ranks[] = {0, 5, UINT32_MAX};
   int i;
@@ -1142,6 +1436,32 @@ TEST(every_failure_unwinds) {
       expect_model(m, TFM_OK, "");
       forget_files();
     }
+}
+
+/* Where the system makes fewer threads than were asked for, those that there are do the work. */
+TEST(threads_that_cannot_be_made) {
+  static const int32_t ids[] = {1, 2, 3};
+  float first[5];
+  int left;
+  for (left = 8; left >= 0; left--) {
+    tfm_model_config c = test_config();
+    tfm_engine_config e;
+    tfm_session *s;
+    tfm_model *m;
+    memset(&e, 0, sizeof e);
+    fill_files(0);
+    c.threads = e.threads = 4;
+    threads_left = left;
+    m = tfm_model_load("m/", &c);
+    s = tfm_session_create(m, &e);
+    CHECK_EQ_INT(tfm_feed(s, ids, 3), TFM_OK);
+    threads_left = -1;
+    if (s && left == 8) memcpy(first, tfm_logits(s), sizeof first);
+    CHECK(s && memcmp(first, tfm_logits(s), sizeof first) == 0);
+    tfm_session_free(s);
+    expect_model(m, TFM_OK, "");
+    forget_files();
+  }
 }
 
 static bool stop_at_once(void *user, const char *phase, double done) {

@@ -420,11 +420,12 @@ TEST(bad_engine_configs_are_refused) {
   REFUSED(context, -1, "tfm_engine_config.context is -1");
   REFUSED(context, 257, "expected 1 to the model's 256");
   REFUSED(sequences, -1, "sequences is -1");
+  REFUSED(sequences, INT32_MAX, "sequences");
   REFUSED(batch_rows, -5, "batch_rows is -5");
   REFUSED(page_tokens, -1, "page_tokens is -1");
   REFUSED(pages, -1, "pages is -1");
   REFUSED(threads, -1, "threads");
-  REFUSED(threads, 5000, "threads");
+  REFUSED(threads, 10000, "threads");
   REFUSED(cache, TFM_Q4_K, "cache is Q4_K");
   REFUSED(cache, TFM_Q8_0, "a multiple of 32 values, found");
   REFUSED(host.memory_limit_bytes, 1000, "memory limit");

@@ -971,7 +971,6 @@ __device__ __noinline__ float4 cuda_quad_slow(const float *x, int k, int n) {
   return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-/* Past the first cache, where older ones may lie. */
 __device__ __forceinline__ float4 cuda_quad(const float *x, int k, int n) {
   if (4 * k + 3 < n && (uintptr_t)x % 16 == 0) return __ldcg((const float4 *)x + k);
   return cuda_quad_slow<false>(x, k, n);
@@ -982,34 +981,109 @@ __device__ __forceinline__ float4 cuda_quad_const(const float *x, int k, int n) 
   return cuda_quad_slow<true>(x, k, n);
 }
 
-__device__ __forceinline__ float cuda_largest(float4 v) {
-  return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+/* Four values, or zeros; without a branch, so that several are asked for before one is used. */
+__device__ __forceinline__ float4 cuda_quad_if(const float *p, bool wanted) {
+  float4 v;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0;\n"
+               "mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000;\n"
+               "mov.f32 %2, 0f00000000; mov.f32 %3, 0f00000000;\n"
+               "@p ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4]; }"
+               : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+               : "l"(p), "r"((unsigned)wanted));
+  return v;
 }
 
-/* Normalises n values in shared memory, of which a thread has put there quads threadIdx.x + i *
-   CUDA_CREW, and reads no others; room: 16 floats. Returns mean and 1/deviation; top: the largest
-   value of the thread's. */
+/* Quads k, k + STRIDE, ... of a row of n values, zeros beyond it, past the first cache, where older
+   values may lie. */
+template <int STRIDE>
+__device__ __forceinline__ void cuda_quads(float4 (&v)[4], const float *x, int k, int n) {
+  const bool plain = (((unsigned)(uintptr_t)x >> 2 | (unsigned)n) & 3) == 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    v[i] = cuda_quad_if(x + 4 * (k + i * STRIDE), plain && 4 * (k + i * STRIDE) < n);
+  if (plain) return;
+#pragma unroll
+  for (int i = 0; i < 4; i++) v[i] = cuda_quad_slow<false>(x, k + i * STRIDE, n);
+}
+
+__device__ __forceinline__ float cuda_max(float a, float b) { /* NaN is largest */
+  float v;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+  return v;
+}
+
+__device__ __forceinline__ float cuda_largest(float4 v) {
+  return cuda_max(cuda_max(fabsf(v.x), fabsf(v.y)), cuda_max(fabsf(v.z), fabsf(v.w)));
+}
+
+__device__ __forceinline__ float cuda_squares(float4 v) {
+  return __fmaf_rn(v.x, v.x, v.y * v.y) + __fmaf_rn(v.z, v.z, v.w * v.w);
+}
+
+/* Without what lies beyond the row, of which `left` values are to come. */
+__device__ __forceinline__ float4 cuda_within(float4 v, int left) {
+  return make_float4(left > 0 ? v.x : 0.0f, left > 1 ? v.y : 0.0f, left > 2 ? v.z : 0.0f,
+                     left > 3 ? v.w : 0.0f);
+}
+
+typedef struct cuda_found { float sum, top; } cuda_found; /* of a thread's values: top of |v| */
+
+/* Sixteen bytes on their way to shared memory, or the first of them and zeros. */
+__device__ __forceinline__ void cuda_copy_some(void *to, const void *from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               : : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes));
+}
+
+__device__ __forceinline__ void cuda_found_add(cuda_found &found, float4 v, bool mean) {
+  found.top = cuda_max(found.top, cuda_largest(v));
+  found.sum += mean ? (v.x + v.y) + (v.z + v.w) : cuda_squares(v);
+}
+
+/* A row of n values comes to `raw`, in shared memory, filled up with zeros to whole `quads`. A
+   thread has quads threadIdx.x + i * CUDA_CREW, and reads no others. All are asked for before the
+   first is looked at; loops are short, as few warps wait for every instruction. The sum is of
+   squares unless a mean comes first. */
+__device__ __forceinline__ cuda_found cuda_fetch(float4 *raw, const float *x, int n, int quads,
+                                                 bool mean) {
+  const bool aligned = (uintptr_t)x % 16 == 0;
+  cuda_found found = {0, 0};
+  int k = threadIdx.x;
+  if (quads <= CUDA_CREW) { /* as most threads have one */
+    if (k < quads) cuda_found_add(found, raw[k] = cuda_quad(x, k, n), mean);
+    return found;
+  }
+#pragma unroll 1
+  for (; k < quads; k += CUDA_CREW)
+    if (aligned) cuda_copy_some(raw + k, x + 4 * k, 4 * max(min(n - 4 * k, 4), 0));
+    else raw[k] = cuda_quad_slow<false>(x, k, n);
+  asm volatile("cp.async.wait_all;" : : : "memory");
+#pragma unroll 1
+  for (k = threadIdx.x; k < quads; k += CUDA_CREW) cuda_found_add(found, raw[k], mean);
+  return found;
+}
+
+/* Normalises n values that cuda_fetch has brought; room: 16 floats. Returns mean and 1/deviation;
+   top becomes that of the thread's new values. */
 __device__ static float2 cuda_normalise(float4 *x, int n, const cuda_norm &t, float *room,
-                                        float &top) {
+                                        cuda_found &found) {
   const int quads = (n + 3) / 4;
   const float each = 1.0f / (float)n;
-  float sum = 0, mean = 0, inverse;
+  float mean = 0, inverse;
   int k;
+  if (t.p.kind == TFM_NORM_LAYER) {
+    mean = cuda_crew_sum(found.sum, room) * each;
+    found.sum = 0;
 #pragma unroll 1
-  for (k = threadIdx.x; k < quads && t.p.kind == TFM_NORM_LAYER; k += CUDA_CREW)
-    sum += (x[k].x + x[k].y) + (x[k].z + x[k].w);
-  if (t.p.kind == TFM_NORM_LAYER) mean = cuda_crew_sum(sum, room) * each;
-#pragma unroll 1
-  for (sum = 0, k = threadIdx.x; k < quads; k += CUDA_CREW) {
-    float4 c = make_float4(x[k].x - mean, x[k].y - mean, x[k].z - mean, x[k].w - mean);
-    if (4 * k + 3 >= n) c.w = 0;
-    if (4 * k + 2 >= n) c.z = 0;
-    if (4 * k + 1 >= n) c.y = 0;
-    sum += __fmaf_rn(c.x, c.x, c.y * c.y) + __fmaf_rn(c.z, c.z, c.w * c.w);
+    for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
+      const float4 v = x[k];
+      found.sum += cuda_squares(cuda_within(
+          make_float4(v.x - mean, v.y - mean, v.z - mean, v.w - mean), n - 4 * k));
+    }
   }
-  inverse = rsqrtf(cuda_crew_sum(sum, room + 8) * each + t.p.eps);
+  inverse = rsqrtf(cuda_crew_sum(found.sum, room + 8) * each + t.p.eps);
+  found.top = 0;
 #pragma unroll 1
-  for (top = 0, k = threadIdx.x; k < quads; k += CUDA_CREW) {
+  for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
     const float4 w = cuda_quad_const(t.w, k, n);
     const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
     float4 v = x[k];
@@ -1017,11 +1091,8 @@ __device__ static float2 cuda_normalise(float4 *x, int n, const cuda_norm &t, fl
     v.y = __fmaf_rn(__fmul_rn(v.y - mean, inverse), w.y + t.p.offset, b.y);
     v.z = __fmaf_rn(__fmul_rn(v.z - mean, inverse), w.z + t.p.offset, b.z);
     v.w = __fmaf_rn(__fmul_rn(v.w - mean, inverse), w.w + t.p.offset, b.w);
-    if (4 * k + 3 >= n) v.w = 0;
-    if (4 * k + 2 >= n) v.z = 0;
-    if (4 * k + 1 >= n) v.y = 0;
-    x[k] = v;
-    top = fmaxf(top, cuda_largest(v));
+    x[k] = v = cuda_within(v, n - 4 * k);
+    found.top = cuda_max(found.top, cuda_largest(v));
   }
   return make_float2(mean, inverse);
 }
@@ -1033,10 +1104,9 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat
   extern __shared__ __align__(16) float shared[];
   int groups = (int)gridDim.y, n = x.cols / groups, row = (int)blockIdx.x, g = (int)blockIdx.y, i;
   const float *from = (const float *)x.data + row * x.stride + g * n;
-  float *v = shared + 16, top;
-  float2 s;
-  for (i = threadIdx.x; i < (n + 3) / 4; i += CUDA_CREW) ((float4 *)v)[i] = cuda_quad(from, i, n);
-  s = cuda_normalise((float4 *)v, n, t, shared, top);
+  float *v = shared + 16;
+  cuda_found found = cuda_fetch((float4 *)v, from, n, (n + 3) / 4, t.p.kind == TFM_NORM_LAYER);
+  float2 s = cuda_normalise((float4 *)v, n, t, shared, found);
   __syncthreads();
   for (i = threadIdx.x; i < n; i += CUDA_CREW) {
     const float *beside = (const float *)residual.data;
@@ -1351,40 +1421,55 @@ __device__ __forceinline__ void cuda_planes_end(const cuda_crew_room &r, const c
   cuda_plane_put<TYPE, M>(r.planes, m, k, make_float4(0, 0, 0, 0));
 }
 
-/* x [cols], normalised, becomes row m of the planes. All threads, of which each has its own quads;
-   synchronised at the end. */
+/* Four quads of a row too wide to be kept. */
+template <typename USE>
+__device__ __forceinline__ void cuda_wide(const float *x, int n, int quads, USE use) {
+#pragma unroll 1
+  for (int k = threadIdx.x; k < quads; k += 4 * CUDA_CREW) {
+    float4 v[4];
+    cuda_quads<CUDA_CREW>(v, x, k, n);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (k + i * CUDA_CREW < quads) use(k + i * CUDA_CREW, v[i]);
+  }
+}
+
+/* x [cols], normalised, becomes row m of the planes; `most`: the largest of |x|, where that is
+   known. All threads, of which each has its own quads; synchronised at the end. */
 template <int TYPE, int M>
 __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_weight &w,
-                                            const float *x, const cuda_norm *norm, int m) {
+                                            const float *x, const cuda_norm *norm,
+                                            const float *most, int m) {
   constexpr int V = cuda_operand<TYPE>::values;
   constexpr bool scaled = TYPE != TFM_F32 && TYPE != TFM_BF16;
   constexpr int bits = cuda_operand<TYPE>::blocks ? 29 : 13; /* of what is below the largest's */
   const bool kept = w.cols <= CUDA_RAW;
   const int quads = cuda_pieces(w) * V;
   float4 *raw = (float4 *)r.raw;
-  float top = 0, by = 1;
-  int e = 0, k;
-#pragma unroll 4
-  for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
-    float4 v = cuda_quad(x, k, w.cols);
-    if (kept) raw[k] = v;
-    top = fmaxf(top, cuda_largest(v));
-  }
-  if (norm) cuda_normalise(raw, w.cols, *norm, r.room, top);
-  if (scaled) {
-    top = cuda_crew_max(top, r.room + 16);
-    if (top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - bits);
-    by = __uint_as_float((uint32_t)(127 - e) << 23);
-  }
-#pragma unroll 1
-  for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
-    float4 v = kept ? raw[k] : cuda_quad(x, k, w.cols);
+  cuda_found found = {0, 0};
+  float by = 1;
+  int e = 0;
+  auto put = [&](int k, float4 v) {
     if (scaled) v.x *= by, v.y *= by, v.z *= by, v.w *= by;
     cuda_plane_put<TYPE, M>(r.planes, m, k, v);
+  };
+  if (kept)
+    found = cuda_fetch(raw, x, w.cols, quads, norm && norm->p.kind == TFM_NORM_LAYER);
+  else if (!most)
+    cuda_wide(x, w.cols, quads, [&](int, float4 v) { cuda_found_add(found, v, true); });
+  if (norm) cuda_normalise(raw, w.cols, *norm, r.room, found);
+  if (scaled) {
+    found.top = most ? __ldcg(most) : cuda_crew_max(found.top, r.room + 16);
+    if (found.top > 0 && found.top < INFINITY)
+      e = max(-100, (int)(__float_as_uint(found.top) >> 23) - 127 - bits);
+    by = __uint_as_float((uint32_t)(127 - e) << 23);
   }
+  if (!kept) cuda_wide(x, w.cols, quads, put);
+#pragma unroll 1
+  for (int k = threadIdx.x; k < quads && kept; k += CUDA_CREW) put(k, raw[k]);
   if (threadIdx.x == 0) {
     float factor = scaled ? exp2f((float)(TYPE == TFM_Q4_0 ? e - 4 : e)) : 1.0f;
-    r.factor[m] = cuda_operand<TYPE>::blocks && !(top < INFINITY) ? NAN : factor;
+    r.factor[m] = cuda_operand<TYPE>::blocks && !(found.top < INFINITY) ? NAN : factor;
   }
   __syncthreads();
 }
@@ -1738,7 +1823,7 @@ cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int firs
 #pragma unroll 1
     for (int m = 0; m < count; m++) {
       cuda_planes_end<TYPE, M>(r, w, m);
-      cuda_planes<TYPE, M>(r, w, cuda_at(x, (first + m) / experts.share, 0), NULL, m);
+      cuda_planes<TYPE, M>(r, w, cuda_at(x, (first + m) / experts.share, 0), NULL, NULL, m);
     }
   };
   auto done = [&](const cuda_unit &u, int m, float2 v) {
@@ -2322,11 +2407,11 @@ __device__ __forceinline__ void cuda_scores(float (&s)[B][DEEP], cuda_heads<B> &
 
 /* The warp's share of keys first to last; ready() is called by all warps, when the first keys have
    been asked for. */
-template <int B, int L, int TYPE, typename READY>
+template <int B, int L, int TYPE, int DEEP, typename READY>
 __device__ __forceinline__ void cuda_attend_warp(cuda_heads<B> &of, const cuda_attn &a,
                                                  const float *q, int seq, int head, int first,
                                                  int last, READY ready) {
-  constexpr int DEEP = B == 4 ? 4 : 8, KEYS = 32 / L * DEEP;
+  constexpr int KEYS = 32 / L * DEEP;
   int from = first + (int)threadIdx.x / 32 * KEYS;
   bool began = false;
 #pragma unroll 1
@@ -2359,13 +2444,12 @@ __device__ __forceinline__ void cuda_attend_warp(cuda_heads<B> &of, const cuda_a
   }
 }
 
-/* Of the block's warps, in order. */
-template <int B, int L>
-__device__ __forceinline__ cuda_sum cuda_warps_sum(const cuda_sum (*warps)[B][8 * L], int i) {
+/* Of the block's warps, in order: of(k) is warp k's. */
+template <typename OF> __device__ __forceinline__ cuda_sum cuda_warps_sum(OF of) {
   cuda_sum one[CUDA_CREW_WARPS], all = {0, 0, -INFINITY};
 #pragma unroll
   for (int k = 0; k < CUDA_CREW_WARPS; k++) {
-    one[k] = warps[k][i / (8 * L)][i % (8 * L)];
+    one[k] = of(k);
     all.max = fmaxf(all.max, one[k].max);
   }
 #pragma unroll
@@ -2443,8 +2527,25 @@ __device__ __forceinline__ bool cuda_attend_meet(cuda_sum (&all)[EACH], const cu
   return true;
 }
 
+typedef struct cuda_row_keys { int pos, seq, first, stretches; } cuda_row_keys;
+
+/* What a block has to attend to, when what went before is complete; false: nothing. */
+__device__ __forceinline__ bool cuda_row_keys_of(cuda_row_keys &k, const cuda_attn &a, int row,
+                                                 int head) {
+  cuda_launch_next();
+  k.pos = __ldcg(a.rows.pos + row);
+  k.seq = __ldcg(a.rows.seq + row);
+  if (k.seq >= 0) /* the page's number comes near */
+    asm volatile("" : : "l"(cuda_kv_at(a.kv, k.seq, min(k.pos, (int)threadIdx.x / 32 * 32), head)));
+  cuda_follow();
+  if (k.seq < 0 || (a.tiled && cuda_uniform(a.rows, row / CUDA_TILE))) return false;
+  k.first = a.p.window > 0 && k.pos >= a.p.window ? k.pos - a.p.window + 1 : 0;
+  k.stretches = (k.pos - k.first) / CUDA_STRETCH + 1;
+  return (int)blockIdx.z < k.stretches;
+}
+
 /* A block for up to B heads of a row, and for all stretches or for one. */
-template <int B, int L, int TYPE>
+template <int B, int L, int TYPE, int DEEP>
 __global__ void __launch_bounds__(CUDA_CREW, 2)
 cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
   constexpr int EACH = (B * 8 * L + CUDA_CREW - 1) / CUDA_CREW;
@@ -2454,48 +2555,37 @@ cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
   const int head = (int)blockIdx.y / blocks, in_group = (int)blockIdx.y % blocks * B;
   const int heads = min(B, a.group - in_group), query_head = head * a.group + in_group;
   __shared__ __align__(16) float q[B * 8 * L];
-  int pos, seq, first, stretches, stretch;
-  float mine[EACH];
-  auto ready = [&]() {
+  cuda_row_keys keys;
+  auto ready = [&]() { /* keys are on their way */
 #pragma unroll
-    for (int e = 0; e < EACH; e++)
-      if ((int)threadIdx.x + e * CUDA_CREW < B * 8 * L) q[threadIdx.x + e * CUDA_CREW] = mine[e];
+    for (int e = 0; e < EACH; e++) {
+      const int i = (int)threadIdx.x + e * CUDA_CREW, h = i / (8 * L), c = i % (8 * L);
+      const int64_t at = row * a.q.stride + (query_head + h) * a.kv.width + c;
+      if (i >= B * 8 * L) continue;
+      q[i] = h < heads && c < a.kv.width ? cuda_load(a.q.data, a.q.type, at) * a.p.scale : 0.0f;
+    }
     __syncthreads();
   };
-  cuda_launch_next();
-  pos = __ldcg(a.rows.pos + row);
-  seq = __ldcg(a.rows.seq + row);
-  if (seq >= 0) /* the page's number comes near */
-    asm volatile("" : : "l"(cuda_kv_at(a.kv, seq, min(pos, (int)threadIdx.x / 32 * 32), head)));
-  cuda_follow();
-  if (seq < 0 || (a.tiled && cuda_uniform(a.rows, row / CUDA_TILE))) return;
-  first = a.p.window > 0 && pos >= a.p.window ? pos - a.p.window + 1 : 0;
-  stretches = (pos - first) / CUDA_STRETCH + 1;
-  if ((int)blockIdx.z >= stretches) return;
-#pragma unroll
-  for (int e = 0; e < EACH; e++) {
-    const int i = (int)threadIdx.x + e * CUDA_CREW, h = i / (8 * L), c = i % (8 * L);
-    const int64_t at = row * a.q.stride + (query_head + h) * a.kv.width + c;
-    mine[e] = h < heads && c < a.kv.width ? cuda_load(a.q.data, a.q.type, at) * a.p.scale : 0.0f;
-  }
+  if (!cuda_row_keys_of(keys, a, row, head)) return;
   for (int e = 0; e < EACH; e++) all[e] = {0, 0, -INFINITY};
-  for (stretch = (int)blockIdx.z; stretch < stretches; stretch += (int)gridDim.z) {
-    const int begin = first + stretch * CUDA_STRETCH;
+  for (int stretch = (int)blockIdx.z; stretch < keys.stretches; stretch += (int)gridDim.z) {
+    const int begin = keys.first + stretch * CUDA_STRETCH;
     cuda_heads<B> of = {};
     for (int h = 0; h < B; h++) of.max[h] = -INFINITY;
-    cuda_attend_warp<B, L, TYPE>(of, a, q, seq, head, begin, min(begin + CUDA_STRETCH - 1, pos),
-                                 ready);
+    cuda_attend_warp<B, L, TYPE, DEEP>(of, a, q, keys.seq, head, begin,
+                                             min(begin + CUDA_STRETCH - 1, keys.pos), ready);
     cuda_heads_put<B, L>(warps, of);
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       const int i = (int)threadIdx.x + e * CUDA_CREW;
-      if (i < B * 8 * L) cuda_take_in(all[e], cuda_warps_sum<B, L>(warps, i));
+      if (i < B * 8 * L)
+        cuda_take_in(all[e], cuda_warps_sum([&](int k) { return warps[k][i / (8 * L)][i % (8 * L)]; }));
     }
     __syncthreads();
   }
-  if (gridDim.z > 1 && stretches > 1 &&
-      !cuda_attend_meet<B, L, EACH>(all, s, (int64_t)row * gridDim.y + blockIdx.y, stretches))
+  if (gridDim.z > 1 && keys.stretches > 1 &&
+      !cuda_attend_meet<B, L, EACH>(all, s, (int64_t)row * gridDim.y + blockIdx.y, keys.stretches))
     return;
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
@@ -2504,16 +2594,200 @@ cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
   }
 }
 
-typedef void (*cuda_attend_function)(cuda_attn, cuda_stretches);
+/* ---- attn: of caches of 16 bits and heads of 64 or 128, on the tensor cores ----
+   As W is by the rows of x: sixteen keys are multiplied by q, of which each of four heads has two
+   columns, the parts of its values; then the values, turned, by the scores' exponentials, again in
+   two parts. Lane 4g + t has keys g and g + 8, and of the values keys 2t, 2t + 1, 2t + 8, 2t + 9 at
+   columns 8g to 8g + 7; its sums are head t's. Stretches and warps are merged as above. */
 
-template <int L, int TYPE> static cuda_attend_function cuda_attend_for(int b) {
-  return b == 4   ? cuda_attend_kernel<4, L, TYPE>
-         : b == 2 ? cuda_attend_kernel<2, L, TYPE> : cuda_attend_kernel<1, L, TYPE>;
+template <int D> struct cuda_four { /* heads of a lane's: o columns 64c + 8g + 2i, and the next */
+  float o[D / 16][4], top, sum;
+};
+
+template <int D> struct cuda_sixteen { uint4 k[D / 32][2], v[D / 64][4]; }; /* of a lane */
+
+/* Keys from `from` on; beyond `last`, the last's. */
+template <int D>
+__device__ __forceinline__ void cuda_sixteen_ask(cuda_sixteen<D> &x, const tfm_kv &kv, int seq,
+                                                 int head, int from, int last) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const bool one = from / kv.page_tokens == min(from + 15, last) / kv.page_tokens;
+  const int64_t base = cuda_kv_at(kv, seq, from, head);
+  auto at = [&](int i) {
+    const int j = min(from + i, last);
+    return one ? base + (int64_t)(j - from) * D : cuda_kv_at(kv, seq, j, head);
+  };
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint16_t *from16 = (const uint16_t *)kv.k + at(g + 8 * i) + t * 8;
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) x.k[j][i] = __ldcg((const uint4 *)(from16 + j * 32));
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint16_t *from16 = (const uint16_t *)kv.v + at(2 * t + i % 2 + i / 2 * 8) + g * 8;
+#pragma unroll
+    for (int c = 0; c < D / 64; c++) x.v[c][i] = __ldcg((const uint4 *)(from16 + c * 64));
+  }
 }
 
-template <int TYPE> static cuda_attend_function cuda_attend_of(int b, int width) {
-  return width <= 64    ? cuda_attend_for<8, TYPE>(b)
-         : width <= 128 ? cuda_attend_for<16, TYPE>(b) : cuda_attend_for<32, TYPE>(b);
+/* Takes in sixteen keys, of which `left` are there. */
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_sixteen_use(cuda_four<D> &f, const cuda_sixteen<D> &x,
+                                                 const uint4 *q, float factor, float softcap,
+                                                 int left) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, from = 8 * t + g / 2;
+  float c[4] = {0, 0, 0, 0}, best = f.top, by, p[2], n[4];
+  uint32_t low, high;
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) {
+    const uint4 a = x.k[j][0], b = x.k[j][1], y = q[j * 4 + t];
+    const uint32_t front[4] = {a.x, b.x, a.y, b.y}, back[4] = {a.z, b.z, a.w, b.w};
+    cuda_mma<BF>(c, front, y.x, y.y);
+    cuda_mma<BF>(c, back, y.z, y.w);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    p[i] = cuda_cap((c[2 * i] + c[2 * i + 1]) * factor, softcap) * 1.44269504f;
+    if (g + 8 * i >= left) p[i] = -INFINITY;
+    best = fmaxf(best, p[i]);
+  }
+#pragma unroll
+  for (int i = 4; i < 32; i *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, i));
+  by = exp2f(f.top - best);
+  f.top = best;
+  p[0] = exp2f(p[0] - best);
+  p[1] = exp2f(p[1] - best);
+  f.sum = __fmaf_rn(f.sum, by, p[0] + p[1]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) n[i] = __shfl_sync(~0u, p[i / 2], from + i % 2 * 4);
+  low = cuda_part2<BF>(n[0], n[1]);
+  high = cuda_part2<BF>(n[2], n[3]);
+  if (g % 2) low = cuda_pack2<BF>(n[0], n[1]), high = cuda_pack2<BF>(n[2], n[3]);
+#pragma unroll
+  for (int m = 0; m < D / 16; m++) {
+    uint32_t w[4], a[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = ((const uint32_t *)&x.v[m / 4][i])[m % 4];
+    a[0] = __byte_perm(w[0], w[1], 0x5410), a[1] = __byte_perm(w[0], w[1], 0x7632);
+    a[2] = __byte_perm(w[2], w[3], 0x5410), a[3] = __byte_perm(w[2], w[3], 0x7632);
+#pragma unroll
+    for (int i = 0; i < 4; i++) f.o[m][i] *= by;
+    cuda_mma<BF>(f.o[m], a, low, high);
+  }
+}
+
+/* Shared memory of a block; pads against bank conflicts. */
+template <int D> struct cuda_four_room {
+  uint4 q[8][D / 8 + 1]; /* column 2h + part */
+  float out[CUDA_CREW_WARPS][4][D + 4], top[CUDA_CREW_WARPS][4], sum[CUDA_CREW_WARPS][4];
+  float room[8];
+};
+
+/* The parts of four heads' q, scaled so that halves hold them; returns what undoes that. */
+template <int D, bool BF>
+__device__ __forceinline__ float cuda_four_queries(cuda_four_room<D> &r, const cuda_attn &a, int row,
+                                                   int query_head, int heads) {
+  const int h = (int)threadIdx.x / (D / 2), pair = (int)threadIdx.x % (D / 2); /* D 64: half idle */
+  const int64_t at = row * a.q.stride + (query_head + h) * D + 2 * pair;
+  float x = 0, y = 0, top;
+  int e = 0;
+  if (h < heads) {
+    x = cuda_load(a.q.data, a.q.type, at) * a.p.scale;
+    y = cuda_load(a.q.data, a.q.type, at + 1) * a.p.scale;
+  }
+  top = cuda_crew_max(cuda_max(fabsf(x), fabsf(y)), r.room);
+  if (!BF && top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
+  x *= __uint_as_float((uint32_t)(127 - e) << 23);
+  y *= __uint_as_float((uint32_t)(127 - e) << 23);
+  if (h < 4) ((uint32_t *)r.q[2 * h])[pair] = cuda_part2<BF>(x, y);
+  if (h < 4) ((uint32_t *)r.q[2 * h + 1])[pair] = cuda_part2<BF>(x, y);
+  __syncthreads();
+  return exp2f((float)e);
+}
+
+template <int D>
+__device__ __forceinline__ void cuda_four_put(cuda_four_room<D> &r, cuda_four<D> &f) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int i = 4; i < 32; i *= 2) f.sum += __shfl_xor_sync(~0u, f.sum, i);
+#pragma unroll
+  for (int m = 0; m < D / 16; m++)
+    *(float2 *)&r.out[warp][t][m / 4 * 64 + 8 * g + m % 4 * 2] =
+        make_float2(f.o[m][0] + f.o[m][1], f.o[m][2] + f.o[m][3]);
+  if (g == 0) r.top[warp][t] = f.top, r.sum[warp][t] = f.sum;
+}
+
+/* A block for up to four heads of a row, and for all stretches or for one. */
+template <int D, bool BF>
+__global__ void __launch_bounds__(CUDA_CREW, 2) cuda_four_kernel(cuda_attn a, cuda_stretches s) {
+  constexpr int EACH = 4 * D / CUDA_CREW;
+  __shared__ cuda_four_room<D> r;
+  const int row = (int)blockIdx.x, blocks = (a.group + 3) / 4, warp = (int)threadIdx.x / 32;
+  const int head = (int)blockIdx.y / blocks, in_group = (int)blockIdx.y % blocks * 4;
+  const int heads = min(4, a.group - in_group), query_head = head * a.group + in_group;
+  cuda_row_keys keys;
+  cuda_sum all[EACH];
+  cuda_sixteen<D> x;
+  float factor = 0;
+  bool began = false;
+  if (!cuda_row_keys_of(keys, a, row, head)) return;
+  for (int e = 0; e < EACH; e++) all[e] = {0, 0, -INFINITY};
+  for (int stretch = (int)blockIdx.z; stretch < keys.stretches; stretch += (int)gridDim.z) {
+    const int begin = keys.first + stretch * CUDA_STRETCH;
+    const int end = min(begin + CUDA_STRETCH - 1, keys.pos);
+    cuda_four<D> f = {};
+    f.top = -INFINITY;
+#pragma unroll 1
+    for (int from = begin + warp * 16;; from += CUDA_CREW_WARPS * 16) {
+      if (from <= end) cuda_sixteen_ask<D>(x, a.kv, keys.seq, head, from, end);
+      if (!began) { /* keys are on their way */
+        factor = cuda_four_queries<D, BF>(r, a, row, query_head, heads);
+        began = true;
+      }
+      if (from > end) break;
+      cuda_sixteen_use<D, BF>(f, x, r.q[threadIdx.x % 32 / 4], factor, a.p.softcap, end - from + 1);
+    }
+    cuda_four_put<D>(r, f);
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const int i = (int)threadIdx.x + e * CUDA_CREW, h = i / D, c = i % D;
+      cuda_take_in(all[e], cuda_warps_sum([&](int k) {
+        return cuda_sum{r.out[k][h][c], r.sum[k][h], r.top[k][h]};
+      }));
+    }
+    __syncthreads();
+  }
+  if (gridDim.z > 1 && keys.stretches > 1 &&
+      !cuda_attend_meet<4, D / 8, EACH>(all, s, (int64_t)row * gridDim.y + blockIdx.y,
+                                        keys.stretches))
+    return;
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const int i = (int)threadIdx.x + e * CUDA_CREW, h = i / D, c = i % D;
+    if (h < heads) cuda_attend_finish(a, row, query_head + h, c, all[e]);
+  }
+}
+
+typedef void (*cuda_attend_function)(cuda_attn, cuda_stretches);
+
+static cuda_attend_function cuda_four_for(tfm_type type, int width) {
+  if (width == 64) return type == TFM_F16 ? cuda_four_kernel<64, false> : cuda_four_kernel<64, true>;
+  return type == TFM_F16 ? cuda_four_kernel<128, false> : cuda_four_kernel<128, true>;
+}
+
+/* The bits of a head depend on how many heads share the keys, not on how many a block takes. */
+template <int L, int TYPE> static cuda_attend_function cuda_attend_for(int b, int group) {
+  return b == 4      ? cuda_attend_kernel<4, L, TYPE, 4>
+         : b == 2    ? cuda_attend_kernel<2, L, TYPE, 8>
+         : group < 3 ? cuda_attend_kernel<1, L, TYPE, 8> : cuda_attend_kernel<1, L, TYPE, 4>;
+}
+
+template <int TYPE>
+static cuda_attend_function cuda_attend_of(int b, int group, int width) {
+  return width <= 64    ? cuda_attend_for<8, TYPE>(b, group)
+         : width <= 128 ? cuda_attend_for<16, TYPE>(b, group) : cuda_attend_for<32, TYPE>(b, group);
 }
 
 static bool cuda_attend_knows(const tfm_kv *kv) {
@@ -2524,15 +2798,20 @@ static int cuda_heads_at_once(int group) { return group >= 3 ? 4 : group; }
 
 static int cuda_lanes8(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
 
-/* Stretches of the longest row, when they are to be dealt out to blocks; else 1. */
-static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches *s,
+/* `b` heads a block; stretches of the longest row, when they are to be dealt out to blocks, or 1. */
+static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches *s, int b,
                             int stretches) {
-  int b = cuda_heads_at_once(a->group), width = a->kv.width;
+  int width = a->kv.width;
   dim3 grid((unsigned)a->rows.n, (unsigned)a->kv.heads * cuda_blocks(a->group, b),
             (unsigned)stretches);
   size_t shared = sizeof(cuda_sum) * (size_t)(CUDA_CREW_WARPS * b * cuda_lanes8(width));
-  cuda_run(d, a->kv.type == TFM_F16 ? cuda_attend_of<TFM_F16>(b, width)
-                                    : cuda_attend_of<TFM_BF16>(b, width),
+  if (width == 64 || width == 128) {
+    grid.y = (unsigned)a->kv.heads * cuda_blocks(a->group, 4);
+    cuda_run(d, cuda_four_for(a->kv.type, width), grid, CUDA_CREW, 0, *a, *s);
+    return;
+  }
+  cuda_run(d, a->kv.type == TFM_F16 ? cuda_attend_of<TFM_F16>(b, a->group, width)
+                                    : cuda_attend_of<TFM_BF16>(b, a->group, width),
            grid, CUDA_CREW, shared, *a, *s);
 }
 
@@ -2541,7 +2820,7 @@ static void cuda_attn_run(tfm_dev *d, const cuda_attn *a) {
   int b = cuda_heads_at_once(a->group);
   dim3 grid((unsigned)a->rows.n, (unsigned)a->kv.heads, cuda_blocks(a->group, b));
   if (a->kv.table && cuda_attend_knows(&a->kv) && !a->p.probs && a->p.dropout.rate == 0)
-    cuda_attend_run(d, a, &none, 1);
+    cuda_attend_run(d, a, &none, b, 1);
   else
     cuda_run(d, b == 4 ? cuda_attn_kernel<4> : b == 2 ? cuda_attn_kernel<2> : cuda_attn_kernel<1>,
              grid, 128, sizeof(float) * cuda_tile_floats(b, a->kv.width), *a);
@@ -2562,7 +2841,7 @@ static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
    then 512 to a bin, and 512 to each of these; the first block adds them up. */
 
 enum {
-  CUDA_BINS = 3 * CUDA_THREADS,   /* at least 41 octaves of 32, and one for 1 */
+  CUDA_BINS = 1344,               /* 41 octaves of 32, one for 1, and up to whole warps */
   CUDA_DIGIT = 9,                 /* bits of a digit below the bins */
   CUDA_FLOOR = (127 - 41) << 23,  /* the bits of 2^-41, below which there is no mass */
   CUDA_KEPT = 48 << 10,           /* values of a share that shared memory holds ... */
@@ -2570,7 +2849,7 @@ enum {
 };
 
 typedef struct cuda_choice { /* of a block, in shared memory */
-  uint32_t low[CUDA_BINS], high[CUDA_BINS]; /* halves of the bins' masses */
+  __align__(16) uint32_t low[CUDA_BINS], high[CUDA_BINS]; /* halves of the bins' masses */
   unsigned long long told[2][CUDA_CLUSTER * CUDA_WARPS];
   unsigned long long warp[CUDA_WARPS], goal;
   int found;
@@ -2691,16 +2970,6 @@ __device__ __forceinline__ void cuda_best_of(cuda_best &b, float4 v, int id, int
     if (id + i < n) b.rank = max(b.rank, cuda_rank(of[i], id + i));
 }
 
-/* Quads k, k + 32, ... of N: all are asked for before one is used. */
-template <int N>
-__device__ __forceinline__ void cuda_quads(float4 (&v)[N], const float *x, int k, int n) {
-  const bool whole = 4 * (k + 32 * N - 32) + 3 < n && (uintptr_t)x % 16 == 0;
-#pragma unroll
-  for (int i = 0; i < N; i++)
-    v[i] = whole ? __ldcg((const float4 *)x + k + 32 * i)
-                 : cuda_quad_slow<false>(x, k + 32 * i, n);
-}
-
 /* The row's best; the share is filled with the logits, and with -infinity where there is no number
    or no logit. */
 __device__ static unsigned long long cuda_share_fill(const float *logits, cuda_share &s,
@@ -2709,7 +2978,7 @@ __device__ static unsigned long long cuda_share_fill(const float *logits, cuda_s
 #pragma unroll 1
   for (int k = threadIdx.x % 32; k < s.quads; k += 32 * 4) {
     float4 v[4];
-    cuda_quads(v, logits, s.begin / 4 + k, s.n);
+    cuda_quads<32>(v, logits, s.begin / 4 + k, s.n);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int id = s.begin + 4 * (k + 32 * i), left = s.n - id;
@@ -2770,18 +3039,25 @@ __device__ __forceinline__ void cuda_bin_add(cuda_choice *c, uint32_t bin, unsig
 __device__ __forceinline__ void cuda_bins_fill(const cuda_share &s, float least, int digit,
                                                uint32_t prefix, bool count, cuda_choice *c) {
   const int shift = (2 - digit) * CUDA_DIGIT;
+#pragma unroll 2
   for (int k = threadIdx.x % 32; k < s.quads; k += 32) {
     const float4 v = ((const float4 *)s.p)[k];
     const float of[4] = {v.x, v.y, v.z, v.w};
+    uint32_t key[4];
+    bool mine[4], some = false;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t key = __float_as_uint(of[i]) - CUDA_FLOOR;
-      uint32_t bin = key >> shift;
-      if (!(of[i] >= least) || key > 0x3f800000u - CUDA_FLOOR) continue;
-      if (digit && bin >> CUDA_DIGIT != prefix) continue;
-      if (digit) bin &= (1 << CUDA_DIGIT) - 1;
-      cuda_bin_add(c, bin, count ? 1ull : cuda_mass(of[i]));
+      key[i] = __float_as_uint(of[i]) - CUDA_FLOOR;
+      mine[i] = digit ? key[i] >> (shift + CUDA_DIGIT) == prefix
+                      : key[i] <= 0x3f800000u - CUDA_FLOOR;
+      some |= mine[i];
     }
+    if (!some) continue;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (mine[i] && of[i] >= least)
+        cuda_bin_add(c, digit ? key[i] >> shift & ((1 << CUDA_DIGIT) - 1) : key[i] >> shift,
+                     count ? 1ull : cuda_mass(of[i]));
   }
 }
 
@@ -2790,19 +3066,21 @@ __device__ static void cuda_tell_found(int found, cuda_choice *c) {
 }
 
 /* The row's first block: the highest bin from which on, upwards, there is at least the goal, is
-   told to all; -1: there is none. The first digit's goal is `asked`, or that part of the whole. */
-template <int EACH>
-__device__ __forceinline__ void cuda_bin_find(bool first, double asked, cuda_choice *c) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int top = (CUDA_THREADS - (int)threadIdx.x) * EACH - 1;
-  unsigned long long v[EACH] = {}, sum = 0, before = 0, all = 0, goal;
-#pragma unroll 2
-  for (int block = 0; block < (int)gridDim.x; block++)
-#pragma unroll
-    for (int e = 0; e < EACH; e++)
-      v[e] += *cuda_in_block(&c->low[top - e], block) +
-              ((unsigned long long)*cuda_in_block(&c->high[top - e], block) << 32);
-  for (int e = 0; e < EACH; e++) sum += v[e];
+   told to all; -1: there is none. The first digit's goal is `asked`, or that part of the whole.
+   A thread adds up four bins. */
+__device__ static void cuda_bin_find(int bins, double asked, cuda_choice *c) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, top = bins - 4 * (int)threadIdx.x - 1;
+  unsigned long long v[4] = {}, sum, before = 0, all = 0, goal;
+#pragma unroll 4
+  for (int block = 0; block < (int)gridDim.x && top > 0; block++) {
+    const uint4 low = *cuda_in_block((const uint4 *)&c->low[top - 3], block);
+    const uint4 high = *cuda_in_block((const uint4 *)&c->high[top - 3], block);
+    v[0] += low.w + ((unsigned long long)high.w << 32);
+    v[1] += low.z + ((unsigned long long)high.z << 32);
+    v[2] += low.y + ((unsigned long long)high.y << 32);
+    v[3] += low.x + ((unsigned long long)high.x << 32);
+  }
+  sum = (v[0] + v[1]) + (v[2] + v[3]);
   for (int i = 1; i < 32; i *= 2) {
     unsigned long long other = __shfl_up_sync(~0u, sum, i);
     if (lane >= i) sum += other;
@@ -2813,11 +3091,12 @@ __device__ __forceinline__ void cuda_bin_find(bool first, double asked, cuda_cho
     if (i < warp) before += c->warp[i];
     all += c->warp[i];
   }
-  before += sum;
-  for (int e = 0; e < EACH; e++) before -= v[e];
-  goal = !first ? c->goal : (unsigned long long)(asked < 1 ? ceil((double)all * asked) : asked);
+  before += sum - ((v[0] + v[1]) + (v[2] + v[3]));
+  goal = bins < CUDA_BINS ? c->goal
+                          : (unsigned long long)(asked < 1 ? ceil((double)all * asked) : asked);
   __syncthreads(); /* all have read it */
-  for (int e = 0; e < EACH; before += v[e++]) {
+#pragma unroll
+  for (int e = 0; e < 4; before += v[e++]) {
     if (before >= goal || before + v[e] < goal) continue;
     c->goal = goal - before;
     cuda_tell_found(top - e, c);
@@ -2831,13 +3110,12 @@ __device__ static float cuda_threshold(const cuda_share &s, float least, double 
                                        cuda_choice *c) {
   uint32_t prefix = 0;
   for (int digit = 0; digit < 3; digit++) {
-    for (int i = threadIdx.x; i < (digit ? CUDA_THREADS : CUDA_BINS); i += CUDA_THREADS)
-      c->low[i] = c->high[i] = 0;
+    const int bins = digit ? 1 << CUDA_DIGIT : CUDA_BINS;
+    for (int i = threadIdx.x; i < bins; i += CUDA_THREADS) c->low[i] = c->high[i] = 0;
     __syncthreads();
     cuda_bins_fill(s, least, digit, prefix, asked >= 1, c);
     cuda_meet();
-    if (blockIdx.x == 0 && digit == 0) cuda_bin_find<3>(true, asked, c);
-    if (blockIdx.x == 0 && digit > 0) cuda_bin_find<1>(false, asked, c);
+    if (blockIdx.x == 0) cuda_bin_find(bins, asked, c);
     cuda_meet();
     if (c->found < 0) return 0;
     prefix = prefix << CUDA_DIGIT | (uint32_t)c->found;
@@ -2939,7 +3217,7 @@ __device__ static float cuda_log_sum_exp(const float *x, cuda_share &s, cuda_cho
   cuda_best best = {-INFINITY, 0};
   float top, sum = 0;
   for (int k = threadIdx.x % 32; k < s.quads; k += 32)
-    cuda_best_of(best, cuda_quad(x, s.begin / 4 + k, s.n), s.begin + 4 * k, s.n);
+    cuda_best_of(best, cuda_quad_slow<false>(x, s.begin / 4 + k, s.n), s.begin + 4 * k, s.n);
   top = cuda_rank_value(cuda_row_best(best.rank, s, c));
   if (!(fabsf(top) < INFINITY)) return top;
   for (int i = s.begin + (int)threadIdx.x % 32; i < min(s.begin + 4 * s.quads, s.n); i += 32) {
@@ -3037,7 +3315,9 @@ enum cuda_kind { CUDA_ADD, CUDA_UP, CUDA_GATED, CUDA_QKV, CUDA_LOGITS };
 typedef struct cuda_phase { /* what becomes of W norm(x) */
   cuda_weight w;
   int kind, split;
-  const float *x;
+  const float *x, *most; /* most: the largest of |x|, or NULL */
+  float *leaves_most;    /* the same of what the phase leaves, or NULL */
+  float *no_most;        /* becomes zero */
   cuda_norm norm;    /* w NULL: none */
   const float *bias;
   float *to;
@@ -3100,13 +3380,14 @@ __device__ static void cuda_finish_qkv(const cuda_phase &p, const cuda_unit &u, 
   cuda_store(is_k ? p.kv.k : p.kv.v, p.kv.type, at + u.b, v.y);
 }
 
-/* What the phases do with a sum of one row of W. */
-__device__ static void cuda_finish_row(const cuda_phase &p, int row, float v, float old,
+/* What the phases do with a sum of one row of W; how large it is then. */
+__device__ static float cuda_finish_row(const cuda_phase &p, int row, float v, float old,
                                        unsigned long long &best) {
   if (p.kind == CUDA_ADD) v += old;
   else if (p.kind == CUDA_UP) v = cuda_act(v, p.act);
   else best = max(best, cuda_rank(v = cuda_cap(v, p.softcap), row));
   __stcg(p.to + row, v);
+  return fabsf(v);
 }
 
 /* Brings a constant into the first cache. */
@@ -3121,6 +3402,7 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
   __shared__ unsigned long long bests[CUDA_CREW_WARPS];
   const cuda_crew_room r = cuda_crew_lay_out<TYPE, 1>(shared, p.w);
   unsigned long long best = 0;
+  float most = 0;
   int64_t kv_at = p.kind == CUDA_QKV ? cuda_kv_at(p.kv, __ldg(p.seq), __ldg(p.pos), 0) : 0;
   bool following = false;
   auto unit = [&](int u) {
@@ -3138,7 +3420,8 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
     cuda_follow();
     following = true;
     if (p.kind == CUDA_ADD) u.x = __ldcg(p.to + u.a), u.y = __ldcg(p.to + u.b);
-    cuda_planes<TYPE, 1>(r, p.w, p.x, p.norm.w ? &p.norm : NULL, 0);
+    if (p.no_most && blockIdx.x == 0 && threadIdx.x == 0) *p.no_most = 0;
+    cuda_planes<TYPE, 1>(r, p.w, p.x, p.norm.w ? &p.norm : NULL, p.most, 0);
   };
   auto done = [&](const cuda_unit &u, int, float2 v) {
     v.x += u.bias_a;
@@ -3146,13 +3429,19 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
     if (p.kind == CUDA_QKV) {
       cuda_finish_qkv(p, u, v, kv_at);
     } else if (p.kind == CUDA_GATED) {
-      __stcg(p.to + u.a, __fmul_rn(cuda_act(v.x, p.act), v.y));
+      v.x = __fmul_rn(cuda_act(v.x, p.act), v.y);
+      most = cuda_max(most, fabsf(v.x));
+      __stcg(p.to + u.a, v.x);
     } else {
-      cuda_finish_row(p, u.a, v.x, u.x, best);
-      if (u.b != u.a) cuda_finish_row(p, u.b, v.y, u.y, best);
+      most = cuda_max(most, cuda_finish_row(p, u.a, v.x, u.x, best));
+      if (u.b != u.a) most = cuda_max(most, cuda_finish_row(p, u.b, v.y, u.y, best));
     }
   };
   cuda_dots<TYPE, 1>(p.w, r, cuda_units(p.w, p.kind), p.split, unit, ready, done);
+  if (p.leaves_most) {
+    most = cuda_crew_max(most, r.room + 16);
+    if (threadIdx.x == 0) atomicMax((unsigned *)p.leaves_most, __float_as_uint(most));
+  }
   if (p.kind != CUDA_LOGITS) return;
   best = cuda_block_best(best, bests);
   if (threadIdx.x == 0) __stcg(p.best + blockIdx.x, best);
@@ -3233,6 +3522,7 @@ typedef struct cuda_decoder {
   const tfm_kv *kv;
   const void *work;
   float *x, *q, *attn, *h;
+  float *h_most; /* the largest of |h| */
   cuda_stretches stretches;
   int stretch_count;
   cuda_end end;
@@ -3251,15 +3541,16 @@ static void *cuda_take(cuda_room *r, size_t count, size_t size) {
 static void cuda_decoder_lay_out(cuda_decoder *c, cuda_room *r, const tfm_net *net, int32_t context,
                                  int processors) {
   size_t inner = (size_t)(net->heads * net->head_width);
-  int group = net->kv_heads ? net->heads / net->kv_heads : 1, b = cuda_heads_at_once(group);
-  size_t of = b ? (size_t)net->kv_heads * cuda_blocks(group, b) : 0;
+  int group = net->kv_heads ? net->heads / net->kv_heads : 1; /* blocks have one head, or four */
+  size_t of = (size_t)net->kv_heads * cuda_blocks(group, 4) * 4;
   c->stretch_count = context / CUDA_STRETCH + 1;
   c->x = (float *)cuda_take(r, (size_t)net->width, sizeof(float));
   c->q = (float *)cuda_take(r, inner, sizeof(float));
   c->attn = (float *)cuda_take(r, inner, sizeof(float));
   c->h = (float *)cuda_take(r, (size_t)net->ffn_width, sizeof(float));
+  c->h_most = (float *)cuda_take(r, 1, sizeof(float));
   c->end.logits = (float *)cuda_take(r, (size_t)net->vocabulary, sizeof(float));
-  c->stretches.part = (float *)cuda_take(r, of * (size_t)(c->stretch_count * b),
+  c->stretches.part = (float *)cuda_take(r, of * (size_t)c->stretch_count,
                                          (size_t)cuda_lanes8(net->head_width) * 3 * sizeof(float));
   c->stretches.arrived = (unsigned *)cuda_take(r, of, sizeof(unsigned));
   c->end.best = (unsigned long long *)cuda_take(r, (size_t)processors * 2, sizeof *c->end.best);
@@ -3340,7 +3631,7 @@ static void cuda_decode_attend(tfm_dev *d, const cuda_decoder *c, const tfm_rows
   tfm_mat y = {c->attn, TFM_F32, 1, inner, inner}, q = {c->q, TFM_F32, 1, inner, inner};
   cuda_attn a = {y, q, c->kv[layer], *rows, NULL, net->layer[layer].attn,
                  net->heads / net->kv_heads, false};
-  if (cuda_attend_knows(&a.kv)) cuda_attend_run(d, &a, &c->stretches, c->stretch_count);
+  if (cuda_attend_knows(&a.kv)) cuda_attend_run(d, &a, &c->stretches, 1, c->stretch_count);
   else cuda_attn_run(d, &a);
 }
 
@@ -3355,6 +3646,8 @@ static void cuda_decode_layer(tfm_dev *d, const cuda_decoder *c, const tfm_rows 
   qkv.norm.w = l->norm1, qkv.norm.b = l->norm1_bias, qkv.norm.p = net->norm;
   qkv.rope = l->rope, qkv.kv = c->kv[layer], qkv.heads = net->heads;
   qkv.pos = rows->pos, qkv.seq = rows->seq;
+  if (net->ffn_width > CUDA_RAW) /* too wide to be looked at twice */
+    qkv.no_most = up.leaves_most = c->h_most, down.most = c->h_most;
   up.norm.w = l->norm2, up.norm.b = l->norm2_bias, up.norm.p = net->norm;
   up.act = net->act;
   cuda_phase_run(d, &qkv, cuda_packed(&l->qkv));

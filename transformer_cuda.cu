@@ -1240,7 +1240,7 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
    what it opens, or rows eight apart. A piece is 64 bytes of each of the tile's 16 rows: lane
    4g + t has 16 bytes of both rows of unit g. A team of `split` warps shares a tile: each takes a
    stretch of pieces, CUDA_AHEAD of them asked for before they are used, the first even before x is
-   there. The team's sums are added in order. So the bits of a row depend on the shape of W alone. */
+   there. The team's sums are added in order: the bits of a row depend on the shape of W alone. */
 
 enum { CUDA_AHEAD = 8, CUDA_BLOCKS_AHEAD = 4 }; /* pieces; at most the first */
 

@@ -30,10 +30,11 @@
    IT DOES NOT exit, abort, assert or print; keep global state; allocate while generating; execute
    anything from a model; read pickles; fetch models; guess at what it does not know.
 
-   Needs: a C11 or C++17 compiler (gcc or clang), POSIX or MinGW-w64, a little-endian machine of 32
-   or 64 bits (x86 of 32 with -msse2 -mfpmath=sse), stb_ds.h on the include path (as stb_ds.h or
-   stb/stb_ds.h; hidden from your program, which may use it too). Under -std=c11 include this header
-   before the C library's, or define _POSIX_C_SOURCE yourself.
+   Needs: a C11 or C++17 compiler (gcc or clang), POSIX or MinGW-w64, a machine of 32 or 64 bits
+   (x86 of 32 with -msse2 -mfpmath=sse) in either byte order (big-endian ones read model files
+   instead of mapping them), stb_ds.h on the include path (as stb_ds.h or stb/stb_ds.h; hidden from
+   your program, which may use it too). Under -std=c11 include this header before the C library's,
+   or define _POSIX_C_SOURCE yourself.
 
    Contents; search for the anchor:
      >>api        types, contracts, declarations    >>families   models as rows of data, loading
@@ -52,6 +53,7 @@
    Options, defined before the include:
      TRANSFORMER_IMPLEMENTATION         this file gets the code
      TFM_STATIC                         everything static: for one-file programs without companions
+     TFM_LINKED                         no code here after all: another object of the link has it
      TFM_API                            your own linkage, for example a DLL export
      TFM_MALLOC, TFM_REALLOC, TFM_FREE  all three; default allocator of instances without one
      TFM_ASSERT(c)                      checks of the library's own reasoning; default: nothing
@@ -67,11 +69,12 @@
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FAST_MATH__)
 #error "transformer.h: -Ofast and -ffast-math break its arithmetic (infinities, NaN); use -O3"
 #endif
-#if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FLT_EVAL_METHOD__) && __FLT_EVAL_METHOD__ == 2
+#if defined(TRANSFORMER_IMPLEMENTATION) && defined(__FLT_EVAL_METHOD__)
+#if __FLT_EVAL_METHOD__ == 2
 #error "transformer.h: x87 keeps more digits than a float has; use -msse2 -mfpmath=sse"
+#elif __FLT_EVAL_METHOD__ == 1
+#error "transformer.h: floats are computed as doubles here; use -fexcess-precision=fast"
 #endif
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-#error "transformer.h: model files are little-endian and used in place; no big-endian machines"
 #endif
 #if defined(TRANSFORMER_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE)
 #define _POSIX_C_SOURCE 200809L /* -std=c11 hides what POSIX adds to the C library's headers */
@@ -1242,7 +1245,7 @@ extern const tfm_backend *tfm_backend_cuda(void);
    Stop now, if you are only interested in the interface.
    ============================================================================================== */
 
-#ifdef TRANSFORMER_IMPLEMENTATION
+#if defined(TRANSFORMER_IMPLEMENTATION) && !defined(TFM_LINKED)
 #ifndef TFMI_IMPLEMENTED
 #define TFMI_IMPLEMENTED
 
@@ -1573,7 +1576,17 @@ static void tfmi_release(tfmi_load *l, void *p) {
   tfmi_heap_put(l->heap, b, b->bytes);
 }
 
-/* ---- Little-endian reads at any alignment ---- */
+/* ---- Little-endian, as all files are, read and written ----
+
+   Numbers are taken from bytes by tfmi_u16 and its like, at any alignment. Blocks of quantised
+   values stay as they are, since their codecs take the scales so. Floats have the machine's order
+   in memory: where that is another, tfmi_little turns them, when they come and when they go. */
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+enum { TFMI_BIG_ENDIAN = 1 };
+#else
+enum { TFMI_BIG_ENDIAN = 0 };
+#endif
 
 static uint16_t tfmi_u16(const void *p) {
   const uint8_t *b = (const uint8_t *)p;
@@ -1591,6 +1604,18 @@ static float tfmi_f32(const void *p) {
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+/* Words of `width` bytes, `bytes` in all, from the machine's order to that of files, or back. */
+static void tfmi_little(void *words, size_t bytes, size_t width) {
+  uint8_t *word = (uint8_t *)words, t;
+  size_t at, i;
+  for (at = 0; TFMI_BIG_ENDIAN && at + width <= bytes; at += width, word += width)
+    for (i = 0; i < width / 2; i++) {
+      t = word[i];
+      word[i] = word[width - 1 - i];
+      word[width - 1 - i] = t;
+    }
 }
 
 /* ---- The platform: POSIX, or what MinGW-w64 has of it ---- */
@@ -1835,13 +1860,16 @@ typedef struct tfmi_out { /* a file being written; fd -1 only counts */
   char buffer[4096];
 } tfmi_out;
 
-/* Of n bytes more, in words of 8; only the last call may end within one. */
-static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n) {
+/* Of n bytes more, in words of 8; only the last call may end within one. The bytes are those of a
+   file: width 1; or of numbers so many bytes wide, and the sum is of what a file has of them. */
+static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n, size_t width) {
   const char *from = (const char *)data;
   size_t i;
   for (i = 0; i < n; i += 8) {
     uint64_t word = 0;
     memcpy(&word, from + i, n - i < 8 ? n - i : 8);
+    tfmi_little(&word, sizeof word, width);
+    tfmi_little(&word, sizeof word, sizeof word);
     sum = (sum ^ word) * UINT64_C(0x9E3779B97F4A7C15);
     sum ^= sum >> 29;
   }
@@ -1850,7 +1878,7 @@ static uint64_t tfmi_checksum(uint64_t sum, const void *data, size_t n) {
 
 static void tfmi_out_flush(tfmi_out *o) {
   const char *at = o->buffer;
-  o->sum = tfmi_checksum(o->sum, o->buffer, o->used);
+  o->sum = tfmi_checksum(o->sum, o->buffer, o->used, 1);
   while (o->fd >= 0 && o->used && !o->failed) {
     ssize_t n = write(o->fd, at, o->used);
     if (n < 0 && errno == EINTR) continue;
@@ -1873,6 +1901,20 @@ static void tfmi_out_bytes(tfmi_out *o, const void *data, size_t n) {
   }
 }
 
+/* Words of `width` bytes in the machine's order; n bytes in all. */
+static void tfmi_out_words(tfmi_out *o, const void *words, size_t n, size_t width) {
+  const char *from = (const char *)words;
+  char piece[256];
+  while (TFMI_BIG_ENDIAN && n) {
+    size_t some = n < sizeof piece ? n : sizeof piece;
+    tfmi_little(memcpy(piece, from, some), some, width);
+    tfmi_out_bytes(o, piece, some);
+    from += some;
+    n -= some;
+  }
+  tfmi_out_bytes(o, from, n);
+}
+
 static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...) {
   char text[512];
   va_list args;
@@ -1882,7 +1924,6 @@ static TFMI_PRINTF(2, 3) void tfmi_out_text(tfmi_out *o, const char *format, ...
   tfmi_out_bytes(o, text, strlen(text));
 }
 
-/* Little-endian. */
 static void tfmi_out_number_le(tfmi_out *o, uint64_t value, int bytes) {
   uint8_t le[8];
   int i;
@@ -2115,6 +2156,11 @@ static const struct tfmi_type_row {
 
 TFM_API const char *tfm_type_name(tfm_type type) {
   return (int)type < 0 || type >= TFM_TYPE_COUNT ? "?" : tfmi_types[type].name;
+}
+
+/* Bytes of what has the machine's order in memory; those of blocks have the file's. */
+static size_t tfmi_word_bytes(tfm_type type) {
+  return tfmi_types[type].block_values == 1 ? (size_t)tfmi_types[type].block_bytes : 1;
 }
 
 /* Bytes of n values, which must fill whole blocks; SIZE_MAX / 2 at most, false otherwise. */
@@ -3539,7 +3585,7 @@ typedef struct tfmi_tensor { /* of any format; lies in a file */
   int32_t file;           /* which of the model's files it lies in */
   bool used;              /* something asked for it: */
   bool bias;
-  int32_t slot, layer;    /* as this (a tfmi_slot) of this layer */
+  int32_t slot, layer, expert; /* as this (a tfmi_slot) of this layer, and of this expert */
   const uint8_t *data;
   size_t bytes;
 } tfmi_tensor;
@@ -6364,17 +6410,18 @@ static bool tfmi_regex_is_word(const tfmi_charset *words, uint32_t c) {
   return c != 0x200c && c != 0x200d && tfmi_charset_at(words, c);
 }
 
-static uint32_t tfmi_regex_members(tfmi_regex_make *x, uint32_t code) { /* its sets, as bits */
-  uint32_t category = tfmi_charset_at(x->make->set[TFMI_CHARS_CATEGORY], code), bits = 0;
+/* The sets of a character, as bits. */
+static uint32_t tfmi_regex_members(const tfmi_regex_make *x, uint32_t code, uint32_t category,
+                                   bool word) {
+  uint32_t bits = 0;
   int32_t i;
   ptrdiff_t k;
   for (i = 0; i < x->sets; i++) {
     bool in = false;
     for (k = 0; k < stbds_arrlen(x->set[i].item) && !in; k++) {
       const tfmi_regex_item *item = &x->set[i].item[k];
-      in = item->word ? tfmi_regex_is_word(x->make->set[TFMI_CHARS_WORD], code)
-                      : (item->categories >> category & 1) ||
-                            (code >= item->first && code <= item->last);
+      in = item->word ? word : (item->categories >> category & 1) ||
+                                   (code >= item->first && code <= item->last);
       in = in != item->negated;
     }
     bits |= (uint32_t)(in != x->set[i].negated) << i;
@@ -6382,23 +6429,49 @@ static uint32_t tfmi_regex_members(tfmi_regex_make *x, uint32_t code) { /* its s
   return bits;
 }
 
+/* Where an item begins or has ended, next behind a character. */
+static uint32_t tfmi_regex_edge(const tfmi_regex_make *x, uint32_t code) {
+  uint32_t edge = TFMI_CODES;
+  int32_t i;
+  ptrdiff_t k;
+  for (i = 0; i < x->sets; i++)
+    for (k = 0; k < stbds_arrlen(x->set[i].item); k++) {
+      const tfmi_regex_item *item = &x->set[i].item[k];
+      if (item->first > code && item->first < edge) edge = item->first;
+      if (item->last >= code && item->last < edge) edge = item->last + 1;
+    }
+  return edge;
+}
+
 /* Characters of the same sets are one class. */
+static uint16_t tfmi_regex_class(tfmi_regex_make *x, uint32_t members) {
+  ptrdiff_t k = 0;
+  while (k < stbds_arrlen(x->members) && x->members[k] != members) k++;
+  if (k == stbds_arrlen(x->members)) stbds_arrput(x->members, members);
+  if (k > 250) tfmi_regex_fail(x, "too many classes of characters");
+  return (uint16_t)k;
+}
+
+/* Between the edges of items only the category counts, and what \w says. */
 static tfmi_charset *tfmi_regex_classes(tfmi_regex_make *x) {
   tfmi_load *l = &x->make->load;
   tfmi_charset *classes = TFMI_NEW(tfmi_charset, tfmi_keep(l, 1, sizeof *classes));
+  const tfmi_charset *categories = tfmi_make_charset(x->make, TFMI_CHARS_CATEGORY);
+  const tfmi_charset *words = tfmi_make_charset(x->make, TFMI_CHARS_WORD);
   uint16_t *value = TFMI_NEW(uint16_t, tfmi_scratch(l, TFMI_CODES, sizeof *value));
-  uint32_t code;
-  ptrdiff_t k = 0;
-  tfmi_make_charset(x->make, TFMI_CHARS_CATEGORY);
-  tfmi_make_charset(x->make, TFMI_CHARS_WORD);
+  uint16_t known[32][2]; /* a class, plus 1 */
+  uint32_t code, edge = 0;
   for (code = 0; code < TFMI_CODES; code++) {
-    uint32_t bits = tfmi_regex_members(x, code);
-    if (k >= stbds_arrlen(x->members) || x->members[k] != bits)
-      for (k = 0; k < stbds_arrlen(x->members); k++)
-        if (x->members[k] == bits) break;
-    if (k == stbds_arrlen(x->members)) stbds_arrput(x->members, bits);
-    if (k > 250) tfmi_regex_fail(x, "too many classes of characters");
-    value[code] = (uint16_t)k;
+    uint32_t category = tfmi_charset_at(categories, code);
+    bool word = tfmi_regex_is_word(words, code);
+    uint16_t *class_ = &known[category][word];
+    if (code == edge) {
+      memset(known, 0, sizeof known);
+      edge = tfmi_regex_edge(x, code);
+    }
+    if (!*class_)
+      *class_ = (uint16_t)(1 + tfmi_regex_class(x, tfmi_regex_members(x, code, category, word)));
+    value[code] = (uint16_t)(*class_ - 1);
   }
   tfmi_charset_pages(l, classes, value);
   tfmi_release(l, value);
@@ -8171,28 +8244,33 @@ static const tfmi_split_row tfmi_tiktokens[] = {
   {"qwen", {TFMI_CL100K_PATTERN("")}, false, true, true, false},
 };
 
-static const struct tfmi_tiktoken_special { /* which the files leave out too */
+/* What the files leave out too: tiktoken's own from tiktoken_ext/openai_public.py, Qwen's from
+   Qwen/Qwen-7B, tokenization_qwen.py, Llama 3's those that all its versions agree about
+   (llama/tokenizer.py of meta-llama/llama3, models/llama3/tokenizer.py of llama-models). */
+static const struct tfmi_tiktoken_special {
   const char *splitting, *text;
   int32_t id;
+  int32_t series; /* so many, with numbers from 0 on and "|>" behind the text; 0: one */
 } tfmi_tiktoken_specials[] = {
-  {"gpt2", "<|endoftext|>", 50256},
-  {"r50k_base", "<|endoftext|>", 50256},
-  {"p50k_base", "<|endoftext|>", 50256},
-  {"cl100k_base", "<|endoftext|>", 100257},
-  {"cl100k_base", "<|fim_prefix|>", 100258},
-  {"cl100k_base", "<|fim_middle|>", 100259},
-  {"cl100k_base", "<|fim_suffix|>", 100260},
-  {"cl100k_base", "<|endofprompt|>", 100276},
-  {"o200k_base", "<|endoftext|>", 199999},
-  {"o200k_base", "<|endofprompt|>", 200018},
-  {"llama3", "<|begin_of_text|>", 128000},
-  {"llama3", "<|end_of_text|>", 128001},
-  {"llama3", "<|start_header_id|>", 128006},
-  {"llama3", "<|end_header_id|>", 128007},
-  {"llama3", "<|eot_id|>", 128009},
-  {"qwen", "<|endoftext|>", 151643},
-  {"qwen", "<|im_start|>", 151644},
-  {"qwen", "<|im_end|>", 151645},
+  {"gpt2", "<|endoftext|>", 50256, 0},
+  {"r50k_base", "<|endoftext|>", 50256, 0},
+  {"p50k_base", "<|endoftext|>", 50256, 0},
+  {"cl100k_base", "<|endoftext|>", 100257, 0},
+  {"cl100k_base", "<|fim_prefix|>", 100258, 0},
+  {"cl100k_base", "<|fim_middle|>", 100259, 0},
+  {"cl100k_base", "<|fim_suffix|>", 100260, 0},
+  {"cl100k_base", "<|endofprompt|>", 100276, 0},
+  {"o200k_base", "<|endoftext|>", 199999, 0},
+  {"o200k_base", "<|endofprompt|>", 200018, 0},
+  {"llama3", "<|begin_of_text|>", 128000, 0},
+  {"llama3", "<|end_of_text|>", 128001, 0},
+  {"llama3", "<|start_header_id|>", 128006, 0},
+  {"llama3", "<|end_header_id|>", 128007, 0},
+  {"llama3", "<|eot_id|>", 128009, 0},
+  {"qwen", "<|endoftext|>", 151643, 0},
+  {"qwen", "<|im_start|>", 151644, 0},
+  {"qwen", "<|im_end|>", 151645, 0},
+  {"qwen", "<|extra_", 151646, 205},
 };
 
 /* The next line's token and rank; false when it is not one. *at goes behind it. */
@@ -8258,18 +8336,27 @@ static void tfmi_tiktoken_pieces(tfmi_make *m, tfmi_text file) {
   m->vocabulary_pieces = (size_t)stbds_arrlen(m->piece);
 }
 
+static void tfmi_tiktoken_special_add(tfmi_make *m, const struct tfmi_tiktoken_special *s) {
+  int32_t i;
+  for (i = 0; i == 0 || i < s->series; i++) {
+    char *name = (char *)tfmi_scratch(&m->load, 64, 1);
+    tfmi_text text;
+    if (s->series) snprintf(name, 64, "%s%d|>", s->text, (int)i);
+    else snprintf(name, 64, "%s", s->text);
+    text = tfmi_text_of(name);
+    tfmi_make_piece(m, text, s->id + i, TFMI_PIECE_ADDED, 0);
+    tfmi_make_added(m, text, s->id + i, true);
+  }
+}
+
 static void tfmi_read_tiktoken(tfmi_make *m, tfmi_text file, const char *path) {
   const tfmi_split_row *row = tfmi_tiktoken_row(m, path);
   tfm_tokenizer *t = m->t;
   int i;
   tfmi_tiktoken_pieces(m, file);
-  for (i = 0; i < TFMI_COUNT(tfmi_tiktoken_specials); i++) {
-    const struct tfmi_tiktoken_special *special = &tfmi_tiktoken_specials[i];
-    tfmi_text text = tfmi_text_of(special->text);
-    if (strcmp(special->splitting, row->name) != 0) continue;
-    tfmi_make_piece(m, text, special->id, TFMI_PIECE_ADDED, 0);
-    tfmi_make_added(m, text, special->id, true);
-  }
+  for (i = 0; i < TFMI_COUNT(tfmi_tiktoken_specials); i++)
+    if (strcmp(tfmi_tiktoken_specials[i].splitting, row->name) == 0)
+      tfmi_tiktoken_special_add(m, &tfmi_tiktoken_specials[i]);
   tfmi_split_as(m, row);
   m->scored = true;
   tfmi_make_tables(m);
@@ -10336,15 +10423,16 @@ static tfmi_tensor *tfmi_tensor_find(const tfmi_source *s, tfmi_text name) {
 
 /* ---- Files of weights: the model's, until it is freed ---- */
 
-/* A dry load maps what the real one would read, and counts its bytes. */
+/* A dry load maps what the real one would read, and counts its bytes; but what has to be turned is
+   read by both. */
 static tfmi_file *tfmi_source_open(tfmi_source *s, const char *path) {
   tfmi_load *l = s->load;
   tfm_model *m = s->model;
   const tfm_io *io = l->heap->host.io;
   tfmi_file *file = &m->files[m->file_count];
-  bool pretend = l->heap->dry && l->no_mmap && (io ? io->map != NULL : TFMI_MAPS != 0);
-  bool no_mmap = l->no_mmap;
-  l->no_mmap = no_mmap && !pretend;
+  bool no_mmap = l->no_mmap, maps = !TFMI_BIG_ENDIAN && (io ? io->map != NULL : TFMI_MAPS != 0);
+  bool pretend = l->heap->dry && no_mmap && maps;
+  l->no_mmap = !maps || (no_mmap && !pretend);
   tfmi_file_open(l, path, file);
   l->no_mmap = no_mmap;
   m->file_count++;
@@ -10904,6 +10992,14 @@ static const char *tfmi_folder_weights(tfmi_load *l, const char *folder) {
             "GGUF or llama2.c file itself");
 }
 
+/* Floats get the machine's order where they lie, which is in memory of ours. */
+static void tfmi_source_turn(tfmi_source *s) {
+  uint64_t i;
+  for (i = 0; TFMI_BIG_ENDIAN && i < s->tensors; i++)
+    tfmi_little((void *)(uintptr_t)s->tensor[i].data, s->tensor[i].bytes,
+                tfmi_word_bytes(s->tensor[i].type));
+}
+
 /* Fills the directory. path NULL: data, borrowed. */
 static void tfmi_source_read(tfmi_source *s, const char *path, const void *data, size_t bytes) {
   tfmi_load *l = s->load;
@@ -10918,12 +11014,14 @@ static void tfmi_source_read(tfmi_source *s, const char *path, const void *data,
     }
   } else {
     tfmi_source_files(s, 1);
+    if (TFMI_BIG_ENDIAN) data = memcpy(tfmi_keep(l, bytes, 1), data, bytes);
     s->model->file_count = 1;
     s->model->files[0].kind = TFMI_FILE_BORROWED;
     s->model->files[0].data = (const uint8_t *)data;
     s->model->files[0].bytes = bytes;
     tfmi_source_file(s, &s->model->files[0]);
   }
+  tfmi_source_turn(s);
 }
 
 /* =================================================================================================
@@ -11595,7 +11693,8 @@ static void tfmi_windows_named(const tfmi_source *s, const tfmi_family *f, tfm_n
 
 static void tfmi_windows_of(const tfmi_source *s, const tfmi_family *f, tfm_net *net) {
   bool use = !f->windows.use || (!s->gguf && tfmi_setting_flag(s, f->windows.use, false));
-  int32_t window = use ? tfmi_whole(s, f, TFMI_N_WINDOW) : 0, i;
+  bool told = !s->gguf || !tfmi_has(f, TFMI_PAIRS); /* its "llama" has no windows */
+  int32_t window = use && told ? tfmi_whole(s, f, TFMI_N_WINDOW) : 0, i;
   for (i = 0; i < net->layers; i++)
     net->layer[i].attn.window = tfmi_windows_at(s, f, i) ? window : 0;
   if (!s->gguf) tfmi_windows_named(s, f, net, window);
@@ -12057,6 +12156,7 @@ static tfmi_tensor *tfmi_ask_expert(tfmi_builder *b, tfmi_slot slot, int32_t lay
   t->used = true;
   t->slot = (int32_t)slot;
   t->layer = layer;
+  t->expert = expert;
   t->bias = strcmp(suffix, ".bias") == 0;
   return t;
 }
@@ -17831,6 +17931,7 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
    Rows are converted into a chunk by all threads and written behind one another. On the way a
    matrix may be turned (GPT-2's are [in, out] in Hugging Face's files only), the rows of q and k
    brought from halves to pairs or back (see tfm_rope), and 1 added to norms that GGUF stores so.
+   Experts' matrices, a tensor each in folders, are one behind the other in GGUF's.
 
    Whatever can fail but the disk fails before the first byte is written, save that the format has
    no way to tell the model: that is found by reading again what was written, which then goes. Files
@@ -17843,13 +17944,13 @@ TFM_API int64_t tfm_generate(tfm_session *session, const tfm_tokenizer *tokenize
 #pragma GCC optimize("O1")
 #endif
 
-/* A number of JSON whatever the locale. */
-static void tfmi_out_number(tfmi_out *o, double value) {
+/* A number of JSON whatever the locale. transformers tells reals from whole ones by their point. */
+static void tfmi_out_number(tfmi_out *o, double value, bool whole) {
   char text[40], *comma;
   snprintf(text, sizeof text, "%.17g", value);
   comma = strchr(text, ',');
   if (comma) *comma = '.';
-  tfmi_out_bytes(o, text, strlen(text));
+  tfmi_out_text(o, "%s%s", text, whole || strpbrk(text, ".e") ? "" : ".0");
 }
 
 typedef struct tfmi_described { /* what a config.json tells */
@@ -17867,9 +17968,9 @@ static const char *tfmi_torch_name(tfm_type type) {
   return type == TFM_F16 ? "float16" : type == TFM_BF16 ? "bfloat16" : "float32";
 }
 
-static void tfmi_config_number(tfmi_out *o, const char *key, double value) {
+static void tfmi_config_number(tfmi_out *o, const char *key, double value, bool whole) {
   tfmi_out_text(o, ",\n  \"%s\": ", key);
-  tfmi_out_number(o, value);
+  tfmi_out_number(o, value, whole);
 }
 
 static void tfmi_config_divisors(tfmi_out *o, const char *key, const float *divisor, int32_t n) {
@@ -17877,7 +17978,7 @@ static void tfmi_config_divisors(tfmi_out *o, const char *key, const float *divi
   for (i = 0; i < n; i++) {
     if (i) tfmi_out_text(o, ", ");
     else tfmi_out_text(o, ", \"%s\": [", key);
-    tfmi_out_number(o, (double)divisor[i]);
+    tfmi_out_number(o, (double)divisor[i], false);
   }
   tfmi_out_text(o, "]");
 }
@@ -17899,7 +18000,7 @@ static void tfmi_config_scaling(tfmi_out *o, const tfmi_rotation *r) {
   for (i = 0; i < TFMI_COUNT(rows); i++) {
     if (!(rows[i].kinds >> r->kind & 1)) continue;
     tfmi_out_text(o, ", \"%s\": ", rows[i].name);
-    tfmi_out_number(o, rows[i].value);
+    tfmi_out_number(o, rows[i].value, i == TFMI_COUNT(rows) - 1);
   }
   if (r->kind == TFMI_ROPE_YARN && !r->truncate) tfmi_out_text(o, ", \"truncate\": false");
   if (r->kind != TFMI_ROPE_LONG) return;
@@ -17915,7 +18016,7 @@ static void tfmi_config_rope(const tfmi_described *t, tfmi_out *o) {
     tfmi_out_text(o, ",\n  \"rope_parameters\": {");
     for (i = 0; i < 2; i++) {
       tfmi_out_text(o, "%s\"%s\": {\"rope_theta\": ", i ? ", " : "", types[i]);
-      tfmi_out_number(o, r[i].theta);
+      tfmi_out_number(o, r[i].theta, false);
       tfmi_out_text(o, ", ");
       tfmi_config_scaling(o, &r[i]);
       tfmi_out_text(o, "}");
@@ -17923,12 +18024,13 @@ static void tfmi_config_rope(const tfmi_described *t, tfmi_out *o) {
     tfmi_out_text(o, "}");
     return;
   }
-  tfmi_config_number(o, "rope_theta", r->theta);
+  tfmi_config_number(o, "rope_theta", r->theta, false);
   if (tfmi_family_said(t->family, TFMI_N_PARTIAL))
-    tfmi_config_number(o, "partial_rotary_factor", (double)r->rot / t->net->head_width);
+    tfmi_config_number(o, "partial_rotary_factor", (double)r->rot / t->net->head_width,
+                       false);
   if (r->kind == TFMI_ROPE_DEFAULT) return;
   if (r->kind == TFMI_ROPE_LONG)
-    tfmi_config_number(o, "original_max_position_embeddings", r->original);
+    tfmi_config_number(o, "original_max_position_embeddings", r->original, true);
   tfmi_out_text(o, ",\n  \"rope_scaling\": {");
   tfmi_config_scaling(o, r);
   tfmi_out_text(o, "}");
@@ -17977,12 +18079,17 @@ static void tfmi_config_numbers(const tfmi_described *t, tfmi_out *o) {
       {TFMI_N_EXPERT_FFN, (double)net->expert_width},
       {TFMI_N_SHARED_FFN, (double)tfmi_config_width(net, true)}, {TFMI_N_SPARSE_STEP, 1},
       {TFMI_N_BALANCE, t->balance}};
-    for (k = 0; k < TFMI_COUNT(rows); k++)
-      if (tfmi_family_said(f, rows[k].what) && f->key[rows[k].what].hf[0])
-        tfmi_config_number(o, f->key[rows[k].what].hf[0], rows[k].value);
+    for (k = 0; k < TFMI_COUNT(rows); k++) {
+      const tfmi_key *key = &f->key[rows[k].what];
+      bool whole = key->whole || rows[k].what == TFMI_N_QUERY_SCALAR;
+      bool caps = rows[k].what == TFMI_N_ATTN_CAP || rows[k].what == TFMI_N_LOGIT_CAP;
+      if (!tfmi_family_said(f, rows[k].what) || !key->hf[0]) continue;
+      if (caps && rows[k].value == 0) tfmi_out_text(o, ",\n  \"%s\": null", key->hf[0]);
+      else tfmi_config_number(o, key->hf[0], rows[k].value, whole);
+    }
   }
   if (tfmi_family_said(f, TFMI_N_WINDOW)) {
-    if (window) tfmi_config_number(o, "sliding_window", window);
+    if (window) tfmi_config_number(o, "sliding_window", window, true);
     else tfmi_out_text(o, ",\n  \"sliding_window\": null");
   }
   tfmi_config_layers(t, o, window != 0);
@@ -18002,6 +18109,7 @@ static void tfmi_config_flags(const tfmi_described *t, tfmi_out *o) {
   for (i = 0; i < TFMI_COUNT(rows); i++)
     if (rows[i].key)
       tfmi_out_text(o, ",\n  \"%s\": %s", rows[i].key, rows[i].value ? "true" : "false");
+  tfmi_out_text(o, ",\n  \"pad_token_id\": null"); /* transformers' defaults may lie outside */
   if (t->bos >= 0) tfmi_out_text(o, ",\n  \"bos_token_id\": %d", (int)t->bos);
   for (i = 0; i < t->end_count; i++)
     tfmi_out_text(o, "%s%d", i ? ", " : ",\n  \"eos_token_id\": [", (int)t->end[i]);
@@ -18029,7 +18137,7 @@ static void tfmi_config_write(const tfmi_described *t, tfmi_out *o) {
   tfmi_out_text(o, "{\n  \"model_type\": \"%s\",\n  \"architectures\": [\"%s\"]", f->name,
                 f->classes[0]);
   for (i = 0; i < TFMI_COUNT(values); i++)
-    if (f->key[i].hf[0]) tfmi_config_number(o, f->key[i].hf[0], values[i]);
+    if (f->key[i].hf[0]) tfmi_config_number(o, f->key[i].hf[0], values[i], f->key[i].whole);
   for (i = 0; tfmi_acts[i].act != net->act; i++) continue;
   tfmi_out_text(o, ",\n  \"%s\": \"%s\"", f->act_key, tfmi_acts[i].name);
   tfmi_config_flags(t, o);
@@ -18040,10 +18148,13 @@ static void tfmi_config_write(const tfmi_described *t, tfmi_out *o) {
 
 typedef struct tfmi_item { /* a tensor to be written */
   const tfmi_tensor *t; /* its values */
-  const float *made;    /* or these */
+  uint64_t begin;       /* row of t where they begin: an expert's of a stack */
+  const tfmi_tensor *const *stack; /* [dims[0]] experts, t the first, that become one; or NULL */
+  const float *made;    /* or these values */
   const char *name;
   tfm_type type;
-  uint64_t rows, cols;  /* of the new one; a vector is one row, with rows 0 */
+  uint64_t rank, dims[4]; /* of the new one, slowest first */
+  uint64_t rows, cols;  /* likewise; a vector is one row, with rows 0 */
   bool turned;          /* [cols, rows] in t */
   int32_t pairs;        /* head width, where rows go from halves to pairs; below 0: back */
   float add;            /* to each value */
@@ -18088,47 +18199,114 @@ static tfm_type tfmi_item_type(const tfmi_conversion *c, const tfmi_tensor *t, u
   tfm_type type = c->config.type ? c->config.type : t->type;
   bool f8 = type == TFM_F8_E4M3 || type == TFM_F8_E5M2;
   if (!c->gguf) return c->type;
-  if (!tfmi_is_matrix(t) || t->slot == TFMI_POSITIONS) return TFM_F32;
+  if (!tfmi_is_matrix(t) || t->slot == TFMI_POSITIONS || t->slot == TFMI_ROUTER ||
+      t->slot == TFMI_SHARED_ROUTER) return TFM_F32; /* as llama.cpp expects them */
   if (cols % (uint64_t)tfmi_types[type].block_values) return TFM_F16; /* as llama.cpp does it */
   return f8 ? TFM_BF16 : type;
 }
 
+/* Patterns of names where it goes to. */
+static const char *const *tfmi_slots_there(const tfmi_conversion *c) {
+  return c->gguf ? tfmi_gguf_slots : c->b->f->slot;
+}
+
+static bool tfmi_is_other(const tfmi_conversion *c) { return c->gguf != (c->b->s->gguf != NULL); }
+
 /* The name in the other format; fails where it has none. */
-static const char *tfmi_item_name(const tfmi_conversion *c, const tfmi_tensor *t) {
+static const char *tfmi_item_name(const tfmi_conversion *c, const tfmi_tensor *t, int32_t expert) {
   tfmi_load *l = c->b->s->load;
-  const char *const *slots = c->gguf ? tfmi_gguf_slots : c->b->f->slot;
-  const char *pattern = t->slot == TFMI_SLOTS ? NULL : slots[t->slot];
+  const char *pattern = t->slot == TFMI_SLOTS ? NULL : tfmi_slots_there(c)[t->slot];
   const char *prefix = c->gguf || t->slot == TFMI_HEAD ? "" : c->b->f->prefix;
   char *name = (char *)tfmi_scratch(l, 128, 1);
-  if (c->gguf == (c->b->s->gguf != NULL) && t->name.n < 128)
+  if (!tfmi_is_other(c) && t->name.n < 128)
     return (const char *)memcpy(name, t->name.at, t->name.n);
-  if (!pattern || t->rank > 2 || strstr(pattern, "%e") || strstr(c->b->slot[t->slot], "%e"))
+  if (!pattern)
     tfmi_fail(l, TFM_E_UNSUPPORTED, "tensor %s has no counterpart in %s; its parts are stored "
               "otherwise there", tfmi_plain(t->name).text, c->gguf ? "GGUF" : "such a folder");
-  tfmi_layer_name(name, 128, prefix, pattern, t->layer, t->bias ? ".bias" : ".weight");
+  tfmi_slot_name(name, 128, prefix, pattern, t->layer, expert, t->bias ? ".bias" : ".weight");
   return name;
+}
+
+static void tfmi_item_shape(const tfmi_conversion *c, tfmi_item *m) {
+  const tfmi_tensor *t = m->t;
+  uint64_t k;
+  m->rank = t->rank;
+  memcpy(m->dims, t->dims, sizeof m->dims);
+  if (m->turned) m->dims[0] = t->dims[1], m->dims[1] = t->dims[0];
+  if (t->slot == TFMI_SHARED_ROUTER && tfmi_is_other(c)) { /* GGUF has it as a vector */
+    m->rank = c->gguf ? 1 : 2;
+    m->dims[m->rank - 1] = t->dims[t->rank - 1];
+    if (!c->gguf) m->dims[0] = 1;
+  }
+  m->cols = m->dims[m->rank - 1];
+  m->rows = m->rank > 1;
+  for (k = 0; k + 1 < m->rank; k++) m->rows *= m->dims[k]; /* checked by the network */
 }
 
 static tfmi_item tfmi_item_of(const tfmi_conversion *c, const tfmi_tensor *t) {
   const tfmi_builder *b = c->b;
   bool pairs_here = b->m->net.layer[0].rope.interleaved, pairs_there = tfmi_pairs_there(c);
-  bool other = c->gguf != (b->s->gguf != NULL);
-  bool turns = tfmi_has(b->f, TFMI_CONV1D) && tfmi_is_matrix(t) && t->layer >= 0 && other;
   tfmi_item m;
   memset(&m, 0, sizeof m);
   m.t = t;
-  m.name = tfmi_item_name(c, t);
-  m.turned = turns;
-  m.rows = t->rank < 2 ? 0 : t->dims[turns ? 1 : 0];
-  m.cols = t->rank < 2 ? t->dims[0] : t->dims[turns ? 0 : 1];
-  if (t->rank == 3) m.rows *= m.cols, m.cols = t->dims[2]; /* experts, checked by the network */
+  m.name = tfmi_item_name(c, t, 0);
+  m.turned = tfmi_has(b->f, TFMI_CONV1D) && tfmi_is_matrix(t) && t->layer >= 0 && tfmi_is_other(c);
+  tfmi_item_shape(c, &m);
   if ((t->slot == TFMI_Q || t->slot == TFMI_K) && pairs_here != pairs_there) {
     m.pairs = pairs_there ? b->m->net.head_width : -b->m->net.head_width;
     if (t->rank < 2) m.rows = m.cols, m.cols = 1; /* a bias, by its elements */
   }
-  if (tfmi_is_norm(t) && other && tfmi_has(b->f, TFMI_ONE_PLUS)) m.add = c->gguf ? 1.0f : -1.0f;
+  if (tfmi_is_norm(t) && tfmi_is_other(c) && tfmi_has(b->f, TFMI_ONE_PLUS))
+    m.add = c->gguf ? 1.0f : -1.0f;
   m.type = tfmi_item_type(c, t, m.cols);
   return m;
+}
+
+/* All experts' matrices behind the first's. */
+static void tfmi_item_stack(const tfmi_conversion *c, tfmi_item *m) {
+  tfmi_builder *b = c->b;
+  int32_t experts = b->m->net.experts, e;
+  const tfmi_tensor **stack = TFMI_NEW(const tfmi_tensor *, tfmi_scratch(
+      b->s->load, (uint64_t)experts, sizeof *stack));
+  for (e = 0; e < experts; e++)
+    stack[e] = tfmi_need_expert(b, (tfmi_slot)m->t->slot, m->t->layer, e, ".weight");
+  m->stack = stack;
+  m->rank = 3;
+  m->dims[2] = m->dims[1];
+  m->dims[1] = m->dims[0];
+  m->dims[0] = (uint64_t)experts;
+  m->rows *= (uint64_t)experts;
+}
+
+/* One of a stack by itself. */
+static tfmi_item tfmi_item_expert(const tfmi_conversion *c, const tfmi_item *whole, int32_t e) {
+  tfmi_item m = *whole;
+  m.rank = 2;
+  m.dims[0] = whole->dims[1];
+  m.dims[1] = whole->dims[2];
+  m.rows = m.dims[0];
+  m.begin = (uint64_t)e * m.rows;
+  m.name = tfmi_item_name(c, m.t, e);
+  return m;
+}
+
+/* Experts are one tensor in GGUF, and a tensor each in folders of some families. */
+static void tfmi_items_add(const tfmi_conversion *c, const tfmi_tensor *t, tfmi_item **all) {
+  const tfmi_builder *b = c->b;
+  bool matters = tfmi_is_other(c) && t->slot != TFMI_SLOTS;
+  bool each_here = matters && b->slot[t->slot] && strstr(b->slot[t->slot], "%e");
+  const char *there = matters ? tfmi_slots_there(c)[t->slot] : NULL;
+  bool each_there = there && strstr(there, "%e");
+  tfmi_item m, one;
+  int32_t e;
+  if (each_here && t->expert > 0) return; /* it is in the first's stack */
+  m = tfmi_item_of(c, t);
+  if (each_here) tfmi_item_stack(c, &m);
+  if (!each_there) stbds_arrput(*all, m);
+  for (e = 0; each_there && e < b->m->net.experts; e++) {
+    one = tfmi_item_expert(c, &m, e);
+    stbds_arrput(*all, one);
+  }
 }
 
 /* GGUF tells llama3's scaling of the rotation as divisors of the frequencies. */
@@ -18141,7 +18319,8 @@ static tfmi_item tfmi_item_rotation(const tfmi_conversion *c) {
   memset(&m, 0, sizeof m);
   m.name = "rope_freqs.weight";
   m.type = TFM_F32;
-  m.cols = (uint64_t)half;
+  m.rank = 1;
+  m.dims[0] = m.cols = (uint64_t)half;
   m.made = divisor;
   plain.kind = TFMI_ROPE_DEFAULT;
   for (i = 0; i < half; i++)
@@ -18155,10 +18334,8 @@ static void tfmi_conversion_items(tfmi_conversion *c) {
   tfmi_item *all = NULL;
   uint64_t i;
   for (i = 0; i < s->tensors; i++)
-    if (s->tensor[i].used && (c->gguf || s->tensor[i].slot != TFMI_SLOTS)) {
-      tfmi_item m = tfmi_item_of(c, &s->tensor[i]);
-      stbds_arrput(all, m);
-    }
+    if (s->tensor[i].used && (c->gguf || s->tensor[i].slot != TFMI_SLOTS))
+      tfmi_items_add(c, &s->tensor[i], &all);
   if (c->gguf && c->b->m->rotation[0].kind == TFMI_ROPE_LLAMA3) {
     tfmi_item m = tfmi_item_rotation(c);
     stbds_arrput(all, m);
@@ -18172,15 +18349,6 @@ static void tfmi_conversion_items(tfmi_conversion *c) {
       tfmi_fail(l, TFM_E_FORMAT, "tensor %s is larger than the address space", all[i].name);
     c->total_bytes += all[i].bytes;
   }
-}
-
-/* The new tensor's shape, slowest first; returns its rank. */
-static uint64_t tfmi_item_dims(const tfmi_item *m, uint64_t *dims) {
-  dims[0] = m->cols;
-  if (!m->t) return 1;
-  memcpy(dims, m->t->dims, sizeof m->t->dims);
-  if (m->turned) dims[0] = m->t->dims[1], dims[1] = m->t->dims[0];
-  return m->t->rank;
 }
 
 /* ---- Values ---- */
@@ -18197,19 +18365,20 @@ static uint64_t tfmi_item_row(const tfmi_item *m, uint64_t row) {
 /* y[i] = values (row, col + i) of the new tensor, n <= TFMI_PIECE of them. */
 static void tfmi_item_values(const tfmi_item *m, float *y, uint64_t row, uint64_t col, int32_t n) {
   const struct tfmi_codec *codec;
-  uint64_t from = tfmi_item_row(m, row);
+  const tfmi_tensor *t = m->stack ? m->stack[row / m->dims[1]] : m->t;
+  uint64_t from = m->stack ? row % m->dims[1] : m->begin + tfmi_item_row(m, row);
   int32_t i;
   if (m->made) {
     memcpy(y, m->made + col, (size_t)n * sizeof *y);
     return;
   }
-  codec = &tfmi_codecs[m->t->type];
+  codec = &tfmi_codecs[t->type];
   if (m->turned) {
     for (i = 0; i < n; i++)
-      codec->decode(y + i, m->t->data + tfmi_span(m->t->type, (int64_t)((col + (uint64_t)i) *
-                                                  m->rows + from)), 1);
+      codec->decode(y + i, t->data + tfmi_span(t->type, (int64_t)((col + (uint64_t)i) * m->rows +
+                                                                  from)), 1);
   } else {
-    codec->decode(y, m->t->data + tfmi_span(m->t->type, (int64_t)(from * m->cols + col)), n);
+    codec->decode(y, t->data + tfmi_span(t->type, (int64_t)(from * m->cols + col)), n);
   }
   for (i = 0; m->add != 0 && i < n; i++) y[i] += m->add;
 }
@@ -18254,7 +18423,7 @@ static void tfmi_item_rows(void *context, int32_t begin, int32_t end, int32_t wo
 
 /* The same bytes in the same order. */
 static bool tfmi_item_as_it_is(const tfmi_item *m) {
-  return m->t && m->type == m->t->type && !m->turned && !m->pairs && m->add == 0;
+  return m->t && !m->stack && m->type == m->t->type && !m->turned && !m->pairs && m->add == 0;
 }
 
 static void tfmi_item_tell(tfmi_conversion *c, const tfmi_item *m, double values, double errors) {
@@ -18264,10 +18433,11 @@ static void tfmi_item_tell(tfmi_conversion *c, const tfmi_item *m, double values
   memset(&info, 0, sizeof info);
   info.name = name.text;
   info.type = m->t ? m->t->type_name : "F32";
-  info.rank = m->t ? (int32_t)m->t->rank : 1;
-  if (m->t) memcpy(info.dims, m->t->dims, sizeof info.dims);
-  else info.dims[0] = m->cols;
-  info.bytes = m->t ? m->t->bytes : m->bytes;
+  info.rank = (int32_t)m->rank;
+  memcpy(info.dims, m->dims, sizeof info.dims);
+  if (m->turned) info.dims[0] = m->dims[1], info.dims[1] = m->dims[0];
+  info.bytes = m->t ? (size_t)tfmi_span(m->t->type, (int64_t)((m->rows ? m->rows : 1) * m->cols))
+                    : m->bytes;
   info.new_name = m->name;
   info.new_type = tfm_type_name(m->type);
   info.new_bytes = m->bytes;
@@ -18278,7 +18448,7 @@ static void tfmi_item_tell(tfmi_conversion *c, const tfmi_item *m, double values
 static void tfmi_item_write(tfmi_conversion *c, const tfmi_item *m, tfmi_out *o) {
   tfm_dev *d = &c->b->m->dev;
   uint64_t rows = m->rows ? m->rows : 1, first;
-  size_t row_bytes = m->bytes / (size_t)rows;
+  size_t row_bytes = m->bytes / (size_t)rows, word_bytes = tfmi_word_bytes(m->type);
   int32_t most = (int32_t)(row_bytes < TFMI_CHUNK ? TFMI_CHUNK / (row_bytes + 1) + 1 : 1), i;
   double values = 0, errors = 0;
   tfmi_item_job job = {m, 0, row_bytes, c->chunk, c->config.visitor ? c->sums : NULL, 0};
@@ -18286,11 +18456,12 @@ static void tfmi_item_write(tfmi_conversion *c, const tfmi_item *m, tfmi_out *o)
     job.first = first;
     job.rows = rows - first < (uint64_t)most ? (int32_t)(rows - first) : most;
     if (tfmi_item_as_it_is(m)) {
-      tfmi_out_bytes(o, m->t->data + first * row_bytes, (size_t)job.rows * row_bytes);
+      tfmi_out_words(o, m->t->data + (m->begin + first) * row_bytes, (size_t)job.rows * row_bytes,
+                     word_bytes);
     } else {
       for (i = 0; job.sums && i < 2 * job.rows; i++) job.sums[i] = 0;
       tfm_parallel_for(d, job.rows, 1, tfmi_item_rows, &job);
-      tfmi_out_bytes(o, c->chunk, (size_t)job.rows * row_bytes);
+      tfmi_out_words(o, c->chunk, (size_t)job.rows * row_bytes, word_bytes);
       for (i = 0; job.sums && i < job.rows; i++)
         values += job.sums[i], errors += job.sums[job.rows + i];
     }
@@ -18309,10 +18480,10 @@ static void tfmi_folder_header(const tfmi_conversion *c, tfmi_out *o) {
   for (i = 0; i < c->items; i++) {
     const tfmi_item *m = &c->item[i];
     const char *dtype = tfm_type_name(m->type);
-    uint64_t dims[4], rank = tfmi_item_dims(m, dims), k;
+    uint64_t k;
     tfmi_out_text(o, ",\"%s\":{\"dtype\":\"%s\",\"shape\":[", m->name, dtype);
-    for (k = 0; k < rank; k++)
-      tfmi_out_text(o, "%s%llu", k ? "," : "", (unsigned long long)dims[k]);
+    for (k = 0; k < m->rank; k++)
+      tfmi_out_text(o, "%s%llu", k ? "," : "", (unsigned long long)m->dims[k]);
     tfmi_out_text(o, "],\"data_offsets\":[%llu,%llu]}", (unsigned long long)at,
                   (unsigned long long)(at + m->bytes));
     at += m->bytes;
@@ -18787,11 +18958,11 @@ static void tfmi_gguf_write(void *context, tfmi_out *o) {
   tfmi_gguf_pairs_write(c, o);
   for (i = 0; i < c->items; i++, at = (at + 31) & ~(uint64_t)31) {
     const tfmi_item *m = &c->item[i];
-    uint64_t dims[4], rank = tfmi_item_dims(m, dims), k;
+    uint64_t k;
     tfmi_out_number_le(o, strlen(m->name), 8);
     tfmi_out_text(o, "%s", m->name);
-    tfmi_out_number_le(o, rank, 4);
-    for (k = rank; k-- > 0;) tfmi_out_number_le(o, dims[k], 8);
+    tfmi_out_number_le(o, m->rank, 4);
+    for (k = m->rank; k-- > 0;) tfmi_out_number_le(o, m->dims[k], 8);
     tfmi_out_number_le(o, tfmi_ggml_id(m->type), 4);
     tfmi_out_number_le(o, at, 8);
     at += m->bytes;
@@ -18880,7 +19051,10 @@ static const char *tfmi_models_differ(const tfm_model *m, const tfm_model *again
     if (fabsf(a->scale - b->scale) > 1e-6f * a->scale) return "the scale of the scores";
     if (a->window != b->window) return "the windows";
     if (a->softcap != b->softcap) return "the cap of the scores";
+    if (!x->layer[i].router.rows != !y->layer[i].router.rows) return "the layers with experts";
   }
+  if (x->experts_used != y->experts_used || x->moe.normalise != y->moe.normalise)
+    return "the weights of experts";
   for (i = 0; i < x->layers; i++) {
     int which = x->layer[i].attn.window != 0;
     if (!tfmi_rotations_agree(&m->rotation[which], &again->rotation[which])) return "the rotation";
@@ -18973,11 +19147,15 @@ static const tfmi_family *tfmi_family_there(const tfmi_family *f) {
 
 static void tfmi_conversion_run(tfmi_model_request *r) {
   tfmi_conversion *c = r->conversion;
+  const tfm_net *net = &r->model->net;
   c->b = &r->builder;
   c->there = tfmi_family_there(c->b->f);
   tfmi_builder_measure(c->b);
   if (c->gguf && !c->there)
     tfmi_fail(&r->load, TFM_E_UNSUPPORTED, "GGUF has no architecture for %s", c->b->f->name);
+  if (c->gguf && net->experts && tfmi_config_width(net, false))
+    tfmi_fail(&r->load, TFM_E_UNSUPPORTED, "GGUF has no word for layers without experts between "
+              "others; convert to a folder");
   tfmi_conversion_apart(c);
   tfmi_conversion_type(c);
   tfmi_conversion_items(c);
@@ -20516,7 +20694,7 @@ static void tfmi_cut_plain(tfm_trainer *t, const float *arena, tfmi_out *o,
                         arena + cut->p->at + tfmi_cut_row(t, cut, i) * cols + at,
                         (size_t)n * sizeof(float));
       for (j = 0; cut->less && arena == t->w && j < n; j++) t->stage[j] -= 1;
-      tfmi_out_bytes(o, t->stage, (size_t)n * sizeof(float));
+      tfmi_out_words(o, t->stage, (size_t)n * sizeof(float), sizeof(float));
     }
 }
 
@@ -20532,7 +20710,7 @@ static void tfmi_cut_turned(tfm_trainer *t, const float *arena, tfmi_out *o,
                         (size_t)n * sizeof(float));
     for (j = 0; j < n; j++)
       for (i = 0; i < cut->rows; i++)
-        tfmi_out_bytes(o, t->stage + (int64_t)i * TFMI_LANES + j, sizeof(float));
+        tfmi_out_words(o, t->stage + (int64_t)i * TFMI_LANES + j, sizeof(float), sizeof(float));
   }
 }
 
@@ -20631,9 +20809,9 @@ static void tfmi_checkpoint_head(const tfm_trainer *t, uint64_t *word) {
   const int32_t shape[] = {net->layers, net->width, net->heads, net->kv_heads, net->head_width,
                            net->ffn_width, net->vocabulary, net->context, (int32_t)net->act,
                            (int32_t)net->norm.kind, net->gated, t->tied};
-  memcpy(&word[TFMI_WORD_MARK], "tfmtrain", 8);
+  word[TFMI_WORD_MARK] = tfmi_u64("tfmtrain");
   word[TFMI_WORD_FORMAT] = TFMI_CHECKPOINT_FORMAT;
-  word[TFMI_WORD_SHAPE] = tfmi_checksum(1, shape, sizeof shape);
+  word[TFMI_WORD_SHAPE] = tfmi_checksum(1, shape, sizeof shape, sizeof *shape);
   word[TFMI_WORD_TOTAL] = (uint64_t)t->total;
   word[TFMI_WORD_MATRICES] = (uint64_t)t->matrices;
   word[TFMI_WORD_DATA] = t->config.data;
@@ -20646,20 +20824,19 @@ static void tfmi_checkpoint_arena(tfm_trainer *t, const float *arena, tfmi_out *
   for (at = 0; at < t->total; at += TFMI_STRETCH) {
     size_t n = (size_t)(t->total - at < TFMI_STRETCH ? t->total - at : (int64_t)TFMI_STRETCH);
     t->dev.table->get(&t->dev, t->stage, arena + at, n * sizeof *t->stage);
-    tfmi_out_bytes(o, t->stage, n * sizeof *t->stage);
+    tfmi_out_words(o, t->stage, n * sizeof *t->stage, sizeof *t->stage);
   }
 }
 
 static void tfmi_checkpoint_write(tfm_trainer *t, tfmi_out *o) {
   uint64_t word[TFMI_WORDS];
   tfmi_checkpoint_head(t, word);
-  tfmi_out_bytes(o, word, sizeof word);
+  tfmi_out_words(o, word, sizeof word, sizeof *word);
   tfmi_checkpoint_arena(t, t->w, o);
   tfmi_checkpoint_arena(t, t->m, o);
   tfmi_checkpoint_arena(t, t->v, o);
   tfmi_out_flush(o);
-  word[0] = o->sum;
-  tfmi_out_bytes(o, word, sizeof word[0]);
+  tfmi_out_number_le(o, o->sum, 8);
 }
 
 TFM_API tfm_status tfm_trainer_save(tfm_trainer *trainer, const char *path) {
@@ -20690,24 +20867,25 @@ static tfm_status tfmi_checkpoint_fits(const char *path, const uint64_t *found,
   return TFM_OK;
 }
 
-/* Takes over a checkpoint in memory, or says what is wrong with it. */
-static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, const char *data,
+/* Takes over a checkpoint in memory, where its floats are turned, or says what is wrong with it. */
+static tfm_status tfmi_checkpoint_take(tfm_trainer *t, const char *path, uint8_t *data,
                                        size_t bytes) {
-  uint64_t word[TFMI_WORDS], found[TFMI_WORDS] = {0}, sum;
+  uint64_t word[TFMI_WORDS], found[TFMI_WORDS] = {0};
   size_t arena = (size_t)t->total * sizeof(float), end = sizeof word + 3 * arena, host, device;
   tfm_status status;
   tfmi_checkpoint_head(t, word);
   if (bytes >= sizeof found) memcpy(found, data, sizeof found);
+  tfmi_little(found, sizeof found, sizeof *found);
   status = tfmi_checkpoint_fits(path, found, word);
   if (status != TFM_OK) return status;
-  if (bytes == end + sizeof sum) memcpy(&sum, data + end, sizeof sum);
-  if (bytes != end + sizeof sum || sum != tfmi_checksum(0, data, end))
+  if (bytes != end + 8 || tfmi_u64(data + end) != tfmi_checksum(0, data, end, 1))
     return tfmi_report(TFM_E_FORMAT, "%s is damaged: its checksum does not fit", path);
   if (found[TFMI_WORD_STEP] > TFMI_STEP_MOST || found[TFMI_WORD_SEQUENCES] > TFMI_STEP_MOST)
     return tfmi_report(TFM_E_FORMAT, "%s is damaged: step %lld after %lld sequences; expected 0 to "
                        "2^48", path, (long long)found[TFMI_WORD_STEP],
                        (long long)found[TFMI_WORD_SEQUENCES]);
   data += sizeof word;
+  tfmi_little(data, 3 * arena, sizeof(float));
   t->dev.table->put(&t->dev, t->w, data, arena);
   t->dev.table->put(&t->dev, t->m, data + arena, arena);
   t->dev.table->put(&t->dev, t->v, data + 2 * arena, arena);
@@ -20726,8 +20904,10 @@ TFM_API tfm_status tfm_trainer_resume(tfm_trainer *trainer, const char *path) {
   if (!path) return tfmi_report(TFM_E_ARG, "tfm_trainer_resume: path is NULL");
   memset(&file, 0, sizeof file);
   tfmi_load_init(&load, &trainer->heap, path);
+  load.no_mmap = TFMI_BIG_ENDIAN; /* a map cannot be written to */
   wrong = tfmi_file_open_path(&load, path, &file);
-  if (!wrong) status = tfmi_checkpoint_take(trainer, path, (const char *)file.data, file.bytes);
+  if (!wrong)
+    status = tfmi_checkpoint_take(trainer, path, (uint8_t *)(uintptr_t)file.data, file.bytes);
   else status = *wrong ? tfmi_report(TFM_E_IO, "%s %s", path, wrong) : tfm_error_status();
   tfmi_file_close(load.heap, &file);
   return status;
@@ -20970,24 +21150,21 @@ static void tfmi_data_file_read(tfmi_data_make *m, const char *path) {
 /* All texts, into the cache or into memory. */
 static void tfmi_data_read_all(tfmi_data_make *m) {
   tfmi_data *d = m->data;
-  uint64_t word[2], zero = 0;
+  uint64_t word[2] = {tfmi_u64("tfmdata1"), m->mark}, zero = 0;
   int i;
   memset(&m->out, 0, sizeof m->out);
   m->out.fd = -1;
   if (m->config->cache && tfmi_out_begin(&m->out, m->config->cache) != TFM_OK)
     tfmi_fail_again(&m->load);
   m->writing = m->config->cache != NULL;
-  memcpy(word, "tfmdata1", 8);
-  word[1] = m->mark;
-  tfmi_out_bytes(&m->out, word, sizeof word);
+  tfmi_out_words(&m->out, word, sizeof word, sizeof *word);
   for (i = 0; i < (int)stbds_arrlen(m->files); i++) tfmi_data_file_read(m, m->files[i].path);
   tfmi_out_bytes(&m->out, &zero, (size_t)(-m->out.bytes % 8));
   word[0] = (uint64_t)d->front.tokens;
   word[1] = (uint64_t)d->front.documents;
-  tfmi_out_bytes(&m->out, word, sizeof word);
+  tfmi_out_words(&m->out, word, sizeof word, sizeof *word);
   tfmi_out_flush(&m->out);
-  word[0] = m->out.sum;
-  tfmi_out_bytes(&m->out, word, sizeof word[0]);
+  tfmi_out_number_le(&m->out, m->out.sum, 8);
   d->front.mark = m->out.sum;
   d->ids = (const uint8_t *)d->block;
   if (!m->writing) return;
@@ -21000,19 +21177,19 @@ static void tfmi_data_read_all(tfmi_data_make *m) {
 /* Takes the ids of a cache file that fits; false: it does not, or is damaged. */
 static bool tfmi_cache_take(tfmi_data_make *m) {
   tfmi_data *d = m->data;
-  const uint8_t *file = d->file.data;
-  uint64_t head[2], tail[3], bytes;
+  const uint8_t *file = d->file.data, *tail;
+  uint64_t tokens, bytes;
   if (d->file.bytes < TFMI_DATA_HEAD + TFMI_DATA_TAIL || d->file.bytes % 8) return false;
-  memcpy(head, file, sizeof head);
-  memcpy(tail, file + d->file.bytes - sizeof tail, sizeof tail);
-  if (memcmp(head, "tfmdata1", 8) != 0 || head[1] != m->mark) return false;
-  if (!tfmi_mul(tail[0], (uint64_t)d->width, &bytes) || bytes > d->file.bytes) return false;
+  tail = file + d->file.bytes - TFMI_DATA_TAIL;
+  tokens = tfmi_u64(tail);
+  if (memcmp(file, "tfmdata1", 8) != 0 || tfmi_u64(file + 8) != m->mark) return false;
+  if (!tfmi_mul(tokens, (uint64_t)d->width, &bytes) || bytes > d->file.bytes) return false;
   if (TFMI_DATA_HEAD + (bytes + 7) / 8 * 8 + TFMI_DATA_TAIL != d->file.bytes) return false;
-  if (tfmi_checksum(0, file, d->file.bytes - 8) != tail[2]) return false;
+  if (tfmi_checksum(0, file, d->file.bytes - 8, 1) != tfmi_u64(tail + 16)) return false;
   d->ids = file + TFMI_DATA_HEAD;
-  d->front.tokens = (int64_t)tail[0];
-  d->front.documents = (int64_t)tail[1];
-  d->front.mark = tail[2];
+  d->front.tokens = (int64_t)tokens;
+  d->front.documents = (int64_t)tfmi_u64(tail + 8);
+  d->front.mark = tfmi_u64(tail + 16);
   return true;
 }
 
@@ -21043,7 +21220,7 @@ static void tfmi_data_ids(tfmi_data_make *m) {
 
 static uint64_t tfmi_mark_text(uint64_t sum, const char *text, size_t n) {
   uint64_t bytes = n;
-  return tfmi_checksum(tfmi_checksum(sum, &bytes, sizeof bytes), text, n);
+  return tfmi_checksum(tfmi_checksum(sum, &bytes, sizeof bytes, sizeof bytes), text, n, 1);
 }
 
 /* All texts of the vocabulary, and how it splits a sample: merges have no other face. */
@@ -21052,7 +21229,7 @@ static uint64_t tfmi_mark_tokenizer(tfmi_data_make *m, uint64_t sum) {
   int32_t id;
   int64_t n;
   size_t bytes;
-  sum = tfmi_checksum(sum, numbers, sizeof numbers);
+  sum = tfmi_checksum(sum, numbers, sizeof numbers, sizeof *numbers);
   for (id = 0; id < m->vocabulary.vocabulary; id++) {
     const char *text = tfm_token_text(m->tokenizer, id, &bytes);
     sum = tfmi_mark_text(sum, text ? text : "", text ? bytes : 0);
@@ -21061,7 +21238,7 @@ static uint64_t tfmi_mark_tokenizer(tfmi_data_make *m, uint64_t sum) {
   bytes = tfmi_text_cut((const char *)m->text.data, m->text.bytes, TFMI_TEXT_SAMPLE);
   n = tfmi_data_encode(m, (const char *)m->text.data, bytes, 0);
   tfmi_file_close(&m->heap, &m->text);
-  return tfmi_checksum(sum, m->piece, (size_t)n * sizeof *m->piece);
+  return tfmi_checksum(sum, m->piece, (size_t)n * sizeof *m->piece, sizeof *m->piece);
 }
 
 static void tfmi_data_mark(tfmi_data_make *m) {
@@ -21072,7 +21249,7 @@ static void tfmi_data_mark(tfmi_data_make *m) {
     const tfmi_data_file *f = &m->files[i];
     const uint64_t numbers[] = {f->bytes, f->time};
     sum = tfmi_mark_text(sum, f->path, strlen(f->path));
-    sum = tfmi_checksum(sum, numbers, sizeof numbers);
+    sum = tfmi_checksum(sum, numbers, sizeof numbers, sizeof *numbers);
   }
   m->mark = tfmi_mark_tokenizer(m, sum);
 }
@@ -21157,6 +21334,7 @@ static void tfmi_data_divide(tfmi_data_make *m) {
   tfm_data *f = &d->front;
   float share = m->config->held_out;
   uint64_t numbers[4] = {f->mark, d->seed, (uint64_t)d->context, 0};
+  uint32_t bits;
   f->held_out = (int64_t)((double)share * (double)f->tokens);
   if (f->held_out > 0) /* the last target is within, as it is not a ring */
     f->held_sequences = (f->held_out - 1) / d->context;
@@ -21168,8 +21346,9 @@ static void tfmi_data_divide(tfmi_data_make *m) {
     tfmi_fail(&m->load, TFM_E_ARG, "%lld tokens are held out; expected more than the context of "
               "%d: give more text, or shorten the context", (long long)f->held_out,
               (int)d->context);
-  memcpy(&numbers[3], &share, sizeof share);
-  f->mark = tfmi_checksum(0, numbers, sizeof numbers);
+  memcpy(&bits, &share, sizeof bits);
+  numbers[3] = bits;
+  f->mark = tfmi_checksum(0, numbers, sizeof numbers, sizeof *numbers);
   if (!f->mark) f->mark = 1;
 }
 

@@ -30,10 +30,11 @@
    attention works on, lie in tfm_dev.work.
 
    Where the processor has AMX, a device asks Linux once, for the whole process, to save its tiles.
-   Then training in BF16 is multiplied by them. Define TFM_CPU_BLOCK_TILES as 1 for weights in
-   blocks too, where many rows of x share them: to the same bits as without, which has been tested
-   with tiles in C (tests/amx_standin.h), but not on such a processor yet. TFM_CPU_BF16_TILES as 1
-   adds weights of BF16, whose activations are then rounded to BF16, in prompts and alone. */
+   Then training in BF16 is multiplied by them, and so are weights in blocks that many rows of x
+   share, to the same bits as without; TFM_CPU_BLOCK_TILES defined as 0 leaves these to vectors.
+   Define TFM_CPU_BF16_TILES as 1 for weights of BF16 too, prompts of which are then two to three
+   times as fast: activations are rounded to BF16, in prompts and alone, so logits differ from the
+   reference's by that. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 
@@ -61,10 +62,10 @@
 #define TFM_CPU_SCRATCH (3 << 19) /* bytes: they fit a core's second cache; a test has fewer */
 #endif
 #ifndef TFM_CPU_BLOCK_TILES
-#define TFM_CPU_BLOCK_TILES 0 /* 1: AMX for weights in blocks, the same bits: see the banner */
+#define TFM_CPU_BLOCK_TILES 1 /* AMX for weights in blocks, the same bits: see the banner */
 #endif
 #ifndef TFM_CPU_BF16_TILES
-#define TFM_CPU_BF16_TILES 0 /* 1: and for weights of BF16, activations rounded */
+#define TFM_CPU_BF16_TILES 0 /* 1: AMX for weights of BF16, activations rounded */
 #endif
 #ifndef TFM_CPU_AVX2_ONLY
 #define TFM_CPU_AVX2_ONLY 0
@@ -81,8 +82,12 @@ enum {
   CPU_AHEAD = 1024,       /* bytes: how far ahead of its use a weight is asked for */
   CPU_SCRATCH = TFM_CPU_SCRATCH, /* for quantised activations; rows are worked off in parts of it */
   CPU_WIDTH = 256,        /* widest head of attention here */
-  CPU_QUERIES = 64,       /* query heads that share a tile of keys */
-  CPU_TILE_BYTES = 2 * CPU_WIDTH * CPU_ROWS * 4, /* keys and values of a tile, for each thread */
+  CPU_QUERIES = 64,       /* query heads that share a tile of keys, */
+  CPU_KEYS = 64,          /* of so many positions */
+  CPU_PIECE = 512,        /* positions that are summed up by themselves: threads may share a row */
+  CPU_SUMS = 16,          /* floats before a piece's sum of values: largest score, sum, unused */
+  CPU_PARTS = 4 << 20,    /* bytes of such sums at most */
+  CPU_TILE_BYTES = 208 << 10, /* of each thread: keys, values, sums; or sums and panels */
   CPU_DEPTH = 512,        /* training: terms of a sum that are added in registers, */
   CPU_PANELS = 8,         /* panels of a product that are packed together, */
   CPU_BLOCK = 264,        /* rows whose sums are kept meanwhile, */
@@ -185,9 +190,10 @@ static size_t cpu_quantised_bytes(int32_t cols) { /* never 0 */
 /* The same in bf16: whole tiles of 32, and a line more, so that rows begin in different lines. */
 static size_t cpu_brain_bytes(int32_t cols) { return cpu_align(2 * (size_t)cols) + CPU_ALIGN; }
 
-/* Of rows of as many bytes, so many are made at a time: even parts. */
-static int32_t cpu_quantised_rows(int32_t rows, size_t row_bytes) {
-  size_t most = CPU_SCRATCH / row_bytes, parts;
+/* Of rows of as many bytes, so many are made at a time: even parts. Tiles take some columns of all
+   rows at a time: more fit. */
+static int32_t cpu_quantised_rows(int32_t rows, size_t row_bytes, bool tiles) {
+  size_t most = (tiles ? 2 : 1) * (size_t)CPU_SCRATCH / row_bytes, parts;
   if (most < 1) most = 1;
   parts = ((size_t)rows + most - 1) / most;
   return parts ? (int32_t)(((size_t)rows + parts - 1) / parts) : 1;
@@ -203,14 +209,16 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
   const int32_t cols[] = {net->width, net->heads * net->head_width, net->ffn_width,
                           net->expert_width};
   const size_t beyond = d->state ? CPU_ROWS - 1 : 0; /* rows that tiles take in, and none uses */
+  const size_t of_piece = (size_t)net->heads * (CPU_SUMS + (size_t)net->head_width) * sizeof(float);
   size_t most = 0, bytes, row, i;
   int32_t slots = rows > sequences ? rows : sequences;
-  (void)context;
+  if (d->threads > 1 && context > CPU_PIECE) most = of_piece * (size_t)(context / CPU_PIECE + 1);
+  if (most > CPU_PARTS) most = CPU_PARTS; /* or else attention's threads do not share */
   if (slots < 16) slots = 16; /* rows that the engine turns to logits together */
   if (net->experts_used > 1) slots *= net->experts_used;
   for (i = 0; i < 2 * (sizeof cols / sizeof *cols); i++) {
     row = i % 2 ? cpu_brain_bytes(cols[i / 2]) : cpu_quantised_bytes(cols[i / 2]);
-    bytes = ((size_t)cpu_quantised_rows(slots, row) + beyond) * row;
+    bytes = ((size_t)cpu_quantised_rows(slots, row, d->state != NULL) + beyond) * row;
     if (bytes > most && (i % 2 == 0 || d->state)) most = bytes;
   }
   if (net->embed.roles & TFM_ROLE_GRADIENT && most < (size_t)d->threads * CPU_TRAIN_BYTES)
@@ -814,6 +822,13 @@ static bool cpu_is_brain(const tfm_weight *w) { /* all of it of bf16 */
   return true;
 }
 
+/* Whether a weight's rows in one type are multiplied by AMX. Few rows times blocks are not, nor
+   are quite many times Q8_0, which vectors multiply as it lies. */
+static bool cpu_in_tiles(const cpu_product *t, tfm_type type) {
+  const bool blocks = TFM_CPU_BLOCK_TILES && cpu_has_blocks((int)type) && type != TFM_Q6_K;
+  return t->brains || (t->tiles && blocks && t->rows >= (type == TFM_Q8_0 ? 64 : 16));
+}
+
 /* A row of x in the form that a stripe's tiles take. */
 static const void *cpu_row_of_x(const cpu_product *t, const cpu_stripe *s, int32_t slot) {
   int32_t row = cpu_slot_from(t, slot);
@@ -837,6 +852,8 @@ typedef struct cpu_attn_job {
   int32_t tile, tiles; /* rows in an item, items per kv head */
   float *work;         /* of all threads */
   float *lse;          /* [T, H], or NULL */
+  float *sums;         /* of all pieces, where threads share them: [heads][tiles][pieces] */
+  int32_t pieces;      /* of the longest row */
 } cpu_attn_job;
 
 typedef struct cpu_run { /* rows of one sequence, at consecutive positions */
@@ -860,6 +877,15 @@ static bool cpu_run_next(cpu_run *run, const tfm_rows *rows, int32_t begin, int3
 static int32_t cpu_first_key(const tfm_attn *p, int32_t pos) {
   return p->window > 0 && pos >= p->window ? pos - p->window + 1 : 0;
 }
+
+static int32_t cpu_runs(const tfm_rows *rows) {
+  int32_t row = 0, runs = 0;
+  cpu_run run;
+  for (; cpu_run_next(&run, rows, row, rows->n); row = run.row + run.rows) runs++;
+  return runs;
+}
+
+static int32_t cpu_pieces(int32_t positions) { return (positions + CPU_PIECE - 1) / CPU_PIECE; }
 
 /* The key, or the value, of the run's head at a position. */
 static const uint8_t *cpu_kv_at(const tfm_kv *kv, const cpu_run *run, int32_t pos, bool value) {
@@ -1076,7 +1102,7 @@ typedef struct cpu_attn_bwd_job {
 
 #if CPU_AMX /* see below; false: not theirs */
 static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t);
-static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
                              int32_t n, int32_t col, int32_t worker);
 static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker);
 #elif defined(CPU_X86) || defined(CPU_ARM)
@@ -1084,10 +1110,9 @@ static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
   (void)d, (void)t;
   return false;
 }
-static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
                              int32_t n, int32_t col, int32_t worker) {
   (void)t, (void)stripe, (void)panel, (void)n, (void)col, (void)worker;
-  return false;
 }
 static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker) {
   (void)context, (void)begin, (void)end, (void)worker;
@@ -1483,12 +1508,26 @@ static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *g) {
    Of bf16: x is rounded to it as well, always, so that a row of x alone has the bits that it has
    among others; one row is multiplied by vectors, in the order of the tile's sums. Of blocks: the
    same integers as without tiles, and the same scales, so the same bits; few rows are left to
-   these. A thread's memory holds sums [rows][32], a chunk of a panel, and integers. */
+   these. Four panels and up to 256 rows of x are worked off together, some columns at a time: these
+   columns of a panel are unpacked to the first cache, while those of x lie in the second. Sums wait
+   in a thread's memory. */
 enum {
-  CPU_TILES_OUT = 256 * CPU_ROWS * 4,  /* bytes of sums: 256 rows of bf16, */
-  CPU_TILES_MANY = 192, CPU_TILES_FEW = 8, /* of blocks; fewer are not worth a tile */
+  CPU_TILED_COLS = 256, /* columns at a time */
+  CPU_TILED_ROWS = 256, /* rows of x */
+  CPU_TILED_PANELS = CPU_OUT / CPU_ROWS,
+  CPU_TILED_OUT = CPU_OUT + CPU_ALIGN / 4, /* floats from row to row of sums: not in step */
   CPU_TILED_PIECE = CPU_ROWS * (4 + 4 + 32) /* scales, lowest values, numbers of 32 columns */
 };
+
+typedef struct cpu_tiles { /* columns of a panel times rows of x, all of a thread */
+  const cpu_product *t;
+  const cpu_stripe *stripe;
+  float *out;    /* [CPU_TILED_ROWS][CPU_TILED_OUT], of four panels */
+  int32_t *dots; /* [2 units][CPU_GROUP / 32 blocks][16][32] */
+  uint8_t *room; /* unpacked columns */
+  const uint8_t *x, *w; /* first row; first of these columns */
+  int32_t first, rows, k, cols;
+} cpu_tiles;
 
 /* Rows of x in bf16, zeros after them. */
 static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker) {
@@ -1555,21 +1594,15 @@ static void cpu_brain_tiles(uint8_t *to, const uint8_t *w, int32_t n) {
   }
 }
 
-/* A panel of bf16 times n rows of x, from x on. */
-static void cpu_brain_panel(const cpu_product *t, float *out, const uint8_t *x, int32_t n,
-                            const uint8_t *w) {
-  uint8_t *room = (uint8_t *)out + CPU_TILES_OUT;
-  cpu_walk a = {x, t->quantised_bytes, CPU_TILE_ROWS * t->quantised_bytes, 2 * CPU_TERMS};
-  const cpu_walk b = {room, 64, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE};
-  int32_t k, i, cols, steps;
-  for (k = 0; k < t->x.cols; k += cols) {
-    cols = cpu_min(CPU_CHUNK, t->x.cols - k);
-    steps = (cols + CPU_TERMS - 1) / CPU_TERMS;
-    cpu_brain_tiles(room, w + (size_t)k * 2 * CPU_ROWS, cols);
-    for (i = 0; i < n; i += CPU_ROWS) {
-      a.at = x + (size_t)i * t->quantised_bytes + 2 * (size_t)k;
-      cpu_tiles_multiply(out + i * CPU_ROWS, CPU_ROWS * sizeof *out, a, b, steps, k > 0);
-    }
+static void cpu_brain_columns(const cpu_tiles *p, float *out) {
+  const size_t row = p->t->quantised_bytes;
+  cpu_walk a = {p->x + 2 * (size_t)p->k, row, CPU_TILE_ROWS * row, 2 * CPU_TERMS};
+  const cpu_walk b = {p->room, 64, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE};
+  const int32_t steps = (p->cols + CPU_TERMS - 1) / CPU_TERMS;
+  int32_t i, parts = (p->rows + CPU_ROWS - 1) / CPU_ROWS;
+  cpu_brain_tiles(p->room, p->w, p->cols);
+  for (i = 0; i < parts; i++, a.at += CPU_ROWS * row, out += CPU_ROWS * CPU_TILED_OUT) {
+    cpu_tiles_multiply(out, CPU_TILED_OUT * sizeof *out, a, b, steps, p->k > 0);
   }
 }
 
@@ -1607,43 +1640,40 @@ static bool cpu_tiles_unpack(uint8_t *to, const uint8_t *w, int32_t cols, tfm_ty
   }
 }
 
-/* dots [blocks][32][32] of 32 rows of x, columns of one of their groups; two: more than 16 rows. */
-CPU_INLINE void cpu_tiles_dots(int32_t *dots, const uint8_t *x, size_t row, const uint8_t *w,
-                               int32_t blocks, bool two) {
-  int32_t b;
-  for (b = 0; b < blocks; b++, x += 32, w += CPU_TILED_PIECE, dots += CPU_ROWS * CPU_ROWS) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_loadd(4, x, row);
-    _tile_loadd(6, w + 256, 128);
-    _tile_loadd(7, w + 320, 128);
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-    _tile_stored(0, dots, 128);
-    _tile_stored(1, dots + 16, 128);
-    if (!two) continue;
-    _tile_zero(2);
-    _tile_zero(3);
-    _tile_loadd(5, x + CPU_TILE_ROWS * row, row);
-    _tile_dpbssd(2, 5, 6);
-    _tile_dpbssd(3, 5, 7);
-    _tile_stored(2, dots + CPU_TILE_ROWS * CPU_ROWS, 128);
-    _tile_stored(3, dots + CPU_TILE_ROWS * CPU_ROWS + 16, 128);
-  }
+typedef struct cpu_unit { /* 16 rows of x, or fewer, times 32 columns of W, of a group of x */
+  const uint8_t *x, *w;
+  float *out;
+  int32_t *dots;        /* [blocks][16][32] */
+  int32_t rows, blocks; /* 0 blocks: there is no such unit */
+} cpu_unit;
+
+CPU_INLINE void cpu_unit_dots(const cpu_unit *u, size_t row, int32_t b) {
+  const uint8_t *w = u->w + (size_t)b * CPU_TILED_PIECE + 2 * CPU_ROWS * 4;
+  int32_t *dots = u->dots + b * CPU_TILE_ROWS * CPU_ROWS;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_loadd(4, u->x + 32 * b, row);
+  _tile_loadd(6, w, 128);
+  _tile_loadd(7, w + 64, 128);
+  _tile_dpbssd(0, 4, 6);
+  _tile_dpbssd(1, 4, 7);
+  _tile_stored(0, dots, 128);
+  _tile_stored(1, dots + 16, 128);
 }
 
-/* out [n][32] += dots, with the scales of W and of a group of x, added up as V(block_tile) does. */
-CPU_INLINE void cpu_tiles_scale(float *out, const int32_t *dots, const uint8_t *x, size_t row,
-                                int32_t n, const uint8_t *w, const int blocks, const bool low) {
-  int32_t i;
+/* out += dots of four rows, with the scales of W and of x, added up as V(block_tile) does. */
+CPU_INLINE void cpu_unit_scale(const cpu_unit *u, size_t row, int32_t first, const int blocks,
+                               const bool low) {
+  int32_t i, last = cpu_min(first + 4, u->rows);
   int b, j;
-  for (i = 0; i < n; i++, x += row, out += CPU_ROWS, dots += CPU_ROWS) {
-    const cpu_group *g = (const cpu_group *)(const void *)x;
+  for (i = first; i < last; i++) {
+    const cpu_group *g = (const cpu_group *)(const void *)(u->x + (size_t)i * row);
+    float *out = u->out + i * CPU_TILED_OUT;
     for (j = 0; j < 2; j++) {
       __m512 sum = _mm512_setzero_ps();
       for (b = 0; b < blocks; b++) {
-        const uint8_t *scale = w + b * CPU_TILED_PIECE + 64 * j;
-        __m512i dot = _mm512_load_si512(dots + b * CPU_ROWS * CPU_ROWS + 16 * j);
+        const uint8_t *scale = u->w + b * CPU_TILED_PIECE + 64 * j;
+        __m512i dot = _mm512_load_si512(u->dots + (b * CPU_TILE_ROWS + i) * CPU_ROWS + 16 * j);
         sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_load_ps(scale), sum);
         if (low) sum = _mm512_fmadd_ps(_mm512_load_ps(scale + 128), _mm512_set1_ps(g->sum[b]), sum);
       }
@@ -1653,37 +1683,35 @@ CPU_INLINE void cpu_tiles_scale(float *out, const int32_t *dots, const uint8_t *
   }
 }
 
-/* 32 rows of x, n of them there, times cols columns that were unpacked. */
-static void cpu_tiles_blocks(float *out, int32_t *dots, const uint8_t *x, size_t row, int32_t n,
-                             const uint8_t *w, int32_t cols, bool low) {
-  int32_t b, blocks;
-  for (b = 0; b < cols / 32; b += blocks) {
-    const uint8_t *from = w + (size_t)b * CPU_TILED_PIECE;
-    blocks = cpu_min(CPU_GROUP / 32, cols / 32 - b);
-    cpu_tiles_dots(dots, x, row, from, blocks, n > CPU_TILE_ROWS);
-    if (blocks == 4 && !low) cpu_tiles_scale(out, dots, x, row, n, from, 4, false);
-    else if (blocks == 4) cpu_tiles_scale(out, dots, x, row, n, from, 4, true);
-    else cpu_tiles_scale(out, dots, x, row, n, from, blocks, low);
-    x += sizeof(cpu_group);
+/* While tiles multiply a unit, vectors scale the one before it, a quarter of each in turns. */
+CPU_INLINE void cpu_unit_quarters(const cpu_unit *now, const cpu_unit *was, size_t row, bool low) {
+  int32_t b;
+  for (b = 0; b < CPU_GROUP / 32; b++) {
+    if (b < now->blocks) cpu_unit_dots(now, row, b);
+    if (was->blocks == 4 && !low) cpu_unit_scale(was, row, 4 * b, 4, false);
+    else if (was->blocks == 4) cpu_unit_scale(was, row, 4 * b, 4, true);
+    else if (was->blocks) cpu_unit_scale(was, row, 4 * b, was->blocks, low);
   }
 }
 
-/* A panel of blocks times n rows of x, from x on. */
-static void cpu_block_tiles(const cpu_product *t, float *out, const uint8_t *x, int32_t n,
-                            const cpu_stripe *stripe, const uint8_t *w) {
-  int32_t *dots = (int32_t *)out + CPU_TILES_MANY * CPU_ROWS;
-  uint8_t *room = (uint8_t *)(dots + 4 * CPU_ROWS * CPU_ROWS);
-  int32_t k, i, cols;
+static void cpu_block_columns(const cpu_tiles *p, float *out) {
+  const size_t row = p->t->quantised_bytes;
+  const int32_t groups = (p->cols + CPU_GROUP - 1) / CPU_GROUP;
+  const int32_t units = groups * ((p->rows + CPU_TILE_ROWS - 1) / CPU_TILE_ROWS);
+  cpu_unit now = {NULL, NULL, NULL, NULL, 0, 0}, was;
   bool low;
-  memset(out, 0, (size_t)n * CPU_ROWS * sizeof *out);
-  for (k = 0; k < t->x.cols; k += cols) {
-    cols = cpu_min(CPU_CHUNK, t->x.cols - k);
-    cpu_tiles_unpack(room, w + cpu_panel_span((int)stripe->type, k), cols, stripe->type, &low);
-    for (i = 0; i < n; i += CPU_ROWS) {
-      const uint8_t *from = x + (size_t)i * t->quantised_bytes;
-      cpu_tiles_blocks(out + i * CPU_ROWS, dots, from + (size_t)(k / CPU_GROUP) * sizeof(cpu_group),
-                       t->quantised_bytes, cpu_min(CPU_ROWS, n - i), room, cols, low);
-    }
+  int32_t i;
+  cpu_tiles_unpack(p->room, p->w, p->cols, p->stripe->type, &low);
+  for (i = 0; i <= units; i++) {
+    const int32_t group = i % groups, first = i / groups * CPU_TILE_ROWS;
+    was = now;
+    now.blocks = i < units ? cpu_min(CPU_GROUP, p->cols - group * CPU_GROUP) / 32 : 0;
+    now.x = p->x + (size_t)first * row + (size_t)(p->k / CPU_GROUP + group) * sizeof(cpu_group);
+    now.w = p->room + (size_t)(group * CPU_GROUP / 32) * CPU_TILED_PIECE;
+    now.out = out + first * CPU_TILED_OUT;
+    now.dots = p->dots + i % 2 * (CPU_GROUP / 32) * CPU_TILE_ROWS * CPU_ROWS;
+    now.rows = cpu_min(CPU_TILE_ROWS, p->rows - first);
+    cpu_unit_quarters(&now, &was, row, low);
   }
 }
 
@@ -1692,38 +1720,51 @@ static void cpu_lines(const cpu_product *t, const cpu_stripe *stripe, int32_t pa
   const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes;
   int32_t cols = cpu_min(n * CPU_ROWS, stripe->rows - panel * CPU_ROWS);
   float out[CPU_OUT];
+  int32_t i;
   if (n == 4) cpu_brain_line(out, t->quantised, w, stripe->bytes, t->x.cols, 4);
-  else cpu_brain_line(out, t->quantised, w, 0, t->x.cols, 1);
+  for (i = 0; i < n && n < 4; i++, w += stripe->bytes)
+    cpu_brain_line(out + i * CPU_ROWS, t->quantised, w, 0, t->x.cols, 1);
   V(write)(t, out, cols, t->first, col);
 }
 
-/* n panels of a stripe times the rows of x, which are no expert's. False: not for tiles. */
-static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
-                             int32_t n, int32_t col, int32_t worker) {
-  float *out = (float *)(void *)(t->work + (size_t)worker * CPU_TILE_BYTES);
-  const int32_t many = t->brains ? CPU_TILES_OUT / CPU_ROWS / 4 : CPU_TILES_MANY;
-  int32_t first, rows, cols, i;
-  bool blocks =
-      TFM_CPU_BLOCK_TILES && cpu_has_blocks((int)stripe->type) && stripe->type != TFM_Q6_K;
-  if (!t->tiles || !(t->brains || (blocks && t->rows >= CPU_TILES_FEW))) return false;
-  if (t->brains && t->rows == 1) {
-    cpu_lines(t, stripe, panel, n, col);
-    return true;
-  }
-  cpu_tiles_begin(t->brains ? 64 : 32);
-  for (; n > 0; n--, panel++, col += CPU_ROWS) {
-    const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes, *x = t->quantised;
-    cols = cpu_min(CPU_ROWS, stripe->rows - panel * CPU_ROWS);
-    for (first = 0; first < t->rows; first += rows, x += (size_t)rows * t->quantised_bytes) {
-      rows = cpu_min(many, t->rows - first);
-      if (t->brains) cpu_brain_panel(t, out, x, rows, w);
-      else cpu_block_tiles(t, out, x, rows, stripe, w);
-      for (i = 0; i < rows; i++)
-        V(write)(t, out + i * CPU_ROWS, cols, t->first + first + i, col);
+/* n panels, from `panel` on, times the rows of p; col: the first column of y. */
+static void cpu_tiles_rows(cpu_tiles *p, int32_t panel, int32_t n, int32_t col) {
+  const cpu_product *t = p->t;
+  const cpu_stripe *s = p->stripe;
+  const uint8_t *w = s->data + (size_t)panel * s->bytes;
+  const int32_t cols = cpu_min(n * CPU_ROWS, s->rows - panel * CPU_ROWS);
+  int32_t i;
+  if (!t->brains) memset(p->out, 0, (size_t)(p->rows * CPU_TILED_OUT) * sizeof *p->out);
+  for (p->k = 0; p->k < t->x.cols; p->k += p->cols) {
+    p->cols = cpu_min(CPU_TILED_COLS, t->x.cols - p->k);
+    for (i = 0; i < n; i++) {
+      p->w = w + (size_t)i * s->bytes + cpu_panel_span((int)s->type, p->k);
+      if (t->brains) cpu_brain_columns(p, p->out + i * CPU_ROWS);
+      else cpu_block_columns(p, p->out + i * CPU_ROWS);
     }
   }
+  for (i = 0; i < p->rows; i++)
+    V(write)(t, p->out + i * CPU_TILED_OUT, cols, t->first + p->first + i, col);
+}
+
+/* n panels of a stripe, four at most, times the rows of x, which are no expert's. */
+static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+                             int32_t n, int32_t col, int32_t worker) {
+  cpu_tiles p = {t, stripe, NULL, NULL, NULL, t->quantised, NULL, 0, 0, 0, 0};
+  if (t->brains && t->rows == 1) {
+    cpu_lines(t, stripe, panel, n, col);
+    return;
+  }
+  p.out = (float *)(void *)(t->work + (size_t)worker * CPU_TILE_BYTES);
+  p.dots = (int32_t *)(void *)(p.out + CPU_TILED_ROWS * CPU_TILED_OUT);
+  p.room = (uint8_t *)(p.dots + 2 * (CPU_GROUP / 32) * CPU_TILE_ROWS * CPU_ROWS);
+  cpu_tiles_begin(t->brains ? 64 : 32);
+  for (; p.first < t->rows; p.first += p.rows) {
+    p.rows = cpu_min(CPU_TILED_ROWS, t->rows - p.first);
+    cpu_tiles_rows(&p, panel, n, col);
+    p.x += (size_t)p.rows * t->quantised_bytes;
+  }
   _tile_release();
-  return true;
 }
 CPU_TARGET_END
 #undef CPU_LEVEL
@@ -2821,12 +2862,13 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
       int32_t first = (int32_t)(s->first - (int64_t)expert * t->w->rows);
       int32_t last = cpu_min(end, s->panel + cpu_panels(s->rows));
       bool blocks = many && cpu_has_blocks((int)s->type);
-      int32_t wide = blocks ? 1 : many ? V(wide) : V(stream);
+      bool tiled = cpu_in_tiles(t, s->type);
+      int32_t wide = tiled ? CPU_OUT / CPU_ROWS : blocks ? 1 : many ? V(wide) : V(stream);
       for (at = begin > s->panel ? begin : s->panel; at < last; at += n) {
         int32_t panel = at - s->panel, col = first + panel * CPU_ROWS;
-        n = last - at < wide ? 1 : wide;
-        if (cpu_tiles_panels(t, s, panel, n, col, worker)) continue;
-        if (blocks) V(block_panels)(t, &slots, s, panel, col, worker);
+        n = last - at >= wide ? wide : tiled ? last - at : 1;
+        if (tiled) cpu_tiles_panels(t, s, panel, n, col, worker);
+        else if (blocks) V(block_panels)(t, &slots, s, panel, col, worker);
         else V(panels)(t, &slots, s, panel, n, col);
       }
     }
@@ -2841,7 +2883,7 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
   t->brains = TFM_CPU_BF16_TILES && t->tiles && cpu_is_brain(t->w);
   t->quantised = t->brains || cpu_is_quantised(t->w) ? cpu_quantised_at(d) : NULL;
   t->quantised_bytes = t->brains ? cpu_brain_bytes(t->x.cols) : cpu_quantised_bytes(t->x.cols);
-  if (t->quantised) most = cpu_quantised_rows(most, t->quantised_bytes);
+  if (t->quantised) most = cpu_quantised_rows(most, t->quantised_bytes, t->tiles);
   for (t->first = 0; t->first < t->x.rows; t->first += t->rows) {
     t->rows = cpu_min(most, t->x.rows - t->first);
     if (t->quantised)
@@ -2980,10 +3022,12 @@ static void V(glu)(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
 }
 
 /* ---- attn ----
-   Keys are taken in tiles of 32 positions, from multiples of 32 on, whoever looks at them. A tile
-   of keys is made a panel of F32 weights, and so are its values, 32 columns at a time: the tiles of
-   matmul then multiply queries by keys, and probabilities by values. All query heads and rows that
-   see the tile share it. The softmax is computed as it comes (Milakov and Gimelshein 2018). */
+   Keys are taken in tiles of 64 positions, from multiples of 64 on, whoever looks at them. A tile
+   of keys is made two panels of F32 weights, and so are its values, 32 columns at a time: the tiles
+   of matmul then multiply queries by keys, and probabilities by values. All query heads and rows
+   that see the tile share it. The softmax is computed as it comes (Milakov and Gimelshein 2018),
+   for each piece of 512 positions by itself; pieces are then added up in their order. So where
+   there are fewer items than threads, these share the pieces of long rows, and no bit changes. */
 
 /* 32 floats from a block of Q8_0. */
 static void V(widen_block)(float *to, const uint8_t *from) {
@@ -3004,7 +3048,9 @@ static void V(widen)(float *to, const uint8_t *from, tfm_type type, int32_t n) {
   for (i = 0; i < n && type == TFM_Q8_0; i += 32) V(widen_block)(to + i, from + i / 32 * 34);
   if (type == TFM_Q8_0) return;
   if (type == TFM_F32) {
-    memcpy(to, from, (size_t)n * sizeof *to);
+    for (i = 0; i + CPU_LANES <= n; i += CPU_LANES)
+      V(store)(to + i, V(load)((const float *)(const void *)from + i));
+    memcpy(to + i, from + 4 * i, (size_t)(n - i) * sizeof *to);
     return;
   }
   for (i = 0; i + CPU_LANES <= n; i += CPU_LANES)
@@ -3022,7 +3068,8 @@ static void V(pack_keys)(float *panel, float *rows, const cpu_attn_job *t, const
   const int32_t width = t->kv->width, stride = (width + 7) / 8 * 8;
   const float *row[8];
   int32_t i, j, k;
-  memset(rows, 0, (size_t)(CPU_ROWS * stride) * sizeof *rows);
+  if (first > 0 || end < CPU_ROWS || stride > width)
+    memset(rows, 0, (size_t)(CPU_ROWS * stride) * sizeof *rows);
   for (i = first; i < end; i++)
     V(widen)(rows + i * stride, cpu_kv_at(t->kv, run, base + i, value), cpu_kv_type(t->kv), width);
   for (i = 0; i < CPU_ROWS; i += 8)
@@ -3032,51 +3079,53 @@ static void V(pack_keys)(float *panel, float *rows, const cpu_attn_job *t, const
     }
 }
 
-/* Panels of values, or keys, 32 columns each: [32][32]. */
+/* Panels of values, or keys, of n positions, 32 columns each: [n][32]. */
 static void V(pack_values)(float *panel, const cpu_attn_job *t, const cpu_run *run, int32_t base,
-                           int32_t first, int32_t end, bool value) {
+                           int32_t first, int32_t end, int32_t n, bool value) {
+  const tfm_type type = cpu_kv_type(t->kv);
   const int32_t width = t->kv->width;
   int32_t i, col;
-  memset(panel, 0, (size_t)(cpu_panels(width) * CPU_ROWS * CPU_ROWS) * sizeof *panel);
+  if (first > 0 || end < n || width % CPU_ROWS)
+    memset(panel, 0, (size_t)(cpu_panels(width) * n * CPU_ROWS) * sizeof *panel);
   for (i = first; i < end; i++) {
     const uint8_t *from = cpu_kv_at(t->kv, run, base + i, value);
-    tfm_type type = cpu_kv_type(t->kv);
     for (col = 0; col < width; col += CPU_ROWS)
-      V(widen)(panel + (col + i) * CPU_ROWS, from + cpu_span(type, col), type,
+      V(widen)(panel + (col / CPU_ROWS * n + i) * CPU_ROWS, from + cpu_span(type, col), type,
                cpu_min(CPU_ROWS, width - col));
   }
 }
 
 typedef struct V(query) { /* one head of one row */
   const float *q;
-  float *y;
+  float *y, *sums; /* of the pieces so far; of a piece: [CPU_SUMS + width] */
   float max, sum;
   int32_t first, last; /* positions that it sees */
 } V(query);
 
-/* Scores of a tile become exponentials below the new maximum; returns what y has to be scaled by.
-   Places outside first .. end-1 are masked. */
-static float V(softmax)(V(query) *q, float *score, int32_t first, int32_t end, const tfm_attn *p) {
+/* n scores become exponentials below the new maximum; returns what earlier sums have to be scaled
+   by. Places outside first .. end-1 are masked. */
+static float V(softmax)(float *sums, float *score, int32_t n, int32_t first, int32_t end,
+                        const tfm_attn *p) {
   V(vec) top = V(all)(-3e38f), sum = V(all)(0.0f), x;
   float best, correction;
   int32_t i;
-  for (i = 0; i < CPU_ROWS; i += CPU_LANES)
+  for (i = 0; i < n; i += CPU_LANES)
     V(store)(score + i, V(mul)(V(load)(score + i), V(all)(p->scale)));
-  for (i = 0; i < CPU_ROWS && p->softcap != 0; i++)
+  for (i = 0; i < n && p->softcap != 0; i++)
     score[i] = p->softcap * tanhf(score[i] / p->softcap);
   for (i = 0; i < first; i++) score[i] = -INFINITY;
-  for (i = end; i < CPU_ROWS; i++) score[i] = -INFINITY;
-  for (i = 0; i < CPU_ROWS; i += CPU_LANES) top = V(max)(top, V(load)(score + i));
+  for (i = end; i < n; i++) score[i] = -INFINITY;
+  for (i = 0; i < n; i += CPU_LANES) top = V(max)(top, V(load)(score + i));
   best = V(max_of)(top);
-  best = best > q->max ? best : q->max;
-  correction = V(first_of)(V(exp)(V(all)(q->max - best)));
-  for (i = 0; i < CPU_ROWS; i += CPU_LANES) {
+  best = best > sums[0] ? best : sums[0];
+  correction = V(first_of)(V(exp)(V(all)(sums[0] - best)));
+  for (i = 0; i < n; i += CPU_LANES) {
     x = V(exp)(V(add)(V(load)(score + i), V(all)(-best)));
     V(store)(score + i, x);
     sum = V(add)(sum, x);
   }
-  q->sum = q->sum * correction + V(sum_of)(sum);
-  q->max = best;
+  sums[1] = sums[1] * correction + V(sum_of)(sum);
+  sums[0] = best;
   return correction;
 }
 
@@ -3088,78 +3137,194 @@ static void V(carry)(float *y, const float *v, int32_t n, float correction) {
                   n - i);
 }
 
-/* As many queries as a tile of matmul has rows see the keys from `base` on; returns how many. */
+/* As many queries as a tile of matmul has rows see the keys from `base` on, in so many panels;
+   returns how many. */
 static int32_t V(attn_tile)(const cpu_attn_job *t, V(query) *q, int32_t queries, int32_t base,
-                            const float *keys, const float *values) {
-  const int32_t width = t->kv->width;
-  const size_t panel = CPU_ROWS * CPU_ROWS * sizeof *values;
+                            int32_t panels, const float *keys, const float *values) {
+  const int32_t width = t->kv->width, of_keys = (width + 7) / 8 * 8 * CPU_ROWS;
+  const size_t panel = CPU_KEYS * CPU_ROWS * sizeof *values;
   float score[CPU_TILE * CPU_OUT], out[CPU_TILE * CPU_OUT], correction[CPU_TILE];
   const void *x[CPU_TILE];
-  const cpu_tile_row *tile = V(tile_for)(TFM_F32, queries, 1);
-  int32_t i, col, n, rows = tile->rows;
+  int32_t i, col, n, rows = V(tile_for)(TFM_F32, queries, 1)->rows;
   for (i = 0; i < rows; i++) x[i] = q[i].q;
-  tile->run(score, x, (const uint8_t *)keys, 0, width);
+  panels = cpu_min(panels, cpu_panels(q[rows - 1].last + 1 - base)); /* nobody sees more */
+  for (i = 0; i < panels; i += n) {
+    n = panels - i >= V(wide) ? V(wide) : 1;
+    V(tile_for)(TFM_F32, rows, n)
+        ->run(score + i * CPU_ROWS, x, (const uint8_t *)(keys + i * of_keys),
+              (size_t)of_keys * sizeof *keys, width);
+  }
   for (i = 0; i < rows; i++) {
-    int32_t first = cpu_min(CPU_ROWS, q[i].first - base);
-    int32_t end = cpu_min(CPU_ROWS, q[i].last + 1 - base);
-    correction[i] = V(softmax)(&q[i], score + i * CPU_OUT, first, end, t->p);
+    int32_t first = cpu_min(panels * CPU_ROWS, q[i].first - base);
+    int32_t end = cpu_min(panels * CPU_ROWS, q[i].last + 1 - base);
     x[i] = score + i * CPU_OUT;
+    correction[i] =
+        V(softmax)(q[i].sums, score + i * CPU_OUT, panels * CPU_ROWS, first, end, t->p);
   }
   for (col = 0; col < width; col += n * CPU_ROWS) {
     n = width - col >= V(wide) * CPU_ROWS ? V(wide) : 1;
     V(tile_for)(TFM_F32, rows, n)
-        ->run(out, x, (const uint8_t *)(values + col * CPU_ROWS), panel, CPU_ROWS);
+        ->run(out, x, (const uint8_t *)(values + col * CPU_KEYS), panel, panels * CPU_ROWS);
     for (i = 0; i < rows; i++)
-      V(carry)(q[i].y + col, out + i * CPU_OUT, cpu_min(n * CPU_ROWS, width - col), correction[i]);
+      V(carry)(q[i].sums + CPU_SUMS + col, out + i * CPU_OUT, cpu_min(n * CPU_ROWS, width - col),
+               correction[i]);
   }
   return rows;
 }
 
-static void V(attn_run)(const cpu_attn_job *t, const cpu_run *run, float *keys) {
-  float *values = keys + CPU_WIDTH * CPU_ROWS;
-  int32_t queries = run->rows * t->group, last = run->pos + run->rows - 1, width = t->kv->width;
-  int32_t first = cpu_first_key(t->p, run->pos), base, i, j;
-  V(query) query[CPU_QUERIES];
-  for (i = 0; i < queries; i++) {
-    V(query) *q = &query[i];
+/* The queries of a run; their sums, of a piece, one after the other. Returns how many. */
+static int32_t V(attn_queries)(const cpu_attn_job *t, const cpu_run *run, V(query) *query,
+                               float *sums) {
+  const int32_t queries = run->rows * t->group, width = t->kv->width;
+  int32_t i;
+  for (i = 0; i < queries; i++, query++, sums += CPU_SUMS + width) {
     int32_t row = run->row + i / t->group, at = (run->head * t->group + i % t->group) * width;
-    q->q = cpu_row(t->q, row) + at;
-    q->y = cpu_row(t->y, row) + at;
-    q->last = t->rows->pos[row];
-    q->first = cpu_first_key(t->p, q->last);
-    q->max = -3e38f;
-    q->sum = 0;
-    memset(q->y, 0, (size_t)width * sizeof *q->y);
+    query->q = cpu_row(t->q, row) + at;
+    query->y = cpu_row(t->y, row) + at;
+    query->sums = sums;
+    query->last = t->rows->pos[row];
+    query->first = cpu_first_key(t->p, query->last);
+    query->max = -3e38f;
+    query->sum = 0;
   }
-  for (base = first / CPU_ROWS * CPU_ROWS; base <= last; base += CPU_ROWS) {
-    int32_t begin = first > base ? first - base : 0, end = cpu_min(CPU_ROWS, last + 1 - base);
-    V(pack_keys)(keys, values, t, run, base, begin, end, false);
-    V(pack_values)(values, t, run, base, begin, end, true);
-    for (i = 0; i < queries && query[i].last < base;) i++;
-    while (i < queries) i += V(attn_tile)(t, query + i, queries - i, base, keys, values);
-  }
+  return queries;
+}
+
+/* A run's sums of a piece. work: of the thread. */
+static void V(attn_piece)(const cpu_attn_job *t, const cpu_run *run, V(query) *query, int32_t piece,
+                          float *work) {
+  float *keys = work, *values = work + CPU_WIDTH * CPU_KEYS;
+  const int32_t queries = run->rows * t->group, width = t->kv->width;
+  const int32_t last = cpu_min(run->pos + run->rows, (piece + 1) * CPU_PIECE) - 1;
+  int32_t first = cpu_first_key(t->p, run->pos), base, i;
+  if (first < piece * CPU_PIECE) first = piece * CPU_PIECE;
   for (i = 0; i < queries; i++) {
-    int32_t head = run->head * t->group + i % t->group;
-    for (j = 0; j < width; j++) query[i].y[j] /= query[i].sum;
-    if (t->lse)
-      t->lse[(int64_t)(run->row + i / t->group) * t->p->heads + head] =
-          query[i].max + logf(query[i].sum);
+    memset(query[i].sums, 0, (size_t)(CPU_SUMS + width) * sizeof *query->sums);
+    query[i].sums[0] = -3e38f;
+  }
+  for (base = first / CPU_KEYS * CPU_KEYS; base <= last; base += CPU_KEYS) {
+    int32_t begin = first > base ? first - base : 0, end = cpu_min(CPU_KEYS, last + 1 - base);
+    for (i = 0; i < end; i += CPU_ROWS)
+      V(pack_keys)(keys + i * ((width + 7) / 8 * 8), values, t, run, base + i,
+                   begin > i ? cpu_min(CPU_ROWS, begin - i) : 0, cpu_min(CPU_ROWS, end - i), false);
+    V(pack_values)(values, t, run, base, begin, end, CPU_KEYS, true);
+    for (i = 0; i < queries && query[i].last < base;) i++;
+    while (i < queries)
+      i += V(attn_tile)(t, query + i, queries - i, base, cpu_panels(end), keys, values);
   }
 }
 
-/* Items are (kv head, some rows), rows running fastest. */
+/* Another piece is added to those before it, unless it is empty, or the first. */
+static void V(attn_add)(V(query) *q, const float *sums, int32_t width) {
+  float best = q->max > sums[0] ? q->max : sums[0];
+  float of_old = V(first_of)(V(exp)(V(all)(q->max - best)));
+  float of_new = V(first_of)(V(exp)(V(all)(sums[0] - best)));
+  int32_t i;
+  if (sums[1] == 0) return;
+  if (q->sum == 0) {
+    memcpy(q->y, sums + CPU_SUMS, (size_t)width * sizeof *q->y);
+    q->max = sums[0];
+    q->sum = sums[1];
+    return;
+  }
+  for (i = 0; i < width; i += CPU_LANES) {
+    V(vec) more = V(mul)(V(load_some)(sums + CPU_SUMS + i, width - i), V(all)(of_new));
+    V(store_some)(q->y + i, V(fma)(V(load_some)(q->y + i, width - i), V(all)(of_old), more),
+                  width - i);
+  }
+  q->sum = q->sum * of_old + sums[1] * of_new;
+  q->max = best;
+}
+
+static void V(attn_finish)(const cpu_attn_job *t, const cpu_run *run, const V(query) *query) {
+  const int32_t queries = run->rows * t->group;
+  int32_t i, j;
+  for (i = 0; i < queries; i++, query++) {
+    int32_t head = run->head * t->group + i % t->group;
+    for (j = 0; j < t->kv->width; j++) query->y[j] /= query->sum;
+    if (t->lse)
+      t->lse[(int64_t)(run->row + i / t->group) * t->p->heads + head] =
+          query->max + logf(query->sum);
+  }
+}
+
+/* Pieces that a run's rows see: the first, and the one after the last. */
+static int32_t V(attn_pieces)(const cpu_attn_job *t, const cpu_run *run, int32_t *end) {
+  *end = cpu_pieces(run->pos + run->rows);
+  return cpu_first_key(t->p, run->pos) / CPU_PIECE;
+}
+
+/* Item i of (kv head, some rows), rows running fastest: the first run, and the row after the last
+   one. False: none. */
+static bool V(attn_item)(const cpu_attn_job *t, int32_t item, cpu_run *run, int32_t *last) {
+  int32_t row = item % t->tiles * t->tile;
+  run->head = item / t->tiles;
+  *last = cpu_min(row + t->tile, t->rows->n);
+  return cpu_run_next(run, t->rows, row, *last);
+}
+
 static void V(attn_items)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_attn_job *t = (const cpu_attn_job *)context;
   float *work = t->work + (size_t)worker * (CPU_TILE_BYTES / sizeof *t->work);
-  int32_t item, row, last;
+  int32_t item, last, piece, pieces, i, queries;
+  V(query) query[CPU_QUERIES];
   cpu_run run;
-  for (item = begin; item < end; item++) {
-    run.head = item / t->tiles;
-    row = item % t->tiles * t->tile;
-    last = cpu_min(row + t->tile, t->rows->n);
-    for (; cpu_run_next(&run, t->rows, row, last); row = run.row + run.rows)
-      V(attn_run)(t, &run, work);
-  }
+  bool more;
+  for (item = begin; item < end; item++)
+    for (more = V(attn_item)(t, item, &run, &last); more;
+         more = cpu_run_next(&run, t->rows, run.row + run.rows, last)) {
+      queries = V(attn_queries)(t, &run, query, work + 2 * CPU_WIDTH * CPU_KEYS);
+      for (piece = V(attn_pieces)(t, &run, &pieces); piece < pieces; piece++) {
+        V(attn_piece)(t, &run, query, piece, work);
+        for (i = 0; i < queries; i++) V(attn_add)(&query[i], query[i].sums, t->kv->width);
+      }
+      V(attn_finish)(t, &run, query);
+    }
+}
+
+/* Where the sums of a piece of a run lie, when threads share the pieces of an item. */
+static float *V(attn_sums)(const cpu_attn_job *t, int32_t item, int32_t piece, const cpu_run *run) {
+  const int64_t of_row = (int64_t)t->group * (CPU_SUMS + t->kv->width);
+  return t->sums + (((int64_t)item * t->pieces + piece) * t->tile + run->row % t->tile) * of_row;
+}
+
+/* Items have pieces, running fastest. */
+static void V(attn_share)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_attn_job *t = (const cpu_attn_job *)context;
+  float *work = t->work + (size_t)worker * (CPU_TILE_BYTES / sizeof *t->work);
+  int32_t item, last, piece, pieces, first;
+  V(query) query[CPU_QUERIES];
+  cpu_run run;
+  bool more;
+  for (item = begin; item < end; item++)
+    for (more = V(attn_item)(t, item / t->pieces, &run, &last); more;
+         more = cpu_run_next(&run, t->rows, run.row + run.rows, last)) {
+      piece = item % t->pieces;
+      first = V(attn_pieces)(t, &run, &pieces);
+      if (piece < first || piece >= pieces) continue;
+      V(attn_queries)(t, &run, query, V(attn_sums)(t, item / t->pieces, piece, &run));
+      V(attn_piece)(t, &run, query, piece, work);
+    }
+}
+
+static void V(attn_collect)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_attn_job *t = (const cpu_attn_job *)context;
+  int32_t item, last, piece, pieces, i, queries;
+  V(query) query[CPU_QUERIES];
+  cpu_run run;
+  bool more;
+  (void)worker;
+  for (item = begin; item < end; item++)
+    for (more = V(attn_item)(t, item, &run, &last); more;
+         more = cpu_run_next(&run, t->rows, run.row + run.rows, last)) {
+      queries = V(attn_queries)(t, &run, query, NULL);
+      for (piece = V(attn_pieces)(t, &run, &pieces); piece < pieces; piece++) {
+        const float *sums = V(attn_sums)(t, item, piece, &run);
+        for (i = 0; i < queries; i++, sums += CPU_SUMS + t->kv->width)
+          V(attn_add)(&query[i], sums, t->kv->width);
+      }
+      V(attn_finish)(t, &run, query);
+    }
 }
 
 /* What debugging asks for, dropout, and odd shapes are left to the reference. */
@@ -3169,16 +3334,37 @@ static bool V(attn_declines)(const cpu_attn_job *t) {
          (!t->kv->table && !cpu_rows_are_whole(t->rows));
 }
 
+/* Whether threads share pieces: there are few items, of long rows, and room for their sums, which
+   is one whole context's (cpu_work_bytes). */
+static bool V(attn_shares)(const tfm_dev *d, cpu_attn_job *t) {
+  const int64_t of_piece = (int64_t)t->p->heads * (CPU_SUMS + t->kv->width) * 4;
+  const int64_t room = ((int64_t)t->kv->max_pages - 1) * t->kv->page_tokens / CPU_PIECE + 1;
+  int64_t sums;
+  int32_t i, longest = 0;
+  for (i = 0; i < t->rows->n; i++)
+    if (t->rows->seq[i] >= 0 && t->rows->pos[i] >= longest) longest = t->rows->pos[i] + 1;
+  t->pieces = cpu_pieces(longest);
+  sums = (int64_t)t->tile * t->tiles * t->pieces;
+  return t->kv->table && t->pieces > 1 && t->kv->heads * t->tiles < 2 * d->threads &&
+         d->threads > 1 && sums <= room && sums * of_piece <= CPU_PARTS;
+}
+
 static void V(attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tfm_rows *rows,
                     float *lse, const tfm_attn *p) {
-  cpu_attn_job t = {y, q, kv, rows, p, p->heads / kv->heads, 1, 0, (float *)d->work, lse};
+  cpu_attn_job t = {y, q, kv, rows, p, p->heads / kv->heads, 1, 0, (float *)d->work, lse, NULL, 0};
+  int32_t runs = cpu_runs(rows);
   if (V(attn_declines)(&t)) {
     tfm_backend_ref()->attn(d, y, q, kv, rows, lse, p);
     return;
   }
-  t.tile = CPU_QUERIES / t.group;
+  /* rows of one sequence share its keys; others might as well be apart */
+  t.tile = cpu_min(CPU_QUERIES / t.group, runs ? (rows->n + runs - 1) / runs : 1);
   t.tiles = (rows->n + t.tile - 1) / t.tile;
-  tfm_parallel_for(d, kv->heads * t.tiles, 1, V(attn_items), &t);
+  if (V(attn_shares)(d, &t)) {
+    t.sums = (float *)(void *)cpu_quantised_at(d);
+    tfm_parallel_for(d, kv->heads * t.tiles * t.pieces, 1, V(attn_share), &t);
+    tfm_parallel_for(d, kv->heads * t.tiles, 1, V(attn_collect), &t);
+  } else tfm_parallel_for(d, kv->heads * t.tiles, 1, V(attn_items), &t);
 }
 
 /* ---- Training: products ----
@@ -3750,7 +3936,7 @@ static void V(attn_bwd_keys)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, con
   int32_t first = base > pos ? base - pos : 0, row, keys = run->row + base;
   V(pack_keys)(k->keys, k->dk, a, run, base, 0, end, false);
   V(pack_keys)(k->values, k->dk, a, run, base, 0, end, true);
-  V(pack_values)(k->rows, a, run, base, 0, end, false);
+  V(pack_values)(k->rows, a, run, base, 0, end, CPU_ROWS, false);
   for (row = first; row < n;) row += V(attn_bwd_tile)(t, k, row, n - row, pos, base);
   V(attn_bwd_sums)(k->dk, k->q, k->ds, width, first, n - first);
   V(attn_bwd_sums)(k->dv, k->dy, k->p, width, first, n - first);
@@ -3797,7 +3983,7 @@ static void V(attn_bwd)(tfm_dev *d, tfm_mat dq, tfm_mat dk, tfm_mat dv, tfm_mat 
                         tfm_mat q, const tfm_kv *kv, const tfm_rows *rows, const float *lse,
                         const tfm_attn *p) {
   cpu_attn_bwd_job t = {{y, q, kv, rows, p, p->heads / kv->heads, 0, 0, NULL,
-                         (float *)(uintptr_t)lse}, /* only read here */
+                         (float *)(uintptr_t)lse, NULL, 0}, /* only read here */
                         dq, dk, dv, dy, 0, cpu_quantised_at(d)};
   int32_t i;
   if (V(attn_declines)(&t.attn)) {

@@ -31,6 +31,7 @@
 
 #include "transformer.h"
 #include <cublasLt.h>
+#include <cudaTypedefs.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -86,6 +87,10 @@ typedef struct cuda_state {
   struct cuda_decoder *decoder;
   size_t parts_at, parts_bytes; /* the same of cuda_matmul_many */
   size_t pass_at; /* where the buffers of `layer` begin in tfm_dev.work; 0: there are none */
+  size_t tiles_at;    /* ... and cuda_tiles, for so many rows */
+  int32_t tiles_rows;
+  int32_t tiles_layer; /* whose attention last used them: they are a pass's, whose layers ascend */
+  PFN_cuTensorMapEncodeTiled_v12000 encode; /* NULL: no cuda_hopper_kernel */
   uint64_t bytes, peak_bytes; /* of device memory */
 } cuda_state;
 
@@ -115,6 +120,7 @@ static void *cuda_host_memory(const tfm_dev *d, void *old, size_t old_bytes, siz
 }
 
 static bool cuda_parts_make(tfm_dev *d);
+static bool cuda_hopper_open(tfm_dev *d);
 
 static bool cuda_usable(tfm_dev *d) {
   int count = 0;
@@ -150,7 +156,8 @@ static tfm_status cuda_open(tfm_dev *d) {
       cuda_check(d, cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, d->index),
                  "cudaDeviceGetAttribute") &&
       cuda_check(d, cudaHostAlloc((void **)&s->ring, CUDA_RING, cudaHostAllocDefault),
-                 "cudaHostAlloc")) {
+                 "cudaHostAlloc") &&
+      (major != 9 || cuda_hopper_open(d))) {
     s->chains = major >= 9;
     return TFM_OK;
   }
@@ -442,6 +449,15 @@ __device__ static void cuda_store(void *p, tfm_type type, int64_t i, float v) {
   if (type == TFM_F32) ((float *)p)[i] = v;
   else if (type == TFM_F16) ((__half *)p)[i] = __float2half_rn(v);
   else ((__nv_bfloat16 *)p)[i] = __float2bfloat16_rn(v);
+}
+
+/* Four of 16 bits. */
+__device__ static void cuda_store4(void *p, tfm_type type, int64_t i, float4 v) {
+  const __half2 a = __floats2half2_rn(v.x, v.y), b = __floats2half2_rn(v.z, v.w);
+  const __nv_bfloat162 c = __floats2bfloat162_rn(v.x, v.y), e = __floats2bfloat162_rn(v.z, v.w);
+  *(uint2 *)((uint16_t *)p + i) = type == TFM_F16
+                                      ? make_uint2(*(const uint32_t *)&a, *(const uint32_t *)&b)
+                                      : make_uint2(*(const uint32_t *)&c, *(const uint32_t *)&e);
 }
 
 /* ---- Weights: rows of one type, each filled up with zeros to whole 16 bytes ---- */
@@ -983,7 +999,7 @@ __device__ static float2 cuda_normalise(float4 *x, int n, const cuda_norm &t, fl
   return make_float2(mean, inverse);
 }
 
-/* A block for a vector. The output may be 16 bits wide: for `layer`. */
+/* A block for a vector. */
 __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat x,
                                                               tfm_mat residual, float *stats,
                                                               cuda_norm t) {
@@ -992,6 +1008,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat
   const float *from = (const float *)x.data + row * x.stride + g * n;
   float *v = shared + 16, top;
   float2 s;
+#pragma unroll 4
   for (i = threadIdx.x; i < (n + 3) / 4; i += CUDA_CREW) ((float4 *)v)[i] = cuda_quad(from, i, n);
   s = cuda_normalise((float4 *)v, n, t, shared, top);
   __syncthreads();
@@ -1839,15 +1856,29 @@ static void cuda_kv_put(tfm_dev *d, const tfm_kv *kv, tfm_mat k, tfm_mat v, cons
    added in order, and tiles are merged in order (Milakov and Gimelshein 2018): whether one block
    takes all tiles or each block one, the bits are the same. B query heads share the keys. */
 
+typedef struct cuda_tiles { /* of a pass; on the device: cuda_tiles_kernel */
+  int4 *tile;     /* first row, rows, position of the first, sequence */
+  int32_t *rest;  /* rows that are of no tile */
+  int32_t *count; /* [2] tiles; rows that are not */
+} cuda_tiles;
+
 typedef struct cuda_attn {
   tfm_mat y, q;
   tfm_kv kv;
   tfm_rows rows;
   float *lse;
   tfm_attn p;
-  int32_t group; /* query heads of a kv head */
-  bool tiled;    /* tiles of rows of one sequence are cuda_flash_kernel's */
+  int32_t group;    /* query heads of a kv head */
+  cuda_tiles tiles; /* what other kernels see to, and what is left; NULL: all rows are */
 } cuda_attn;
+
+/* Rows that are left, and number i of them. */
+__device__ static int cuda_attn_rows(const cuda_attn &a) {
+  return a.tiles.tile ? __ldcg(a.tiles.count + 1) : a.rows.n;
+}
+__device__ static int cuda_attn_row(const cuda_attn &a, int i) {
+  return a.tiles.tile ? __ldcg(a.tiles.rest + i) : i;
+}
 
 typedef struct cuda_tile_room { /* shared memory of a block, for B heads of `width` */
   float *q;      /* [B, width8], filled up with zeros */
@@ -2100,25 +2131,13 @@ __device__ static void cuda_probs_finish(const cuda_attn &a, const cuda_tile_roo
   }
 }
 
-enum { CUDA_TILE = 128 }; /* rows of a block of cuda_flash_kernel */
-
-/* Whether a tile of rows belongs to one sequence; all threads of a block of 128 or 256. */
-__device__ static bool cuda_uniform(const tfm_rows &rows, int tile) {
-  int first = tile * CUDA_TILE, n = min(CUDA_TILE, rows.n - first), seq = rows.seq[first];
-  int mine = (int)threadIdx.x < n ? rows.seq[first + threadIdx.x] : seq;
-  return __syncthreads_and(mine == seq) && seq >= 0 && n >= 16;
-}
-
-/* A block for up to B heads of a row: all tiles one after the other. */
-template <int B> __global__ void __launch_bounds__(128) cuda_attn_kernel(cuda_attn a) {
-  extern __shared__ float shared[];
-  cuda_tile_room t = cuda_tile_lay_out(shared, B, a.kv.width);
-  int row = (int)blockIdx.x, head = (int)blockIdx.y, in_group = (int)blockIdx.z * B;
+/* Up to B heads of a row: all tiles one after the other. */
+template <int B>
+__device__ __forceinline__ void cuda_attn_one(const cuda_attn &a, cuda_tile_room &t, int row) {
+  int head = (int)blockIdx.y, in_group = (int)blockIdx.z * B;
   int heads = min(B, a.group - in_group), query_head = head * a.group + in_group, first, i;
   int width = a.kv.width, width8 = cuda_width8(width);
-  cuda_launch_next();
-  cuda_follow();
-  if (a.rows.seq[row] < 0 || (a.tiled && cuda_uniform(a.rows, row / CUDA_TILE))) return;
+  if (a.rows.seq[row] < 0) return;
   t.heads = heads;
   for (i = threadIdx.x; a.p.probs && i < heads * a.p.probs_stride; i += blockDim.x)
     cuda_probs(a, row, query_head)[i] = -INFINITY;
@@ -2134,6 +2153,18 @@ template <int B> __global__ void __launch_bounds__(128) cuda_attn_kernel(cuda_at
     a.lse[(int64_t)row * a.p.heads + query_head + threadIdx.x] =
         t.all_max[threadIdx.x] + logf(t.all_sum[threadIdx.x]);
   if (a.p.probs) cuda_probs_finish(a, t, row, query_head, heads);
+}
+
+/* A block takes rows one after the other. */
+template <int B> __global__ void __launch_bounds__(128) cuda_attn_kernel(cuda_attn a) {
+  extern __shared__ float shared[];
+  cuda_tile_room t = cuda_tile_lay_out(shared, B, a.kv.width);
+  cuda_launch_next();
+  cuda_follow();
+  for (int i = (int)blockIdx.x; i < cuda_attn_rows(a); i += (int)gridDim.x) {
+    cuda_attn_one<B>(a, t, cuda_attn_row(a, i));
+    __syncthreads();
+  }
 }
 
 /* ---- attn: of caches of 16 bits ----
@@ -2340,14 +2371,14 @@ __device__ __forceinline__ bool cuda_attend_meet(cuda_sum (&all)[EACH], const cu
   return true;
 }
 
-/* A block for up to B heads of a row, and for all stretches or for one. */
+/* Up to B heads of a row, and all stretches or one. */
 template <int B, int L, int TYPE>
-__global__ void __launch_bounds__(CUDA_CREW, 2)
-cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
+__device__ __forceinline__ void cuda_attend_one(const cuda_attn &a, const cuda_stretches &s,
+                                                int row) {
   constexpr int EACH = (B * 8 * L + CUDA_CREW - 1) / CUDA_CREW;
   extern __shared__ __align__(16) float shared[];
   cuda_sum (*warps)[B][8 * L] = (cuda_sum (*)[B][8 * L])(void *)shared, all[EACH];
-  const int row = (int)blockIdx.x, blocks = (a.group + B - 1) / B;
+  const int blocks = (a.group + B - 1) / B;
   const int head = (int)blockIdx.y / blocks, in_group = (int)blockIdx.y % blocks * B;
   const int heads = min(B, a.group - in_group), query_head = head * a.group + in_group;
   __shared__ __align__(16) float q[B * 8 * L];
@@ -2359,13 +2390,12 @@ cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
       if ((int)threadIdx.x + e * CUDA_CREW < B * 8 * L) q[threadIdx.x + e * CUDA_CREW] = mine[e];
     __syncthreads();
   };
-  cuda_launch_next();
   pos = __ldcg(a.rows.pos + row);
   seq = __ldcg(a.rows.seq + row);
   if (seq >= 0) /* the page's number comes near */
     asm volatile("" : : "l"(cuda_kv_at(a.kv, seq, min(pos, (int)threadIdx.x / 32 * 32), head)));
   cuda_follow();
-  if (seq < 0 || (a.tiled && cuda_uniform(a.rows, row / CUDA_TILE))) return;
+  if (seq < 0) return;
   first = a.p.window > 0 && pos >= a.p.window ? pos - a.p.window + 1 : 0;
   stretches = (pos - first) / CUDA_STRETCH + 1;
   if ((int)blockIdx.z >= stretches) return;
@@ -2401,6 +2431,17 @@ cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
   }
 }
 
+/* A block takes rows one after the other. */
+template <int B, int L, int TYPE>
+__global__ void __launch_bounds__(CUDA_CREW, 2)
+cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
+  cuda_launch_next();
+  for (int i = (int)blockIdx.x; i < cuda_attn_rows(a); i += (int)gridDim.x) {
+    cuda_attend_one<B, L, TYPE>(a, s, cuda_attn_row(a, i));
+    __syncthreads();
+  }
+}
+
 typedef void (*cuda_attend_function)(cuda_attn, cuda_stretches);
 
 template <int L, int TYPE> static cuda_attend_function cuda_attend_for(int b) {
@@ -2421,11 +2462,17 @@ static int cuda_heads_at_once(int group) { return group >= 3 ? 4 : group; }
 
 static int cuda_lanes8(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
 
+/* For the rows: where some are left of tiles there are few as a rule. */
+static unsigned cuda_attn_blocks(const tfm_dev *d, const cuda_attn *a) {
+  int32_t n = a->rows.n, few = cuda_of(d)->processors;
+  return (unsigned)(a->tiles.tile && n > few ? few : n);
+}
+
 /* Stretches of the longest row, when they are to be dealt out to blocks; else 1. */
 static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches *s,
                             int stretches) {
   int b = cuda_heads_at_once(a->group), width = a->kv.width;
-  dim3 grid((unsigned)a->rows.n, (unsigned)a->kv.heads * cuda_blocks(a->group, b),
+  dim3 grid(cuda_attn_blocks(d, a), (unsigned)a->kv.heads * cuda_blocks(a->group, b),
             (unsigned)stretches);
   size_t shared = sizeof(cuda_sum) * (size_t)(CUDA_CREW_WARPS * b * cuda_lanes8(width));
   cuda_run(d, a->kv.type == TFM_F16 ? cuda_attend_of<TFM_F16>(b, width)
@@ -2436,7 +2483,7 @@ static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches
 static void cuda_attn_run(tfm_dev *d, const cuda_attn *a) {
   cuda_stretches none = {NULL, NULL};
   int b = cuda_heads_at_once(a->group);
-  dim3 grid((unsigned)a->rows.n, (unsigned)a->kv.heads, cuda_blocks(a->group, b));
+  dim3 grid(cuda_attn_blocks(d, a), (unsigned)a->kv.heads, cuda_blocks(a->group, b));
   if (a->kv.table && cuda_attend_knows(&a->kv) && !a->p.probs && a->p.dropout.rate == 0)
     cuda_attend_run(d, a, &none, 1);
   else
@@ -2446,7 +2493,7 @@ static void cuda_attn_run(tfm_dev *d, const cuda_attn *a) {
 
 static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
                             const tfm_rows *rows, float *lse, const tfm_attn *p) {
-  cuda_attn a = {y, q, *kv, *rows, lse, *p, p->heads / kv->heads, false};
+  cuda_attn a = {y, q, *kv, *rows, lse, *p, p->heads / kv->heads, {}};
   if (cuda_enter(d)) cuda_attn_run(d, &a);
 }
 
@@ -3012,7 +3059,7 @@ static void cuda_decode_attend(tfm_dev *d, const cuda_decoder *c, const tfm_rows
   int32_t inner = net->heads * net->head_width;
   tfm_mat y = {c->attn, TFM_F32, 1, inner, inner}, q = {c->q, TFM_F32, 1, inner, inner};
   cuda_attn a = {y, q, c->kv[layer], *rows, NULL, net->layer[layer].attn,
-                 net->heads / net->kv_heads, false};
+                 net->heads / net->kv_heads, {}};
   if (cuda_attend_knows(&a.kv)) cuda_attend_run(d, &a, &c->stretches, c->stretch_count);
   else cuda_attn_run(d, &a);
 }
@@ -3105,12 +3152,113 @@ static bool cuda_decode(tfm_dev *d, const tfm_run_ahead *r, int32_t steps) {
   return true;
 }
 
-/* ---- layer: passes of many rows, on the tensor cores ----
-   Activations have 16 bits: BF16 where the weights do, else F16; the residual stream stays F32, as
-   cuBLASLt adds to it. Quantised weights are widened a stretch at a time. A block of attention
-   takes 128 rows of one sequence and one head; each of its 8 warps keeps 16 rows of q, of scores
-   and of the output in registers, while tiles of 64 keys and values pass through shared memory, two
-   deep. Tiles that hold several sequences, and heads of other widths, go to cuda_attn_kernel. */
+/* ---- attn: tiles ----
+   A pass's runs of rows of one sequence, at positions that follow each other, are cut into tiles of
+   CUDA_TILE rows; what is left of shorter runs is listed row by row. Tiles with many keys come
+   first. All that is found on the device, once for a pass.
+
+   A block multiplies a tile and a head on the tensor cores. Each of its 8 warps keeps 16 rows of q,
+   of scores and of the output in registers, while 64 keys and values at a time pass through shared
+   memory, two deep. Hopper has a way of its own, below. */
+
+enum {
+  CUDA_TILE = 128,
+  CUDA_RUN = 16,     /* rows that are worth a tile */
+  CUDA_LISTED = 1024 /* threads that make the list; tiles that are put in order */
+};
+
+/* Rows [begin, end) are a run. */
+__device__ static void cuda_tiles_cut(const cuda_tiles &to, const tfm_rows &rows, int begin,
+                                      int end) {
+  const int seq = rows.seq[begin], pos = rows.pos[begin], n = end - begin;
+  int at;
+  if (seq < 0) return;
+  if (n < CUDA_RUN) {
+    at = atomicAdd(to.count + 1, n);
+    for (int i = 0; i < n; i++) to.rest[at + i] = begin + i;
+    return;
+  }
+  at = atomicAdd(to.count, (n + CUDA_TILE - 1) / CUDA_TILE);
+  for (int i = 0; i < n; i += CUDA_TILE)
+    to.tile[at + i / CUDA_TILE] = make_int4(begin + i, min(CUDA_TILE, n - i), pos + i, seq);
+}
+
+__device__ static bool cuda_run_begins(const tfm_rows &rows, int i) {
+  return i == 0 || i == rows.n || rows.seq[i] != rows.seq[i - 1] ||
+         rows.pos[i] != rows.pos[i - 1] + 1;
+}
+
+/* The largest of the threads' before this one; of none: 0. */
+__device__ static int cuda_largest_before(int v) {
+  __shared__ int room[CUDA_LISTED / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int before;
+  for (int k = 1; k < 32; k *= 2) {
+    const int other = __shfl_up_sync(~0u, v, k);
+    if (lane >= k) v = max(v, other);
+  }
+  if (lane == 31) room[warp] = v;
+  before = __shfl_up_sync(~0u, v, 1);
+  if (lane == 0) before = 0;
+  __syncthreads();
+  for (int k = 0; k < warp; k++) before = max(before, room[k]);
+  return before;
+}
+
+/* The tile whose last row sees most keys first; of equal ones, that of earlier rows. */
+__device__ static void cuda_tiles_sort(const cuda_tiles &to) {
+  __shared__ long long key[CUDA_LISTED];
+  const int n = *(volatile int32_t *)to.count, i = threadIdx.x;
+  int4 mine = make_int4(0, 0, 0, 0);
+  int rank = 0;
+  if (n > CUDA_LISTED) return;
+  if (i < n) mine = to.tile[i];
+  key[i] = ((long long)(mine.y + mine.z) << 32) - mine.x;
+  __syncthreads();
+  for (int k = 0; k < n; k++) rank += key[k] > key[i];
+  if (i < n) to.tile[rank] = mine;
+}
+
+/* One block, whose threads look for beginnings in a stretch of rows each. */
+__global__ void __launch_bounds__(CUDA_LISTED) cuda_tiles_kernel(cuda_tiles to, tfm_rows rows) {
+  const int each = rows.n / CUDA_LISTED + 1, from = (int)threadIdx.x * each;
+  int first = -1, last = 0, before;
+  if (threadIdx.x < 2) to.count[threadIdx.x] = 0;
+  __syncthreads();
+#pragma unroll 8
+  for (int i = from; i < min(from + each, rows.n + 1); i++)
+    if (cuda_run_begins(rows, i)) {
+      if (first >= 0) cuda_tiles_cut(to, rows, last, i);
+      else first = i;
+      last = i;
+    }
+  before = cuda_largest_before(last);
+  if (first > 0) cuda_tiles_cut(to, rows, before, first);
+  __syncthreads();
+  cuda_tiles_sort(to);
+}
+
+/* In tfm_dev.work; for passes of up to `rows` rows. */
+static cuda_tiles cuda_tiles_lay_out(cuda_room *r, int32_t rows) {
+  cuda_tiles t;
+  t.tile = (int4 *)cuda_take(r, (size_t)rows / CUDA_RUN + 1, sizeof(int4));
+  t.rest = (int32_t *)cuda_take(r, (size_t)rows, sizeof(int32_t));
+  t.count = (int32_t *)cuda_take(r, 2, sizeof(int32_t));
+  return t;
+}
+
+static cuda_tiles cuda_tiles_of(const tfm_dev *d) {
+  cuda_room room = {(char *)d->work + cuda_of(d)->tiles_at, 0};
+  return cuda_tiles_lay_out(&room, cuda_of(d)->tiles_rows);
+}
+
+static bool cuda_tiles_fit(const tfm_dev *d, const tfm_rows *rows) {
+  return d->work && rows->n >= CUDA_RUN && rows->n <= cuda_of(d)->tiles_rows;
+}
+
+static void cuda_tiles_list(tfm_dev *d, const tfm_rows *rows) {
+  cuda_run(d, cuda_tiles_kernel, dim3(1), CUDA_LISTED, 0, cuda_tiles_of(d), *rows);
+}
 
 __device__ __forceinline__ void cuda_copy16(uint32_t to, const void *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(to), "l"(from));
@@ -3223,18 +3371,15 @@ __device__ __forceinline__ void cuda_flash_exp(const cuda_attn &a, float (&s)[8]
 }
 
 template <int D, bool BF>
-__global__ void __launch_bounds__(256, 1) cuda_flash_kernel(cuda_attn a) {
+__device__ __forceinline__ void cuda_flash_one(const cuda_attn &a, int4 tile, int head) {
   extern __shared__ __align__(128) uint8_t tiles[];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = (int)blockIdx.y;
-  const int tile = (int)(gridDim.x - 1 - blockIdx.x); /* long ones first */
-  const int begin = tile * CUDA_TILE;
-  const int n = min(CUDA_TILE, a.rows.n - begin), row = begin + warp * 16 + lane / 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int begin = tile.x, n = tile.y, row = begin + warp * 16 + lane / 4;
+  const int low = tile.z, last = low + n - 1, seq = tile.w;
   const uint32_t base = (uint32_t)__cvta_generic_to_shared(tiles), stage = CUDA_KEYS * D * 2;
-  const int low = a.rows.pos[begin], last = a.rows.pos[begin + n - 1], seq = a.rows.seq[begin];
   int pos[2], first, turn = 0;
   uint32_t q[D / 16][4];
   float o[D / 8][4], s[8][4], top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
-  if (!cuda_uniform(a.rows, tile)) return;
   first = a.p.window > 0 && low >= a.p.window ? (low - a.p.window + 1) / CUDA_KEYS * CUDA_KEYS : 0;
   for (int i = threadIdx.x; i < CUDA_TILE * D / 8; i += 256) /* q, where keys will be */
     cuda_copy16(base + cuda_swizzle<D>(i / (D / 8), i % (D / 8)),
@@ -3247,7 +3392,7 @@ __global__ void __launch_bounds__(256, 1) cuda_flash_kernel(cuda_attn a) {
     cuda_matrices(q[k], base + cuda_swizzle<D>(warp * 16 + lane % 16, k * 2 + lane / 16), false);
 #pragma unroll
   for (int i = 0; i < D / 8; i++) o[i][0] = o[i][1] = o[i][2] = o[i][3] = 0;
-  for (int r = 0; r < 2; r++) pos[r] = row + 8 * r < begin + n ? a.rows.pos[row + 8 * r] : -1;
+  for (int r = 0; r < 2; r++) pos[r] = row + 8 * r < begin + n ? low + row - begin + 8 * r : -1;
   __syncthreads();
   cuda_flash_load<D>(a, base, base + stage, seq, head / a.group, first, last);
   for (; first <= last; first += CUDA_KEYS, turn ^= 1) {
@@ -3276,6 +3421,605 @@ __global__ void __launch_bounds__(256, 1) cuda_flash_kernel(cuda_attn a) {
           cuda_pack2<BF>(o[i][2 * r] / sum[r], o[i][2 * r + 1] / sum[r]);
   }
 }
+
+template <int D, bool BF>
+__global__ void __launch_bounds__(256, 1) cuda_flash_kernel(cuda_attn a) {
+  const int pieces = __ldcg(a.tiles.count) * a.p.heads;
+  for (int i = (int)blockIdx.x; i < pieces; i += (int)gridDim.x) {
+    cuda_flash_one<D, BF>(a, __ldcg(a.tiles.tile + i / a.p.heads), i % a.p.heads);
+    __syncthreads();
+  }
+}
+
+static bool cuda_flash_knows(const cuda_attn *a) {
+  return a->kv.width == 64 || a->kv.width == 128;
+}
+
+template <bool BF> static void cuda_flash_run(tfm_dev *d, const cuda_attn *a) {
+  cuda_run(d, a->kv.width == 64 ? cuda_flash_kernel<64, BF> : cuda_flash_kernel<128, BF>,
+           dim3((unsigned)cuda_of(d)->processors), 256,
+           (size_t)4 * CUDA_KEYS * 2 * (size_t)a->kv.width, *a);
+}
+
+/* ---- attn: tiles on Hopper ----
+   A block of three warpgroups stays for many pieces of work, each a tile and a head. A thread of
+   the first one has q, and then keys and values from the last to the first, copied into rings of
+   shared memory by the tensor copy engine. The other two multiply, 64 rows each (wgmma: q and keys
+   from shared memory, probabilities from registers), and take turns: while one has products on the
+   way, the other makes exponentials, of scores that it asked for before the values of the tile
+   before them. A row's maximum is followed only where it grows by more than 2^8; heads are filled
+   up with zeros to 64, 128 or 256 columns. */
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define CUDA_HOPPER 1
+#else
+#define CUDA_HOPPER 0
+#endif
+
+/* Of heads of up to D values. */
+template <int D> struct cuda_hopper {
+  static constexpr int keys = D == 256 ? 64 : 128, panels = D / 64;  /* panels of 64 columns */
+  static constexpr int stages = D == 64 ? 4 : 2;
+  static constexpr int q_bytes = CUDA_TILE * D * 2, tile_bytes = keys * D * 2;
+  static constexpr int shared = 1024 + q_bytes + 2 * stages * tile_bytes; /* 1024: to align them */
+  static constexpr int out = D == 64 ? 64 : 128, outs = D / out;  /* columns of one product */
+};
+
+typedef struct cuda_maps { CUtensorMap q, k, v; } cuda_maps;
+
+typedef struct cuda_hopper_attn {
+  cuda_attn a;
+  float scale, cap; /* of powers of two; of scores before them, 0: none */
+  int box;          /* keys that one copy brings */
+} cuda_hopper_attn;
+
+enum { CUDA_Q_FULL, CUDA_Q_EMPTY, CUDA_K_FULL, CUDA_K_EMPTY = 6, CUDA_V_FULL = 10,
+       CUDA_V_EMPTY = 14, CUDA_BARRIERS = 18 }; /* one for each of up to 4 stages */
+
+#if CUDA_HOPPER
+__device__ __forceinline__ void cuda_barrier_init(uint64_t *barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+               : : "r"((uint32_t)__cvta_generic_to_shared(barrier)), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void cuda_barrier_wait(uint32_t barrier, int parity) {
+  asm volatile("{ .reg .pred p;\n"
+               "again: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n"
+               "@p bra done;\nbra again;\ndone: }" : : "r"(barrier), "r"(parity) : "memory");
+}
+
+__device__ __forceinline__ void cuda_barrier_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+               : : "r"(barrier), "r"(bytes) : "memory");
+}
+
+/* Once for a warp. */
+__device__ __forceinline__ void cuda_barrier_arrive(uint32_t barrier) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0)
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void cuda_copy_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
+                                              int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4, %5}], [%2];"
+               : : "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
+}
+
+__device__ __forceinline__ void cuda_products_begin() {
+  asm volatile("wgmma.fence.sync.aligned;" : : : "memory");
+}
+
+__device__ __forceinline__ void cuda_products_end() {
+  asm volatile("wgmma.commit_group.sync.aligned;" : : : "memory");
+}
+
+template <int LEFT> __device__ __forceinline__ void cuda_products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(LEFT) : "memory");
+}
+
+/* The compiler moves no use of these registers to the other side. */
+template <int N> __device__ __forceinline__ void cuda_settle(float (&v)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(v[i]) : : "memory");
+}
+
+template <int N> __device__ __forceinline__ void cuda_settle(uint32_t (&v)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+r"(v[i]) : : "memory");
+}
+
+/* What wgmma is told of a matrix in panels of 64 columns, whose rows of 128 bytes are turned as the
+   copy engine does it; panel: bytes from one to the next, where columns are what is summed over. */
+__device__ __forceinline__ uint64_t cuda_matrix_at(uint32_t at, uint32_t panel) {
+  return (uint64_t)1 << 62 | (uint64_t)(1024 >> 4) << 32 | (uint64_t)(panel >> 4) << 16 |
+         (uint64_t)((at & 0x3ffff) >> 4);
+}
+
+#define CUDA_IN4(v, i) "+f"(v[i]), "+f"(v[i + 1]), "+f"(v[i + 2]), "+f"(v[i + 3])
+#define CUDA_IN16(v, i) CUDA_IN4(v, i), CUDA_IN4(v, i + 4), CUDA_IN4(v, i + 8), CUDA_IN4(v, i + 12)
+#define CUDA_IN32(v) CUDA_IN16(v, 0), CUDA_IN16(v, 16)
+#define CUDA_IN64(v) CUDA_IN32(v), CUDA_IN16(v, 32), CUDA_IN16(v, 48)
+#define CUDA_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, " \
+  "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define CUDA_64 CUDA_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, " \
+  "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define CUDA_WGMMA(n, type, out, a, b, add, turned) \
+  "{ .reg .pred p; setp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." \
+  type "." type " {" out "}, " a ", " b ", p, 1, 1, " turned "; }"
+
+/* c [64, 128] = a b^T, or c += a b^T where `add`: a [64, 16], b [128, 16] in shared memory. */
+template <bool BF>
+__device__ __forceinline__ void cuda_wgmma(float (&c)[64], uint64_t a, uint64_t b, int add) {
+  if (BF)
+    asm volatile(CUDA_WGMMA("128", "bf16", CUDA_64, "%64", "%65", "%66", "0, 0")
+                 : CUDA_IN64(c) : "l"(a), "l"(b), "r"(add));
+  else
+    asm volatile(CUDA_WGMMA("128", "f16", CUDA_64, "%64", "%65", "%66", "0, 0")
+                 : CUDA_IN64(c) : "l"(a), "l"(b), "r"(add));
+}
+
+/* The same for b [64, 16]. */
+template <bool BF>
+__device__ __forceinline__ void cuda_wgmma(float (&c)[32], uint64_t a, uint64_t b, int add) {
+  if (BF)
+    asm volatile(CUDA_WGMMA("64", "bf16", CUDA_32, "%32", "%33", "%34", "0, 0")
+                 : CUDA_IN32(c) : "l"(a), "l"(b), "r"(add));
+  else
+    asm volatile(CUDA_WGMMA("64", "f16", CUDA_32, "%32", "%33", "%34", "0, 0")
+                 : CUDA_IN32(c) : "l"(a), "l"(b), "r"(add));
+}
+
+/* With a in registers, and b [16, 128]. */
+template <bool BF>
+__device__ __forceinline__ void cuda_wgmma(float (&c)[64], const uint32_t *a, uint64_t b, int add) {
+  if (BF)
+    asm volatile(CUDA_WGMMA("128", "bf16", CUDA_64, "{%64, %65, %66, %67}", "%68", "%69", "1")
+                 : CUDA_IN64(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+  else
+    asm volatile(CUDA_WGMMA("128", "f16", CUDA_64, "{%64, %65, %66, %67}", "%68", "%69", "1")
+                 : CUDA_IN64(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+/* And b [16, 64]. */
+template <bool BF>
+__device__ __forceinline__ void cuda_wgmma(float (&c)[32], const uint32_t *a, uint64_t b, int add) {
+  if (BF)
+    asm volatile(CUDA_WGMMA("64", "bf16", CUDA_32, "{%32, %33, %34, %35}", "%36", "%37", "1")
+                 : CUDA_IN32(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+  else
+    asm volatile(CUDA_WGMMA("64", "f16", CUDA_32, "{%32, %33, %34, %35}", "%36", "%37", "1")
+                 : CUDA_IN32(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+__device__ __forceinline__ float cuda_exp2(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
+typedef struct cuda_rings { uint32_t q, k, v, barriers; } cuda_rings; /* in shared memory */
+
+/* Barrier number `which` of use number `use` of the ring. */
+template <int D> __device__ __forceinline__ uint32_t cuda_ring_at(const cuda_rings &r, int which,
+                                                                  int use) {
+  return r.barriers + (which + use % cuda_hopper<D>::stages) * 8;
+}
+
+template <int D> __device__ __forceinline__ void cuda_ring_wait(const cuda_rings &r, int which,
+                                                                int use, int parity) {
+  cuda_barrier_wait(cuda_ring_at<D>(r, which, use), (use / cuda_hopper<D>::stages & 1) ^ parity);
+}
+
+typedef struct cuda_piece_of { /* of work */
+  int row, rows, pos, seq, head;
+  int low, high; /* tiles of keys */
+} cuda_piece_of;
+
+/* Number `round` of this block, there and back again; false: there are no more. */
+template <int D>
+__device__ __forceinline__ bool cuda_piece_next(cuda_piece_of &m, const cuda_attn &a, int pieces,
+                                                int round) {
+  const int blocks = (int)gridDim.x, block = (int)blockIdx.x;
+  const int i = round * blocks + (round & 1 ? blocks - 1 - block : block);
+  int4 t;
+  if (i >= pieces) return false;
+  t = __ldg(a.tiles.tile + i / a.p.heads);
+  m.row = t.x, m.rows = t.y, m.pos = t.z, m.seq = t.w;
+  m.head = i % a.p.heads;
+  m.high = (m.pos + m.rows - 1) / cuda_hopper<D>::keys;
+  m.low = 0;
+  if (a.p.window > 0 && m.pos >= a.p.window)
+    m.low = (m.pos - a.p.window + 1) / cuda_hopper<D>::keys;
+  return true;
+}
+
+/* Keys or values of a tile, as far as there are any; in boxes, none of which leaves a page. */
+template <int D>
+__device__ __forceinline__ void cuda_fetch_tile(const cuda_hopper_attn &h, const CUtensorMap *map,
+                                                uint32_t to, uint32_t barrier,
+                                                const cuda_piece_of &m, int tile) {
+  constexpr int KEYS = cuda_hopper<D>::keys;
+  const tfm_kv &kv = h.a.kv;
+  const int first = tile * KEYS, left = min(m.pos + m.rows - first, KEYS);
+  const int boxes = (left + h.box - 1) / h.box;
+  cuda_barrier_expect(barrier, boxes * h.box * D * 2);
+  for (int b = 0; b < boxes; b++) {
+    const int key = first + b * h.box;
+    const int page = __ldg(kv.table + (int64_t)m.seq * kv.max_pages + key / kv.page_tokens);
+    for (int p = 0; p < cuda_hopper<D>::panels; p++)
+      cuda_copy_box(to + p * KEYS * 128 + b * h.box * 128, map, barrier, p * 64,
+                    key % kv.page_tokens, page * kv.heads + m.head / h.a.group);
+  }
+}
+
+/* One thread. */
+template <int D>
+__device__ __forceinline__ void cuda_fetch(const cuda_hopper_attn &h, const cuda_maps &maps,
+                                           const cuda_rings &r, int pieces) {
+  typedef cuda_hopper<D> shape;
+  cuda_piece_of m;
+  int use = 0;
+  for (int round = 0; cuda_piece_next<D>(m, h.a, pieces, round); round++) {
+    cuda_barrier_wait(r.barriers + CUDA_Q_EMPTY * 8, (round & 1) ^ 1);
+    cuda_barrier_expect(r.barriers + CUDA_Q_FULL * 8, shape::q_bytes);
+    for (int p = 0; p < shape::panels; p++)
+      cuda_copy_box(r.q + p * CUDA_TILE * 128, &maps.q, r.barriers + CUDA_Q_FULL * 8, p * 64,
+                    m.head, m.row);
+    for (int tile = m.high; tile >= m.low; tile--, use++) {
+      const int at = use % shape::stages * shape::tile_bytes;
+      cuda_ring_wait<D>(r, CUDA_K_EMPTY, use, 1);
+      cuda_fetch_tile<D>(h, &maps.k, r.k + at, cuda_ring_at<D>(r, CUDA_K_FULL, use), m, tile);
+      cuda_ring_wait<D>(r, CUDA_V_EMPTY, use, 1);
+      cuda_fetch_tile<D>(h, &maps.v, r.v + at, cuda_ring_at<D>(r, CUDA_V_FULL, use), m, tile);
+    }
+  }
+}
+
+/* What a thread of those that multiply keeps. Elements 0, 1 of four belong to the warp's row lane /
+   4, elements 2, 3 to the row eight below; the next four lie eight columns on. */
+template <int D> struct cuda_rows64 {
+  float s[cuda_hopper<D>::keys / 2];                           /* scores */
+  uint32_t p[cuda_hopper<D>::keys / 4];                        /* probabilities, of 16 bits */
+  float o[cuda_hopper<D>::outs][cuda_hopper<D>::out / 2];      /* sums of values */
+  float top[2], sum[2], by[2]; /* what stands for a row's maximum; o is to be multiplied by */
+  int half, first, pos;        /* of the tile's rows; positions of its first row and of lane / 4 */
+};
+
+template <int D> __device__ __forceinline__ void cuda_settle_out(cuda_rows64<D> &t) {
+#pragma unroll
+  for (int h = 0; h < cuda_hopper<D>::outs; h++) cuda_settle(t.o[h]);
+}
+
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_ask_scores(cuda_rows64<D> &t, const cuda_rings &r, int use) {
+  typedef cuda_hopper<D> shape;
+  const uint32_t q = r.q + t.half * 64 * 128, k = r.k + use % shape::stages * shape::tile_bytes;
+  cuda_settle(t.s);
+  cuda_products_begin();
+#pragma unroll
+  for (int i = 0; i < D / 16; i++)
+    cuda_wgmma<BF>(t.s, cuda_matrix_at(q + i / 4 * CUDA_TILE * 128 + i % 4 * 32, 16),
+                   cuda_matrix_at(k + i / 4 * shape::keys * 128 + i % 4 * 32, 16), i > 0);
+  cuda_products_end();
+}
+
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_ask_values(cuda_rows64<D> &t, const cuda_rings &r, int use,
+                                                bool add) {
+  typedef cuda_hopper<D> shape;
+  const uint32_t v = r.v + use % shape::stages * shape::tile_bytes, panel = shape::keys * 128;
+  cuda_settle(t.p);
+  cuda_settle_out(t);
+  cuda_products_begin();
+#pragma unroll
+  for (int h = 0; h < shape::outs; h++)
+#pragma unroll
+    for (int i = 0; i < shape::keys / 16; i++)
+      cuda_wgmma<BF>(t.o[h], t.p + 4 * i,
+                     cuda_matrix_at(v + (uint32_t)h * 2 * panel + (uint32_t)i * 2048, panel),
+                     add || i);
+  cuda_products_end();
+}
+
+/* Of one of the thread's two rows. */
+template <int D, bool MASK>
+__device__ __forceinline__ void cuda_row_exp(cuda_rows64<D> &t, int r, float scale, int key,
+                                             int window) {
+  constexpr int N = cuda_hopper<D>::keys / 8;
+  const int pos = t.pos + 8 * r;
+  float best = t.top[r], base, sum[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 2 * N; i++) {
+    float &v = t.s[i / 2 * 4 + 2 * r + i % 2];
+    const int at = key + i / 2 * 8 + i % 2;
+    if (MASK && (at > pos || pos - at >= window)) v = -INFINITY;
+    best = fmaxf(best, v);
+  }
+  best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
+  best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
+  if ((best - t.top[r]) * scale <= 8.0f) best = t.top[r];
+  base = MASK && best == -INFINITY ? 0 : best * scale;
+  t.by[r] = cuda_exp2(__fmaf_rn(t.top[r], scale, -base));
+  t.top[r] = best;
+#pragma unroll
+  for (int i = 0; i < 2 * N; i++) {
+    float &v = t.s[i / 2 * 4 + 2 * r + i % 2];
+    v = cuda_exp2(__fmaf_rn(v, scale, -base));
+    sum[i % 2] += v;
+  }
+  t.sum[r] = __fmaf_rn(t.sum[r], t.by[r], sum[0] + sum[1]);
+}
+
+/* Scores become powers of two. */
+template <int D>
+__device__ __forceinline__ void cuda_exponentials(cuda_rows64<D> &t, const cuda_hopper_attn &h,
+                                                  int tile) {
+  constexpr int N = cuda_hopper<D>::keys;
+  const int window = h.a.p.window > 0 ? h.a.p.window : INT32_MAX;
+  const int first = tile * N, key = first + (int)threadIdx.x % 4 * 2;
+  if (h.cap != 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) t.s[i] = tanhf(t.s[i] * h.cap);
+  }
+  if (first + N - 1 > t.first || t.first + 63 - first >= window) {
+    cuda_row_exp<D, true>(t, 0, h.scale, key, window);
+    cuda_row_exp<D, true>(t, 1, h.scale, key, window);
+  } else {
+    cuda_row_exp<D, false>(t, 0, h.scale, key, window);
+    cuda_row_exp<D, false>(t, 1, h.scale, key, window);
+  }
+}
+
+/* o follows the rows' maxima; p is the scores, which are exponentials now. */
+template <int D, bool BF> __device__ __forceinline__ void cuda_probabilities(cuda_rows64<D> &t) {
+#pragma unroll
+  for (int i = 0; i < cuda_hopper<D>::keys / 4; i++)
+    t.p[i] = cuda_pack2<BF>(t.s[2 * i], t.s[2 * i + 1]);
+}
+
+template <int D> __device__ __forceinline__ void cuda_follow_top(cuda_rows64<D> &t) {
+  if (!__any_sync(~0u, t.by[0] != 1 || t.by[1] != 1)) return;
+#pragma unroll
+  for (int h = 0; h < cuda_hopper<D>::outs; h++)
+#pragma unroll
+    for (int i = 0; i < cuda_hopper<D>::out / 2; i++) t.o[h][i] *= t.by[i / 2 % 2];
+}
+
+/* Values of keys from number `from` of a tile on become zero: what lies there has no meaning, and
+   may be no numbers. Both halves do all of it. */
+template <int D>
+__device__ __forceinline__ void cuda_clear_values(const cuda_rows64<D> &t, const cuda_rings &r,
+                                                  int use, int from) {
+  typedef cuda_hopper<D> shape;
+  const uint32_t v = r.v + use % shape::stages * shape::tile_bytes;
+  const int rows = shape::keys - from;
+  cuda_ring_wait<D>(r, CUDA_V_FULL, use, 0);
+  for (int i = threadIdx.x % 128; i < rows * D / 8; i += 128)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};"
+                 : : "r"(v + i / 8 / rows * shape::keys * 128 + (from + i / 8 % rows) * 128 +
+                         i % 8 * 16), "r"(0) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;\nbar.sync %0, 128;" : : "r"(3 + t.half) : "memory");
+}
+
+/* The turn to ask for products goes from half to half. */
+__device__ __forceinline__ void cuda_turn_wait(int half) {
+  asm volatile("bar.sync %0, 256;" : : "r"(1 + half) : "memory");
+}
+__device__ __forceinline__ void cuda_turn_pass(int half) {
+  asm volatile("bar.arrive %0, 256;" : : "r"(2 - half) : "memory");
+}
+
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_rows64_store(cuda_rows64<D> &t, const cuda_attn &a,
+                                                  const cuda_piece_of &m) {
+  constexpr int OUT = cuda_hopper<D>::out;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = t.pos - m.pos + 8 * r;
+    uint16_t *to = (uint16_t *)a.y.data + (m.row + row) * a.y.stride + m.head * a.kv.width +
+                   lane % 4 * 2;
+    float by;
+    t.sum[r] += __shfl_xor_sync(~0u, t.sum[r], 1);
+    t.sum[r] += __shfl_xor_sync(~0u, t.sum[r], 2);
+    by = 1 / t.sum[r];
+#pragma unroll
+    for (int i = 0; i < D / 8; i++) {
+      const float *o = &t.o[i / (OUT / 8)][i % (OUT / 8) * 4 + 2 * r];
+      if (row < m.rows && i * 8 < a.kv.width)
+        *(uint32_t *)(to + i * 8) = cuda_pack2<BF>(o[0] * by, o[1] * by);
+    }
+  }
+}
+
+/* A piece of work, whose first tile of keys is use number `use` of the rings. */
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_attend64(cuda_rows64<D> &t, const cuda_hopper_attn &h,
+                                              const cuda_rings &r, const cuda_piece_of &m,
+                                              int use) {
+  const int tiles = m.high - m.low + 1, from = m.pos + m.rows - m.high * cuda_hopper<D>::keys;
+  t.first = m.pos + t.half * 64;
+  t.pos = t.first + (int)threadIdx.x / 32 % 4 * 16 + (int)threadIdx.x % 32 / 4;
+  t.top[0] = t.top[1] = -INFINITY;
+  t.sum[0] = t.sum[1] = 0;
+  cuda_ring_wait<D>(r, CUDA_K_FULL, use, 0);
+  cuda_turn_wait(t.half);
+  cuda_ask_scores<D, BF>(t, r, use);
+  cuda_turn_pass(t.half);
+  cuda_products_wait<0>();
+  cuda_settle(t.s);
+  cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_K_EMPTY, use));
+  if (tiles == 1) cuda_barrier_arrive(r.barriers + CUDA_Q_EMPTY * 8);
+  cuda_exponentials<D>(t, h, m.high);
+  cuda_probabilities<D, BF>(t);
+  if (from < cuda_hopper<D>::keys) cuda_clear_values<D>(t, r, use, from);
+  for (int i = 1; i < tiles; i++) {
+    cuda_ring_wait<D>(r, CUDA_K_FULL, use + i, 0);
+    cuda_turn_wait(t.half);
+    cuda_ask_scores<D, BF>(t, r, use + i);
+    cuda_ring_wait<D>(r, CUDA_V_FULL, use + i - 1, 0);
+    cuda_ask_values<D, BF>(t, r, use + i - 1, i > 1);
+    cuda_turn_pass(t.half);
+    cuda_products_wait<1>();
+    cuda_settle(t.s);
+    cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_K_EMPTY, use + i));
+    if (i == tiles - 1) cuda_barrier_arrive(r.barriers + CUDA_Q_EMPTY * 8);
+    cuda_exponentials<D>(t, h, m.high - i);
+    cuda_products_wait<0>();
+    cuda_settle_out(t);
+    cuda_settle(t.p);
+    cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_V_EMPTY, use + i - 1));
+    cuda_follow_top(t);
+    cuda_probabilities<D, BF>(t);
+  }
+  cuda_ring_wait<D>(r, CUDA_V_FULL, use + tiles - 1, 0);
+  cuda_turn_wait(t.half);
+  cuda_ask_values<D, BF>(t, r, use + tiles - 1, tiles > 1);
+  cuda_turn_pass(t.half);
+  cuda_products_wait<0>();
+  cuda_settle_out(t);
+  cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_V_EMPTY, use + tiles - 1));
+  cuda_rows64_store<D, BF>(t, h.a, m);
+}
+
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_attend_pieces(const cuda_hopper_attn &h, const cuda_rings &r,
+                                                   int pieces) {
+  cuda_rows64<D> t;
+  cuda_piece_of m;
+  int use = 0;
+  t.half = __shfl_sync(~0u, (int)threadIdx.x / 128, 0) - 1; /* the same for a warp, by its looks */
+  if (t.half == 1) cuda_turn_pass(1);
+  for (int round = 0; cuda_piece_next<D>(m, h.a, pieces, round); round++) {
+    cuda_barrier_wait(r.barriers + CUDA_Q_FULL * 8, round & 1);
+    cuda_attend64<D, BF>(t, h, r, m, use);
+    use += m.high - m.low + 1;
+  }
+}
+
+__device__ __forceinline__ void cuda_barriers_init(uint64_t *barriers) {
+  for (int i = 0; i < CUDA_BARRIERS; i++) {
+    const bool empty = i == CUDA_Q_EMPTY || (i >= CUDA_K_EMPTY && i < CUDA_V_FULL) ||
+                       i >= CUDA_V_EMPTY;
+    cuda_barrier_init(barriers + i, empty ? 8 : 1); /* warps that have read; the one that fetches */
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+}
+#endif
+
+/* Empty where it is not compiled for Hopper (cuda_hopper_open). */
+template <int D, bool BF>
+__global__ void __launch_bounds__(384, 1)
+cuda_hopper_kernel(const __grid_constant__ cuda_maps maps,
+                   const __grid_constant__ cuda_hopper_attn h) {
+#if CUDA_HOPPER
+  typedef cuda_hopper<D> shape;
+  extern __shared__ __align__(128) uint8_t tiles[];
+  __shared__ uint64_t barriers[CUDA_BARRIERS];
+  const uint32_t q = ((uint32_t)__cvta_generic_to_shared(tiles) + 1023) & ~1023u;
+  const uint32_t keys = q + shape::q_bytes, values = keys + shape::stages * shape::tile_bytes;
+  const cuda_rings r = {q, keys, values, (uint32_t)__cvta_generic_to_shared(barriers)};
+  const int pieces = __ldg(h.a.tiles.count) * h.a.p.heads;
+  if (threadIdx.x == 0) cuda_barriers_init(barriers);
+  __syncthreads();
+  if (__shfl_sync(~0u, threadIdx.x / 128, 0) == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (threadIdx.x == 0) cuda_fetch<D>(h, maps, r, pieces);
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    cuda_attend_pieces<D, BF>(h, r, pieces);
+  }
+#endif
+}
+
+/* Whether the device, Hopper, finds the kernel compiled for it: else it needs no shared memory. */
+static bool cuda_hopper_open(tfm_dev *d) {
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  cudaFuncAttributes kernel = {};
+  void *encode = NULL;
+  if (!cuda_check(d, cudaFuncGetAttributes(&kernel, (const void *)cuda_hopper_kernel<64, false>),
+                  "cudaFuncGetAttributes") ||
+      !cuda_check(d, cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000,
+                                                      cudaEnableDefault, &found),
+                  "cudaGetDriverEntryPointByVersion")) return false;
+  if (kernel.sharedSizeBytes > 0 && found == cudaDriverEntryPointSuccess)
+    cuda_of(d)->encode = (PFN_cuTensorMapEncodeTiled_v12000)encode;
+  return true;
+}
+
+/* Keys that lie together in every page, as far as a tile wants them; at least 8, or 0. */
+static int cuda_hopper_box(const tfm_kv *kv) {
+  int keys = kv->width <= 128 ? 128 : 64, box = 8;
+  if (kv->max_pages == 1) return keys;
+  if (kv->page_tokens % box) return 0;
+  while (box < keys && kv->page_tokens % (2 * box) == 0) box *= 2;
+  return box;
+}
+
+static bool cuda_hopper_knows(const tfm_dev *d, const cuda_attn *a) {
+  const tfm_kv *kv = &a->kv;
+  return cuda_of(d)->encode && kv->width % 8 == 0 && kv->width <= 256 && cuda_hopper_box(kv) &&
+         a->p.scale > 0 && ((uintptr_t)kv->k | (uintptr_t)kv->v | (uintptr_t)a->q.data) % 16 == 0 &&
+         a->q.stride % 8 == 0;
+}
+
+/* [z, y, width] values of 16 bits, of which a copy brings 64 columns of [box_z, box_y] rows. */
+static void cuda_map(tfm_dev *d, CUtensorMap *map, tfm_type type, void *data, int32_t width,
+                     const int64_t of[2], const int64_t strides[2], int box_y, int box_z) {
+  const cuuint64_t dims[3] = {(cuuint64_t)width, (cuuint64_t)of[0], (cuuint64_t)of[1]};
+  const cuuint64_t bytes[2] = {(cuuint64_t)strides[0] * 2, (cuuint64_t)strides[1] * 2};
+  const cuuint32_t box[3] = {64, (cuuint32_t)box_y, (cuuint32_t)box_z}, steps[3] = {1, 1, 1};
+  CUresult result = cuda_of(d)->encode(
+      map, type == TFM_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
+      data, dims, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS)
+    tfm_dev_fail(d, TFM_E_DEVICE, "CUDA device %d: cuTensorMapEncodeTiled: error %d", (int)d->index,
+                 (int)result);
+}
+
+template <int D> static void cuda_hopper_launch(tfm_dev *d, const cuda_maps &maps,
+                                                const cuda_hopper_attn &h) {
+  cuda_run(d, h.a.q.type == TFM_F16 ? cuda_hopper_kernel<D, false> : cuda_hopper_kernel<D, true>,
+           dim3((unsigned)cuda_of(d)->processors), 384, cuda_hopper<D>::shared, maps, h);
+}
+
+static void cuda_hopper_run(tfm_dev *d, const cuda_attn *a) {
+  const int64_t width = a->kv.width, page = a->kv.page_tokens;
+  const int64_t rows[2] = {a->p.heads, a->rows.n}, row_strides[2] = {width, a->q.stride};
+  const int64_t keys[2] = {page, (int64_t)1 << 31}, key_strides[2] = {width, page * width};
+  const float log2e = 1.44269504f, cap = a->p.softcap;
+  cuda_hopper_attn h = {*a, a->p.scale * log2e, 0, cuda_hopper_box(&a->kv)};
+  cuda_maps maps;
+  if (cap != 0) h.cap = a->p.scale / cap, h.scale = cap * log2e;
+  cuda_map(d, &maps.q, a->q.type, a->q.data, a->kv.width, rows, row_strides, 1, CUDA_TILE);
+  cuda_map(d, &maps.k, a->kv.type, a->kv.k, a->kv.width, keys, key_strides, h.box, 1);
+  cuda_map(d, &maps.v, a->kv.type, a->kv.v, a->kv.width, keys, key_strides, h.box, 1);
+  if (a->kv.width <= 64) cuda_hopper_launch<64>(d, maps, h);
+  else if (a->kv.width <= 128) cuda_hopper_launch<128>(d, maps, h);
+  else cuda_hopper_launch<256>(d, maps, h);
+}
+
+/* Tiles first, where they have been listed, then what is left. q and y have the same 16 bits. */
+static void cuda_attn_tiles(tfm_dev *d, cuda_attn *a) {
+  const bool hopper = cuda_hopper_knows(d, a);
+  const bool tiles = cuda_tiles_fit(d, &a->rows) && a->kv.type == a->q.type &&
+                     a->y.type == a->q.type && (hopper || cuda_flash_knows(a));
+  if (tiles) {
+    a->tiles = cuda_tiles_of(d);
+    if (hopper) cuda_hopper_run(d, a);
+    else if (a->kv.type == TFM_F16) cuda_flash_run<false>(d, a);
+    else cuda_flash_run<true>(d, a);
+  }
+  cuda_attn_run(d, a);
+}
+
+/* ---- layer: passes of many rows, on the tensor cores ----
+   Activations have 16 bits: BF16 where the weights do, else F16; the residual stream stays F32, as
+   cuBLASLt adds to it. Quantised weights are widened a stretch at a time. Attention goes by
+   tiles. */
 
 /* q is rotated in place, k and v go to the cache: pair i of a row's heads, q then k then v. */
 __global__ void cuda_append_kernel(tfm_mat qkv, const float *bias, tfm_rope p, tfm_kv kv,
@@ -3308,6 +4052,130 @@ template <int TYPE> __device__ __forceinline__ uint4 cuda_narrow(const float (&f
   constexpr bool BF = TYPE == TFM_BF16;
   return make_uint4(cuda_pack2<BF>(f[0], f[1]), cuda_pack2<BF>(f[2], f[3]),
                     cuda_pack2<BF>(f[4], f[5]), cuda_pack2<BF>(f[6], f[7]));
+}
+
+__device__ __forceinline__ void cuda_rotate_pairs(float (&v)[8], const float2 *turn) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float2 r = cuda_rotate(v[2 * i], v[2 * i + 1], turn[i]);
+    v[2 * i] = r.x, v[2 * i + 1] = r.y;
+  }
+}
+
+__device__ __forceinline__ void cuda_rotate_halves(float (&a)[8], float (&b)[8],
+                                                   const float2 *turn) {
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const float2 r = cuda_rotate(a[i], b[i], turn[i]);
+    a[i] = r.x, b[i] = r.y;
+  }
+}
+
+/* The same for heads of whole 16 values, in the cache's 16 bits: a block has a row, a thread 16
+   values of a head, whole pairs; what they are turned by is the same in all heads. */
+template <int TYPE>
+__global__ void __launch_bounds__(128) cuda_append16_kernel(tfm_mat qkv, const float *bias,
+                                                            tfm_rope p, tfm_kv kv, tfm_rows rows,
+                                                            int heads) {
+  __shared__ float2 turn[128];
+  const int row = (int)blockIdx.x, seq = rows.seq[row], pos = rows.pos[row], each = kv.width / 16;
+  uint16_t *from = (uint16_t *)qkv.data + row * qkv.stride;
+  int64_t at;
+  if (seq < 0) return;
+  for (int i = threadIdx.x; i < p.rot / 2; i += blockDim.x) turn[i] = cuda_turn(p, pos, i);
+  at = cuda_kv_at(kv, seq, pos, 0);
+  __syncthreads();
+  for (int i = threadIdx.x; i < qkv.cols / 16; i += blockDim.x) {
+    const int head = i / each, c = i % each, kv_head = head - heads;
+    const bool is_k = kv_head < kv.heads, turned = is_k && c < p.rot / 16;
+    const int low = turned && !p.interleaved ? 8 * c : 16 * c;
+    const int high = turned && !p.interleaved ? p.rot / 2 + 8 * c : 16 * c + 8;
+    uint16_t *to = from + head * kv.width;
+    float a[8], b[8];
+    cuda_widen<TYPE>(a, *(const uint4 *)(to + low));
+    cuda_widen<TYPE>(b, *(const uint4 *)(to + high));
+#pragma unroll
+    for (int k = 0; k < 8 && bias; k++) {
+      a[k] += bias[head * kv.width + low + k];
+      b[k] += bias[head * kv.width + high + k];
+    }
+    if (turned && p.interleaved) {
+      cuda_rotate_pairs(a, turn + 8 * c);
+      cuda_rotate_pairs(b, turn + 8 * c + 4);
+    } else if (turned) {
+      cuda_rotate_halves(a, b, turn + 8 * c);
+    }
+    if (kv_head >= 0)
+      to = (uint16_t *)(is_k ? kv.k : kv.v) + at +
+           (int64_t)(is_k ? kv_head : kv_head - kv.heads) * kv.page_tokens * kv.width;
+    *(uint4 *)(to + low) = cuda_narrow<TYPE>(a);
+    *(uint4 *)(to + high) = cuda_narrow<TYPE>(b);
+  }
+}
+
+static void cuda_append(tfm_dev *d, tfm_mat qkv, const float *bias, const tfm_rope *p,
+                        const tfm_kv *kv, const tfm_rows *rows, int heads) {
+  if (kv->type == qkv.type && kv->width % 16 == 0 && p->rot % 16 == 0 && p->rot <= 256)
+    cuda_run(d, qkv.type == TFM_F16 ? cuda_append16_kernel<TFM_F16>
+                                    : cuda_append16_kernel<TFM_BF16>,
+             dim3((unsigned)rows->n), 128, 0, qkv, bias, *p, *kv, *rows, heads);
+  else
+    cuda_run(d, cuda_append_kernel, dim3((unsigned)rows->n, cuda_blocks(qkv.cols / 2, 256)), 256, 0,
+             qkv, bias, *p, *kv, *rows, heads);
+}
+
+/* y [T, n] = norm(x), of 16 bits; a thread keeps Q quads of a row in registers. */
+template <int Q>
+__global__ void __launch_bounds__(CUDA_CREW) cuda_norm16_kernel(tfm_mat y, tfm_mat x, cuda_norm t) {
+  __shared__ __align__(16) float room[16];
+  const int row = (int)blockIdx.x, n = x.cols;
+  const float *from = (const float *)x.data + row * x.stride;
+  float mean = 0, sum = 0, inverse;
+  float4 v[Q];
+#pragma unroll
+  for (int i = 0; i < Q; i++) {
+    const int k = (int)threadIdx.x + i * CUDA_CREW;
+    v[i] = 4 * k < n ? __ldcg((const float4 *)from + k) : make_float4(0, 0, 0, 0);
+    sum += (v[i].x + v[i].y) + (v[i].z + v[i].w);
+  }
+  if (t.p.kind == TFM_NORM_LAYER) mean = cuda_crew_sum(sum, room) / (float)n;
+  sum = 0;
+#pragma unroll
+  for (int i = 0; i < Q; i++) {
+    v[i].x -= mean, v[i].y -= mean, v[i].z -= mean, v[i].w -= mean;
+    if (4 * ((int)threadIdx.x + i * CUDA_CREW) < n)
+      sum += __fmaf_rn(v[i].x, v[i].x, v[i].y * v[i].y) +
+             __fmaf_rn(v[i].z, v[i].z, v[i].w * v[i].w);
+  }
+  inverse = rsqrtf(cuda_crew_sum(sum, room + 8) / (float)n + t.p.eps);
+#pragma unroll
+  for (int i = 0; i < Q; i++) {
+    const int k = (int)threadIdx.x + i * CUDA_CREW;
+    if (4 * k >= n) continue;
+    const float4 w = cuda_quad_const(t.w, k, n);
+    const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
+    v[i].x = __fmaf_rn(v[i].x * inverse, w.x + t.p.offset, b.x);
+    v[i].y = __fmaf_rn(v[i].y * inverse, w.y + t.p.offset, b.y);
+    v[i].z = __fmaf_rn(v[i].z * inverse, w.z + t.p.offset, b.z);
+    v[i].w = __fmaf_rn(v[i].w * inverse, w.w + t.p.offset, b.w);
+    cuda_store4(y.data, y.type, row * y.stride + 4 * k, v[i]);
+  }
+}
+
+/* n is a multiple of 4: what a layer's products have asked for. */
+static void cuda_norm16(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_norm *t) {
+  const dim3 rows((unsigned)x.rows);
+  const bool quads = (uintptr_t)x.data % 16 == 0 && x.stride % 4 == 0;
+  tfm_mat none = {};
+  if (!quads || x.cols > 32 * CUDA_CREW)
+    cuda_run(d, cuda_norm_kernel, rows, CUDA_CREW, sizeof(float) * (size_t)(20 + x.cols), y, x,
+             none, (float *)NULL, *t);
+  else if (x.cols <= 4 * CUDA_CREW)
+    cuda_run(d, cuda_norm16_kernel<1>, rows, CUDA_CREW, 0, y, x, *t);
+  else if (x.cols <= 16 * CUDA_CREW)
+    cuda_run(d, cuda_norm16_kernel<4>, rows, CUDA_CREW, 0, y, x, *t);
+  else
+    cuda_run(d, cuda_norm16_kernel<8>, rows, CUDA_CREW, 0, y, x, *t);
 }
 
 /* As cuda_glu_kernel, eight values a thread; y and x of one type of 16 bits. */
@@ -3699,43 +4567,22 @@ static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight
   return true;
 }
 
-template <bool BF>
-static void cuda_flash_run(tfm_dev *d, const cuda_attn *a) {
-  int width = a->kv.width;
-  dim3 grid(cuda_blocks(a->rows.n, CUDA_TILE), (unsigned)a->p.heads);
-  size_t shared = (size_t)4 * CUDA_KEYS * 2 * (size_t)width;
-  cuda_run(d, width == 64 ? cuda_flash_kernel<64, BF> : cuda_flash_kernel<128, BF>, grid, 256,
-           shared, *a);
-}
-
-static void cuda_layer_attend(tfm_dev *d, cuda_attn *a) {
-  int width = a->kv.width;
-  a->tiled = (width == 64 || width == 128) && a->kv.type == a->q.type && a->rows.n >= 16;
-  if (a->tiled && a->kv.type == TFM_F16) cuda_flash_run<false>(d, a);
-  else if (a->tiled) cuda_flash_run<true>(d, a);
-  cuda_attn_run(d, a);
-}
-
 static void cuda_layer_run(tfm_dev *d, cuda_pass *p, tfm_mat x, const tfm_net *net,
                            const tfm_layer *l, const tfm_kv *kv, const tfm_rows *rows) {
   int32_t inner = net->heads * net->head_width;
-  tfm_mat none = {};
   cuda_attn a = {cuda_columns(p->h, 0, inner), cuda_columns(p->qkv, 0, inner), *kv, *rows, NULL,
-                 l->attn, net->heads / net->kv_heads, false};
+                 l->attn, net->heads / net->kv_heads, {}};
   cuda_norm norm1 = {l->norm1, l->norm1_bias, net->norm}, norm2 = {l->norm2, l->norm2_bias,
                                                                   net->norm};
-  size_t shared = sizeof(float) * (size_t)(20 + net->width);
-  dim3 each((unsigned)x.rows);
   tfm_mat h = cuda_columns(p->h, 0, net->width);
   tfm_mat up = cuda_columns(p->up, 0, l->up.rows), act = cuda_columns(p->act, 0, l->down.cols);
   norm1.p.groups = norm2.p.groups = 0;
-  cuda_run(d, cuda_norm_kernel, each, CUDA_CREW, shared, h, x, none, (float *)NULL, norm1);
+  cuda_norm16(d, h, x, &norm1);
   cuda_gemm(d, p, p->qkv, h, cuda_packed(&l->qkv), NULL, false);
-  cuda_run(d, cuda_append_kernel, dim3((unsigned)x.rows, cuda_blocks(p->qkv.cols / 2, 256)), 256, 0,
-           p->qkv, l->qkv_bias, l->rope, *kv, *rows, (int)net->heads);
-  cuda_layer_attend(d, &a);
+  cuda_append(d, p->qkv, l->qkv_bias, &l->rope, kv, rows, (int)net->heads);
+  cuda_attn_tiles(d, &a);
   cuda_gemm(d, p, x, a.y, cuda_packed(&l->out), l->out_bias, true);
-  cuda_run(d, cuda_norm_kernel, each, CUDA_CREW, shared, h, x, none, (float *)NULL, norm2);
+  cuda_norm16(d, h, x, &norm2);
   cuda_gemm(d, p, up, h, cuda_packed(&l->up), NULL, false);
   cuda_run(d, p->type == TFM_F16 ? cuda_glu8_kernel<TFM_F16> : cuda_glu8_kernel<TFM_BF16>,
            dim3((unsigned)x.rows, cuda_blocks(act.cols, 8 * 128)), 128, 0, act, up, l->up_bias,
@@ -3756,6 +4603,8 @@ static bool cuda_layer_entry(tfm_dev *d, tfm_mat x, const tfm_net *net, int32_t 
   room.base = (char *)cuda_align256((size_t)d->work + cuda_of(d)->pass_at); /* cuBLAS wants that */
   room.used = 0;
   pass = cuda_pass_lay_out(&room, net, type, x.rows);
+  if (index <= cuda_of(d)->tiles_layer && cuda_tiles_fit(d, rows)) cuda_tiles_list(d, rows);
+  cuda_of(d)->tiles_layer = index;
   cuda_layer_run(d, &pass, x, net, l, kv, rows);
   return true;
 }
@@ -3764,11 +4613,14 @@ static bool cuda_layer_entry(tfm_dev *d, tfm_mat x, const tfm_net *net, int32_t 
    beside, or more than y is wanted. */
 static void cuda_attn_halves(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
                              const tfm_rows *rows, float *lse, const tfm_attn *p) {
-  cuda_attn a = {y, q, *kv, *rows, lse, *p, p->heads / kv->heads, false};
+  cuda_attn a = {y, q, *kv, *rows, lse, *p, p->heads / kv->heads, {}};
   bool aligned = (uintptr_t)q.data % 16 == 0 && q.stride % 8 == 0 && y.stride % 2 == 0;
   bool plain = q.type != TFM_F32 && kv->table && !lse && !p->probs && p->dropout.rate == 0;
   if (d->deterministic || !plain || !aligned) cuda_attn_entry(d, y, q, kv, rows, lse, p);
-  else if (cuda_enter(d)) cuda_layer_attend(d, &a);
+  else if (cuda_enter(d)) {
+    if (cuda_tiles_fit(d, rows)) cuda_tiles_list(d, rows);
+    cuda_attn_tiles(d, &a);
+  }
 }
 
 /* ---- What tfm_dev.state holds for the parts above ---- */
@@ -3812,7 +4664,6 @@ static size_t cuda_parts_bytes(const tfm_net *net, int32_t rows) {
   return net->width < 512 ? 0 : room.used;
 }
 
-
 static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32_t sequences,
                               int32_t context) {
   cuda_room room = {NULL, 0};
@@ -3821,9 +4672,14 @@ static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int3
   cuda_decoder_lay_out(&decoder, &room, net, context, cuda_of(d)->processors);
   cuda_of(d)->pass_at = room.used;
   cuda_pass_lay_out(&room, net, TFM_F16, rows);
-  cuda_of(d)->parts_at = room.used + 256;
+  room.used += 256; /* cuda_align256 */
+  cuda_of(d)->tiles_at = room.used;
+  cuda_of(d)->tiles_rows = rows;
+  cuda_of(d)->tiles_layer = INT32_MAX;
+  cuda_tiles_lay_out(&room, rows);
+  cuda_of(d)->parts_at = room.used;
   cuda_of(d)->parts_bytes = cuda_parts_bytes(net, rows);
-  return room.used + 512 + cuda_of(d)->parts_bytes;
+  return room.used + 256 + cuda_of(d)->parts_bytes;
 }
 
 static const tfm_backend cuda_table = {

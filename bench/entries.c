@@ -203,7 +203,7 @@ int main(int argc, char **argv) {
   }
   t.type = which == TFM_CUDA ? TFM_BF16 : t.d.table->activation;
   net.width = net.ffn_width = 2048;
-  work_bytes = t.d.table->work_bytes(&t.d, &net, 1024, 64, 1024);
+  work_bytes = t.d.table->work_bytes(&t.d, &net, 65536, 64, 1024);
   if (work_bytes) t.d.work = room(&t, work_bytes, NULL);
   if (which == TFM_CUDA) {
     measure_attention(&t, 1, 16384, 16, 128);

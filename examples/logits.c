@@ -2,7 +2,7 @@
 
    build:   cc -O3 -march=native -o logits examples/logits.c -lm -lpthread
    run:     ./logits stories260K.bin --ids "1 403 407 261 378" -o out.f32
-   output:  out.f32 holds float32 [5, 512], little-endian; on stderr
+   output:  out.f32 holds float32 [5, 512] in the byte order of the machine; on stderr
             logits: 5 x 512 float32 */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
@@ -17,7 +17,7 @@ typedef struct options {
 
 static const struct argp_option option_list[] = {
   {"ids", 'i', "LIST", 0, "Token ids, separated by blanks or commas", 0},
-  {"output", 'o', "FILE", 0, "Write float32 [ids, vocabulary], little-endian; -: stdout", 0},
+  {"output", 'o', "FILE", 0, "Write float32 [ids, vocabulary] as the machine has it; -: stdout", 0},
   {"step", 's', NULL, 0, "Run the ids one at a time, as when generating, not in one call", 0},
   {NULL, 0, NULL, 0, NULL, 0}};
 

@@ -26,11 +26,11 @@ PUBLIC_FUNCTIONS = 60
 # Lines of a section, blank lines and comments counted. Raise one with a reason rather than squeeze.
 BUDGETS = {
     "vocabulary": 1080, "chat": 520,
-    "api": 700, "backend": 520, "base": 900, "objects": 100, "json": 480, "unicode": 880,
+    "api": 700, "backend": 520, "base": 930, "objects": 100, "json": 480, "unicode": 880,
     "gguf": 520, "steps": 740, "tokenizer": 4100,
     "formats": 800, "families": 2000, "device": 480,
     "kernels": 1900, "gradients": 1100, "forward": 450, "engine": 740, "session": 620,
-    "generate": 200, "convert": 1240, "train": 1450, "export": 560, "data": 620,
+    "generate": 200, "convert": 1320, "train": 1450, "export": 560, "data": 620,
 }
 
 FORBIDDEN_CALLS = ["exit", "_exit", "quick_exit", "abort", "assert", "printf", "fprintf", "vprintf",
@@ -291,6 +291,25 @@ def check_symbols(text):
     report("what is declared is defined, and the other way round", faults)
 
 
+# ---- tests/README.md ----
+
+def check_table():
+    """Each test that the table names is there: "test_x: name, name; file.py"."""
+    faults, there = [], {}
+    for line in read("tests/README.md").split("\n"):
+        cell = line.split("|")[-2] if line.startswith("| ") and line.count("|") >= 4 else ""
+        for entry in filter(None, (part.strip() for part in cell.split(";"))):
+            program, _, names = entry.partition(": ")
+            path = os.path.join("tests", program + (".c" if names else ""))
+            if not os.path.exists(path):
+                faults += [path] if names or "." in program else []
+                continue
+            if path not in there:
+                there[path] = set(re.findall(r"^TEST\((\w+)\)", read(path), re.MULTILINE))
+            faults += [f"{path}: {name}" for name in names.split(", ") if name and name not in there[path]]
+    report("the tests that tests/README.md names", faults)
+
+
 def main():
     os.chdir(ROOT)
     text = read(HEADER)
@@ -299,6 +318,7 @@ def main():
     check_sections(text)
     check_functions()
     check_calls()
+    check_table()
     check_api(text, "--update-api" in sys.argv)
     if shutil.which("cc") and shutil.which("nm"):
         check_symbols(text)

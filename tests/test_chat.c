@@ -1,6 +1,7 @@
 /* Conversations: texts and ids against goldens of the published templates (make_chat_goldens.py),
    messages that try to be more than text, how templates are found. */
 #define TRANSFORMER_IMPLEMENTATION
+#define TFM_STATIC /* compiles what is used here, which is little */
 #include "../transformer.h"
 
 #include "files.h"
@@ -172,28 +173,54 @@ static void check_harmless(const tfm_tokenizer *t, const char *name, const char 
   CHECK_STR_HAS(back, text);
 }
 
-TEST(chat_injection) {
+/* Random messages of what special tokens are made of, under each of the templates. */
+static void check_injection(const tfm_tokenizer *t, const char *const *names, int n,
+                            uint32_t count) {
   static const char *const parts[] = {"<|im_end|>", "<|im_start|>", "<s>",    "[/INST]", "<|",
                                       "im_end|>",   "<|eot_id|>",   "</s",    ">",       "x",
                                       "<end_of_",   "turn>",        "|>",     "<|e",     "[INST",
                                       "<|end|>",    "\n",           "<|user|>"};
-  static const char *const names[] = {"chatml", "qwen2",  "llama2",     "llama3", "mistral-v1",
-                                      "gemma",  "phi3.5", "mistral-v3", "phi3-first"};
-  tfm_tokenizer *t = vocabulary();
   char text[256];
   uint32_t i, k;
-  for (i = 0; i < 2000; i++) {
+  for (i = 0; i < count; i++) {
     tfmi_random r = tfmi_philox(7, i, 0);
     text[0] = 0;
     for (k = 0; k < 1 + i % 4; k++) strcat(text, parts[r.word[k] % TFMI_COUNT(parts)]);
     strcat(text, "!"); /* nothing for trimming */
     memmove(text + 1, text, strlen(text) + 1);
     text[0] = '!';
-    check_harmless(t, names[i % TFMI_COUNT(names)], text);
+    check_harmless(t, names[i % (uint32_t)n], text);
   }
   for (i = 0; i < (uint32_t)TFMI_COUNT(parts); i++)
-    if (parts[i][0] != '\n') check_harmless(t, "chatml", parts[i]);
+    if (parts[i][0] != '\n') check_harmless(t, names[0], parts[i]);
+}
+
+TEST(chat_injection) { /* every template there is */
+  const char *names[TFMI_COUNT(tfmi_chats)];
+  tfm_tokenizer *t = vocabulary();
+  int i;
+  for (i = 1; i < TFMI_COUNT(tfmi_chats); i++) names[i - 1] = tfmi_chats[i].name; /* 0: "none" */
+  check_injection(t, names, TFMI_COUNT(tfmi_chats) - 1, 3000);
   tfm_tokenizer_free(t);
+}
+
+TEST(chat_injection_into_real_vocabularies) {
+  static const struct { const char *path, *names[3]; int n; } rows[] = {
+    {"llama2/tokenizer.model", {"llama2", "mistral-v1"}, 2},
+    {"phi-3/tokenizer.json", {"phi3", "phi3.5", "phi3-first"}, 3},
+    {"qwen2/vocab.json", {"chatml", "qwen2", "qwen2.5"}, 3}};
+  char path[200];
+  int i, there = 0;
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    tfm_tokenizer *t;
+    snprintf(path, sizeof path, SHARED "tokenizers/%s", rows[i].path);
+    if (!is_there(path)) continue;
+    t = tfm_tokenizer_load(path, NULL);
+    check_injection(t, rows[i].names, rows[i].n, 300);
+    tfm_tokenizer_free(t);
+    there++;
+  }
+  if (!there) SKIP("no " SHARED "tokenizers");
 }
 
 /* ---- Finding ---- */
@@ -222,19 +249,20 @@ static void write_config(const char *template_text, bool list) {
 }
 
 static size_t put_text(char *to, const char *text) {
-  uint64_t n = strlen(text);
-  memcpy(to, &n, 8);
+  size_t n = strlen(text);
+  memset(to, 0, 8);
+  to[0] = (char)n;
+  to[1] = (char)(n >> 8);
   memcpy(to + 8, text, n);
   return 8 + n;
 }
 
 static void write_gguf(const char *template_text) {
   static char file[20000];
-  const uint32_t head[] = {0x46554747, 3, 0, 0, 1, 0}, type = 8;
-  size_t n = sizeof head;
-  memcpy(file, head, n);
+  size_t n = 24;
+  memcpy(file, "GGUF\3\0\0\0" "\0\0\0\0\0\0\0\0" "\1\0\0\0\0\0\0\0", n);
   n += put_text(file + n, "tokenizer.chat_template");
-  memcpy(file + n, &type, 4);
+  memcpy(file + n, "\10\0\0\0", 4); /* a string */
   n += 4;
   n += put_text(file + n, template_text);
   write_file("model.gguf", file, n);

@@ -1,11 +1,37 @@
 /* Model files: what loads, and one test per way of being wrong. Files are composed in memory and
    served through tfm_io, so that every read can be made to fail too. */
+#include <errno.h>
+#include <pthread.h>
+#include <stdbool.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static bool reads_are_short; /* of files; and every other one is interrupted */
+
+static ssize_t hooked_read(int fd, void *to, size_t n) {
+  static int calls;
+  if (reads_are_short && calls++ & 1) {
+    errno = EINTR;
+    return -1;
+  }
+  return read(fd, to, reads_are_short && n > 7 ? 7 : n);
+}
+#define read hooked_read
+
+static int threads_left = -1; /* counts down to where no more can be made; -1: never */
+static int hooked_pthread_create(pthread_t *thread, const pthread_attr_t *attributes,
+                                 void *(*run)(void *), void *context) {
+  if (threads_left == 0) return EAGAIN;
+  if (threads_left > 0) threads_left--;
+  return pthread_create(thread, attributes, run, context);
+}
+#define pthread_create hooked_pthread_create
+
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 
-#include "test.h"
-#include <sys/stat.h>
-#include <unistd.h>
+#include "files.h"
+#undef DATA
 
 /* ---- Bytes ---- */
 
@@ -235,13 +261,26 @@ TEST(safetensors_length) {
   put(&b, NULL, 7);
   expect_safetensors(b, CONFIG, TFM_E_FORMAT, "7 bytes, expected 8 at least");
   expect_safetensors(safetensors("", 0), CONFIG, TFM_E_FORMAT, "expected an object");
-  for (i = 0; i < TFMI_COUNT(lengths); i++) {
+  for (i = 0; i < COUNT(lengths); i++) {
     b.at = NULL;
     b.n = 0;
     put_int(&b, lengths[i], 8);
     put_text(&b, HEADER);
     expect_safetensors(b, CONFIG, TFM_E_FORMAT,
                        i < 3 ? "at most 100000000" : "the file's own size");
+  }
+}
+
+TEST(safetensors_padding) { /* blanks before and behind pass; a NUL does not */
+  static const char ends[] = {' ', '\n', 0};
+  int i;
+  for (i = 0; i < 3; i++) {
+    bytes b = {NULL, 0};
+    put_int(&b, strlen(HEADER) + 1, 8);
+    put_text(&b, HEADER);
+    put(&b, &ends[i], 1);
+    put(&b, NULL, DATA);
+    expect_safetensors(b, CONFIG, i < 2 ? TFM_OK : TFM_E_FORMAT, "the end of the text");
   }
 }
 
@@ -256,6 +295,8 @@ TEST(safetensors_header) {
     {"{\"model", "\xef\xbb\xbf{\"model", TFM_E_FORMAT, "found byte 0xef"},
     {"[592,608]}}", "[592,608]}}\x01", TFM_E_FORMAT, "the end of the text"},
     {"model.norm.weight", "model.embed_tokens.weight", TFM_E_FORMAT, "is there twice"},
+    {"[0,80]},", "[0,80]},\"model.embed_tokens.weight\":{\"dtype\":\"F32\",\"shape\":[5,4],"
+     "\"data_offsets\":[0,80]},", TFM_E_FORMAT, "overlaps"},
     {"\"shape\":[5,4]", "\"shape\":[5,4],\"shape\":[5,4]", TFM_E_FORMAT, "shape twice"},
     {"\"dtype\":\"F32\"", "\"dtype\":\"F32\",\"dtype\":\"F32\"", TFM_E_FORMAT, "dtype twice"},
     {"\"dtype\":\"F32\",", "", TFM_E_FORMAT, "has no dtype"},
@@ -281,6 +322,8 @@ TEST(safetensors_header) {
     {"[5,4]", "[4611686018427387904,4,0]", TFM_E_FORMAT, "more than 2^64 elements"},
     {"[5,4]", "[1152921504606846976]", TFM_E_FORMAT, "more than 2^64 bits"},
     {"[5,4]", "[9223372036854775808]", TFM_E_FORMAT, "expected a whole number"},
+    {"[5,4]", "[0,9223372036854775808]", TFM_E_FORMAT, "expected a whole number"},
+    {"[5,4]", "[9223372036854775808,0]", TFM_E_FORMAT, "expected a whole number"},
     {"[5,4]", "[-5,-4]", TFM_E_FORMAT, "found -5"},
     {"[5,4]", "[4,5]", TFM_E_FORMAT, "has shape [4, 5], expected [5, 4]"},
     {"[5,4]", "[20]", TFM_E_FORMAT, "has shape [20], expected [5, 4]"},
@@ -296,7 +339,7 @@ TEST(safetensors_header) {
     {"}}", "}", TFM_E_FORMAT, "expected ',' or '}'"},
   };
   int i;
-  for (i = 0; i < TFMI_COUNT(cases); i++)
+  for (i = 0; i < COUNT(cases); i++)
     expect_header(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
 }
 
@@ -335,10 +378,69 @@ TEST(safetensors_empty_tensors) { /* a zero hides no overflow before it, and non
                 "");
 }
 
+/* Whatever a tensor is called that nobody asks for; and one number has no dimensions. */
+TEST(safetensors_odd_names) {
+  static const char *const names[] = {"", "__metadata__2", "\\u0000", "\xf0\x9f\x98\x80"};
+  char text[200], *long_one = (char *)malloc(1000100);
+  int i;
+  for (i = 0; i < TFMI_COUNT(names); i++) {
+    snprintf(text, sizeof text, "{\"%s\":{\"dtype\":\"I64\",\"shape\":[0],"
+             "\"data_offsets\":[0,0]},\"model", names[i]);
+    expect_header("{\"model", text, TFM_OK, "");
+  }
+  memset(long_one, 'x', 1000000);
+  memcpy(long_one, "{\"", 2);
+  strcpy(long_one + 1000000,
+         "\":{\"dtype\":\"U8\",\"shape\":[0],\"data_offsets\":[0,0]},\"model");
+  expect_header("{\"model", long_one, TFM_OK, "");
+  free(long_one);
+  long_one = edit(HEADER, "[592,608]}}",
+                  "[592,608]},\"s\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[608,612]}}");
+  expect_safetensors(safetensors(long_one, DATA + 4), CONFIG, TFM_OK, "");
+  free(long_one);
+}
+
+/* Nothing in a file need lie where a float could: the header may have any length. */
+TEST(safetensors_at_odd_addresses) {
+  static const int32_t ids[] = {1, 2, 3};
+  float logits[2][5];
+  int i;
+  for (i = 0; i < 2; i++) {
+    char *header = edit(HEADER, "{\"model", i ? "   {\"model" : "{\"model");
+    bytes b = safetensors(header, DATA);
+    tfm_model_config c = test_config();
+    tfm_session *s;
+    tfm_model *m;
+    size_t k;
+    for (k = 0; k < DATA; k++) b.at[b.n - DATA + k] = k % 4 == 3 ? 0x3d : (uint8_t)(k * 37);
+    c.config_json = CONFIG;
+    c.host.io = NULL;
+    m = tfm_model_load_memory(b.at, b.n, &c);
+    s = tfm_session_create(m, NULL);
+    CHECK_EQ_INT(tfm_feed(s, ids, 3), TFM_OK);
+    if (s) memcpy(logits[i], tfm_logits(s), sizeof logits[i]);
+    tfm_session_free(s);
+    expect_model(m, TFM_OK, "");
+    drop(&b);
+    free(header);
+  }
+  CHECK(memcmp(logits[0], logits[1], sizeof logits[0]) == 0);
+}
+
 TEST(safetensors_deep_and_wide) {
   bytes b = {NULL, 0};
   char *header;
   int i;
+  put_text(&b, "{\"__metadata__\":{\"\":\"\"");
+  for (i = 0; i < 1000000; i++) {
+    char pair[24];
+    put(&b, pair, (size_t)snprintf(pair, sizeof pair, ",\"%d\":\"\"", i));
+  }
+  put(&b, "},\"model\0", 10);
+  header = edit(HEADER, "{\"model", (char *)b.at);
+  expect_safetensors(safetensors(header, DATA), CONFIG, TFM_OK, "");
+  free(header);
+  drop(&b);
   put_text(&b, "{\"a\":{\"dtype\":\"U8\",\"data_offsets\":[0,0],\"shape\":[0");
   for (i = 0; i < 1000000; i++) put(&b, ",1", 2);
   put(&b, "]},\"model\0", 10);
@@ -423,9 +525,9 @@ static char *index_text(void) { /* every tensor of HEADER but the norm in a, the
   char *text = (char *)calloc(1, 2000);
   int i;
   strcpy(text, "{\"metadata\":{\"total_size\":608},\"weight_map\":{");
-  for (i = 0; i < TFMI_COUNT(names); i++)
+  for (i = 0; i < COUNT(names); i++)
     sprintf(text + strlen(text), "%s\"model.%s.weight\":\"%s.safetensors\"", i ? "," : "", names[i],
-            i == TFMI_COUNT(names) - 1 ? "b" : "a");
+            i == COUNT(names) - 1 ? "b" : "a");
   return strcat(text, "}}");
 }
 
@@ -449,7 +551,7 @@ TEST(shards) {
   };
   int i;
   char *index = index_text();
-  for (i = 0; i < TFMI_COUNT(cases); i++) {
+  for (i = 0; i < COUNT(cases); i++) {
     char *text = edit(index, cases[i].from, cases[i].to);
     expect_index(text, cases[i].status, cases[i].part);
     free(text);
@@ -493,6 +595,53 @@ TEST(a_pipe_is_refused) {
   unlink(path);
 }
 
+static void write_file(const char *path, bytes b) {
+  FILE *f = fopen(path, "wb");
+  CHECK(f && fwrite(b.at, 1, b.n, f) == b.n);
+  if (f) fclose(f);
+}
+
+/* Hugging Face's cache is made of links; what may not be read is no model. */
+TEST(links_and_permissions) {
+  tfm_model_config c = test_config();
+  bytes b = safetensors(HEADER, DATA);
+  char folder[] = "/tmp/test_formats_XXXXXX", path[64], blob[64];
+  CHECK(mkdtemp(folder) != NULL);
+  c.host.io = NULL;
+  c.config_json = CONFIG;
+  snprintf(path, sizeof path, "%s/model.safetensors", folder);
+  snprintf(blob, sizeof blob, "%s/blob", folder);
+  write_file(blob, b);
+  CHECK_EQ_INT(symlink("blob", path), 0);
+  expect_model(tfm_model_load(folder, &c), TFM_OK, "");
+  CHECK_EQ_INT(chmod(blob, 0), 0);
+  if (geteuid() != 0) expect_model(tfm_model_load(folder, &c), TFM_E_IO, "cannot be opened");
+  unlink(path);
+  CHECK_EQ_INT(symlink("model.safetensors", path), 0); /* to itself */
+  expect_model(tfm_model_load(path, &c), TFM_E_IO, "cannot be opened");
+  unlink(path);
+  unlink(blob);
+  rmdir(folder);
+  drop(&b);
+}
+
+/* The system may give less than was asked for, or nothing yet. */
+TEST(reads_that_come_in_pieces) {
+  char path[64];
+  tfm_model_config c = test_config();
+  bytes b = safetensors(HEADER, DATA);
+  snprintf(path, sizeof path, "/tmp/test_formats.%d.safetensors", (int)getpid());
+  write_file(path, b);
+  c.host.io = NULL;
+  c.config_json = CONFIG;
+  c.no_mmap = true;
+  reads_are_short = true;
+  expect_model(tfm_model_load(path, &c), TFM_OK, "");
+  reads_are_short = false;
+  unlink(path);
+  drop(&b);
+}
+
 /* HEADER behind a tensor of so many bytes. */
 static char *header_behind(unsigned long long far) {
   static const char key[] = "\"data_offsets\":[";
@@ -528,7 +677,9 @@ TEST(places_beyond_4_GiB) { /* 5 GiB of nothing, which a sparse file does not st
   c.host.io = NULL;
   c.config_json = CONFIG;
   c.host.memory_limit_bytes = 1 << 20;
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ /* others cannot use floats in place */
   expect_model(tfm_model_load(path, &c), sizeof(size_t) == 8 ? TFM_OK : TFM_E_IO, "");
+#endif
   c.no_mmap = true; /* all of it would be read */
   expect_model(tfm_model_load(path, &c), sizeof(size_t) == 8 ? TFM_E_MEMORY : TFM_E_IO, "");
   unlink(path);
@@ -546,9 +697,7 @@ TEST(a_file_changed_while_it_is_used) { /* replaced: no harm; cut: none where it
     bytes b = safetensors(HEADER, DATA);
     tfm_session *s;
     tfm_model *m;
-    FILE *f = fopen(path, "wb");
-    fwrite(b.at, 1, b.n, f);
-    fclose(f);
+    write_file(path, b);
     c.host.io = NULL;
     c.config_json = CONFIG;
     c.no_mmap = i == 1;
@@ -622,7 +771,7 @@ TEST(config_numbers) {
       {"\"bos_token_id\": 1}", "\"bos_token_id\": 1", TFM_E_FORMAT, "found the end of the text"},
   };
   int i;
-  for (i = 0; i < TFMI_COUNT(cases); i++)
+  for (i = 0; i < COUNT(cases); i++)
     expect_config(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
 }
 
@@ -673,8 +822,36 @@ TEST(config_refusals) {
     {"\"silu\"", "\"silu\", \"attention_bias\": true", TFM_E_FORMAT, "q_proj.bias is missing"},
   };
   int i;
-  for (i = 0; i < TFMI_COUNT(cases); i++)
+  for (i = 0; i < COUNT(cases); i++)
     expect_config(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
+}
+
+/* Experts: none, more asked for than there are, too many, and where a family has none. */
+TEST(config_experts) {
+  static const replacement cases[] = {
+    {"\"num_local_experts\": 4", "\"num_local_experts\": 0", TFM_E_FORMAT, "is 0, expected 1 to"},
+    {"\"num_local_experts\": 4", "\"num_local_experts\": 2147483648", TFM_E_FORMAT,
+     "expected 1 to"},
+    {"\"num_local_experts\": 4", "\"num_local_experts\": 5", TFM_E_FORMAT, "expected [5, 30]"},
+    {"\"num_experts_per_tok\": 3", "\"num_experts_per_tok\": 5", TFM_E_FORMAT, "5 experts of 4"},
+    {"\"num_experts_per_tok\": 3", "\"num_experts_per_tok\": 0", TFM_E_FORMAT, "is 0, expected"},
+    {"\"num_experts_per_tok\": 3", "\"num_experts_per_tok\": -1", TFM_E_FORMAT, "is -1, expected"},
+    {NULL, NULL, TFM_OK, ""},
+  };
+  blob weights = blob_read("tests/data/models/mixtral-b/model.safetensors");
+  blob config = blob_read("tests/data/models/mixtral-b/config.json");
+  int i;
+  for (i = 0; i < TFMI_COUNT(cases); i++) {
+    tfm_model_config c = test_config();
+    char *text = edit((char *)config.data, cases[i].from, cases[i].to);
+    c.config_json = text;
+    expect_model(tfm_model_load_memory(weights.data, weights.bytes, &c), cases[i].status,
+                 cases[i].part);
+    free(text);
+  }
+  expect_config("\"silu\"", "\"silu\", \"num_local_experts\": 8", TFM_E_UNSUPPORTED, "is 8");
+  free(weights.data);
+  free(config.data);
 }
 
 TEST(config_memory_follows_the_file) { /* inner keys do not repeat a name without end */
@@ -716,25 +893,27 @@ TEST(tokenizer_beside_a_padded_header) { /* the model's file is known as one, wh
 
 /* ---- GGUF ---- */
 
+enum { GGUF_U32 = 4, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STRING, GGUF_ARRAY, GGUF_U64 };
+
 static void gguf_text(bytes *b, const char *text) {
   put_int(b, strlen(text), 8);
   put_text(b, text);
 }
 static void gguf_u32(bytes *b, const char *key, uint32_t value) {
   gguf_text(b, key);
-  put_int(b, TFMI_GGUF_U32, 4);
+  put_int(b, GGUF_U32, 4);
   put_int(b, value, 4);
 }
 static void gguf_f32(bytes *b, const char *key, float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
   gguf_text(b, key);
-  put_int(b, TFMI_GGUF_F32, 4);
+  put_int(b, GGUF_F32, 4);
   put_int(b, bits, 4);
 }
 static void gguf_string(bytes *b, const char *key, const char *value) {
   gguf_text(b, key);
-  put_int(b, TFMI_GGUF_STRING, 4);
+  put_int(b, GGUF_STRING, 4);
   gguf_text(b, value);
 }
 static void gguf_tensor(bytes *b, const char *name, uint64_t cols, uint64_t rows, uint32_t type,
@@ -782,7 +961,7 @@ static const struct gguf_row {
 };
 
 static bytes gguf_model(const gguf_change *c) {
-  int n = TFMI_COUNT(gguf_rows), i;
+  int n = COUNT(gguf_rows), i;
   uint64_t offset = 0;
   bytes b = gguf_begin((uint64_t)(n - (c->drop != NULL)),
                        8u + (c->scaling != NULL) + (c->real != NULL));
@@ -870,7 +1049,7 @@ TEST(gguf_models) {
        "name has 65 bytes, expected 1 to 64"},
   };
   int i;
-  for (i = 0; i < TFMI_COUNT(cases); i++)
+  for (i = 0; i < COUNT(cases); i++)
     expect_gguf(gguf_model(&cases[i].change), cases[i].status, cases[i].part);
 }
 
@@ -882,19 +1061,87 @@ static bytes gguf_vocabulary(const char *architecture, const char *pre, int add)
   if (pre) gguf_string(&b, "tokenizer.ggml.pre", pre);
   gguf_u32(&b, "tokenizer.ggml.bos_token_id", 1);
   gguf_text(&b, "tokenizer.ggml.tokens");
-  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_STRING, 4), put_int(&b, 2, 8);
+  put_int(&b, GGUF_ARRAY, 4), put_int(&b, GGUF_STRING, 4), put_int(&b, 2, 8);
   gguf_text(&b, "a");
   gguf_text(&b, "<s>");
   gguf_text(&b, "tokenizer.ggml.token_type");
-  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_I32, 4), put_int(&b, 2, 8);
+  put_int(&b, GGUF_ARRAY, 4), put_int(&b, GGUF_I32, 4), put_int(&b, 2, 8);
   put_int(&b, 1, 4), put_int(&b, 3, 4);
   gguf_text(&b, "tokenizer.ggml.merges");
-  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_STRING, 4), put_int(&b, 0, 8);
+  put_int(&b, GGUF_ARRAY, 4), put_int(&b, GGUF_STRING, 4), put_int(&b, 0, 8);
   if (add >= 0) {
     gguf_text(&b, "tokenizer.ggml.add_bos_token");
-    put_int(&b, TFMI_GGUF_BOOL, 4), put_int(&b, (uint64_t)add, 1);
+    put_int(&b, GGUF_BOOL, 4), put_int(&b, (uint64_t)add, 1);
   }
   return b;
+}
+
+/* ---- A vocabulary of characters in GGUF, of which one thing is odd ---- */
+
+typedef struct gguf_odd {
+  const char *token;    /* of type `type` */
+  uint32_t type, types; /* types: the element's of token_type */
+  uint64_t scores;      /* how many */
+  uint32_t bos, eos;
+} gguf_odd;
+
+static bytes gguf_characters(const gguf_odd *odd) {
+  const char *const tokens[] = {"<unk>", "<s>", "a", odd->token};
+  const uint32_t type[] = {2, 3, 1, odd->type};
+  uint64_t i;
+  bytes b = gguf_begin(0, 7);
+  gguf_string(&b, "general.architecture", "llama");
+  gguf_string(&b, "tokenizer.ggml.model", "llama");
+  gguf_u32(&b, "tokenizer.ggml.bos_token_id", odd->bos);
+  gguf_u32(&b, "tokenizer.ggml.eos_token_id", odd->eos);
+  gguf_text(&b, "tokenizer.ggml.tokens");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_STRING, 4), put_int(&b, 4, 8);
+  for (i = 0; i < 4; i++) gguf_text(&b, tokens[i]);
+  gguf_text(&b, "tokenizer.ggml.token_type");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, odd->types, 4), put_int(&b, 4, 8);
+  for (i = 0; i < 4; i++) put_int(&b, type[i], odd->types == TFMI_GGUF_U8 ? 1 : 4);
+  gguf_text(&b, "tokenizer.ggml.scores");
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_F32, 4), put_int(&b, odd->scores, 8);
+  put(&b, NULL, 4 * odd->scores);
+  return b;
+}
+
+TEST(gguf_odd_vocabularies) {
+  static const struct { gguf_odd odd; int status; const char *part; } cases[] = {
+    {{"b", 1, TFMI_GGUF_I32, 4, 1, 1}, TFM_OK, ""},
+    {{"b", 1, TFMI_GGUF_U8, 4, 1, 1}, TFM_OK, ""},
+    {{"b", 1, TFMI_GGUF_F32, 4, 1, 1}, TFM_E_FORMAT, "is not an array of integers"},
+    {{"b", 7, TFMI_GGUF_I32, 4, 1, 1}, TFM_E_FORMAT, "has type 7, expected 1 to 6"},
+    {{"b", 1, TFMI_GGUF_I32, 3, 1, 1}, TFM_E_FORMAT, "scores has 3 elements, expected"},
+    {{"b", 1, TFMI_GGUF_I32, 0, 1, 1}, TFM_E_FORMAT, "scores has 0 elements, expected"},
+    {{"<0x41>", 6, TFMI_GGUF_I32, 4, 1, 1}, TFM_E_UNSUPPORTED, "1 byte tokens, expected all"},
+    {{"<0x-1>", 6, TFMI_GGUF_I32, 4, 1, 1}, TFM_OK, ""}, /* text like any other */
+    {{"<0xZZ>", 6, TFMI_GGUF_I32, 4, 1, 1}, TFM_OK, ""},
+    {{"<0x100>", 6, TFMI_GGUF_I32, 4, 1, 1}, TFM_OK, ""},
+    {{"b", 1, TFMI_GGUF_I32, 4, INT32_MAX, UINT32_MAX}, TFM_OK, ""}, /* as if not told */
+    {{"b", 1, TFMI_GGUF_I32, 4, 4, 4}, TFM_OK, ""}};
+  int i;
+  for (i = 0; i < TFMI_COUNT(cases); i++) {
+    bytes b = gguf_characters(&cases[i].odd);
+    tfm_tokenizer *t = tfm_tokenizer_load_memory(b.at, b.n, NULL);
+    tfm_tokenizer_info info;
+    char text[32];
+    int32_t id = 3;
+    drop(&b);
+    if (!t && cases[i].status == TFM_OK) CHECK_STR(tfm_error(), cases[i].odd.token);
+    if (!t) {
+      CHECK_EQ_INT(tfm_error_status(), cases[i].status);
+      CHECK_STR_HAS(tfm_error(), cases[i].part);
+      continue;
+    }
+    CHECK_EQ_INT(tfm_tokenizer_describe(t, &info), TFM_OK);
+    CHECK_EQ_INT(info.bos, cases[i].odd.bos < 4 ? 1 : -1);
+    CHECK_EQ_INT(info.eos, cases[i].odd.eos < 4 ? 1 : -1);
+    CHECK(tfm_decode(t, &id, 1, text, sizeof text) > 0);
+    CHECK_STR(text, cases[i].odd.token);
+    CHECK(tfm_encode(t, "aA\xff", 3, 0, NULL, 0) > 0);
+    tfm_tokenizer_free(t);
+  }
 }
 
 static bool gguf_adds_bos(const char *pre, int add) {
@@ -928,9 +1175,12 @@ static void expect_vocabulary(const char *architecture, const char *pre, tfm_sta
 }
 
 TEST(gguf_names_of_splitting) { /* each can be compiled; without a name only GPT-2's is certain */
+  static const char *const names[] = {
+    "gpt-2", "phi-2", "mpt", "olmo", "starcoder", "refact", "smollm", "command-r", "llama-bpe",
+    "llama3", "llama-v3", "smaug-bpe", "dbrx", "qwen2", "deepseek-r1-qwen", "gpt-4o", "llama4",
+    "tekken", "deepseek-v3"};
   int i;
-  for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
-    expect_vocabulary("llama", tfmi_gguf_pres[i].name, TFM_OK);
+  for (i = 0; i < COUNT(names); i++) expect_vocabulary("llama", names[i], TFM_OK);
   expect_vocabulary("gpt2", NULL, TFM_OK);
   expect_vocabulary("gpt2", "default", TFM_OK);
   expect_vocabulary("llama", NULL, TFM_E_UNSUPPORTED);
@@ -943,18 +1193,20 @@ TEST(gguf_header) {
   static const uint32_t versions[] = {0, 1, 2, 4, 0x03000000};
   static const uint64_t counts[] = {UINT64_C(1) << 63, UINT64_C(1) << 61, UINT64_MAX, 3};
   int i;
-  for (i = 0; i < TFMI_COUNT(old); i++) {
+  for (i = 0; i < COUNT(old); i++) {
     bytes b = {NULL, 0};
     put_text(&b, old[i]);
     put(&b, NULL, 39);
     expect_gguf(b, TFM_E_UNSUPPORTED, "an old GGML file");
   }
-  for (i = 0; i < TFMI_COUNT(versions); i++) {
-    bytes b = gguf_begin(0, 0);
-    memcpy(b.at + 4, &versions[i], 4);
+  for (i = 0; i < COUNT(versions); i++) {
+    bytes b = {NULL, 0};
+    put_text(&b, "GGUF");
+    put_int(&b, versions[i], 4);
+    put(&b, NULL, 16);
     expect_gguf(b, TFM_E_UNSUPPORTED, i == 4 ? "big-endian" : "expected 3");
   }
-  for (i = 0; i < TFMI_COUNT(counts); i++) {
+  for (i = 0; i < COUNT(counts); i++) {
     bytes b = gguf_begin(0, counts[i]);
     put(&b, NULL, 19);
     expect_gguf(b, TFM_E_FORMAT, "keys are announced");
@@ -975,8 +1227,8 @@ static void expect_value(uint32_t type, uint32_t element, uint64_t n, size_t roo
   bytes b = gguf_begin(0, 1);
   gguf_text(&b, "key");
   put_int(&b, type, 4);
-  if (type == TFMI_GGUF_ARRAY) put_int(&b, element, 4);
-  if (type == TFMI_GGUF_ARRAY || type == TFMI_GGUF_STRING) put_int(&b, n, 8);
+  if (type == GGUF_ARRAY) put_int(&b, element, 4);
+  if (type == GGUF_ARRAY || type == GGUF_STRING) put_int(&b, n, 8);
   put(&b, NULL, room);
   expect_gguf(b, status, part);
 }
@@ -984,27 +1236,27 @@ static void expect_value(uint32_t type, uint32_t element, uint64_t n, size_t roo
 TEST(gguf_values) {
   bytes b;
   expect_value(13, 0, 0, 99, TFM_E_FORMAT, "key key has type 13, expected 0 to 12");
-  expect_value(TFMI_GGUF_STRING, 0, UINT64_C(1) << 63, 99, TFM_E_FORMAT, "a string needs");
-  expect_value(TFMI_GGUF_STRING, 0, 100, 99, TFM_E_FORMAT, "a string needs 100 bytes");
-  expect_value(TFMI_GGUF_STRING, 0, 99, 99, TFM_E_FORMAT, "it is a vocabulary");
-  expect_value(TFMI_GGUF_ARRAY, TFMI_GGUF_STRING, UINT64_C(1) << 62, 99, TFM_E_FORMAT,
+  expect_value(GGUF_STRING, 0, UINT64_C(1) << 63, 99, TFM_E_FORMAT, "a string needs");
+  expect_value(GGUF_STRING, 0, 100, 99, TFM_E_FORMAT, "a string needs 100 bytes");
+  expect_value(GGUF_STRING, 0, 99, 99, TFM_E_FORMAT, "it is a vocabulary");
+  expect_value(GGUF_ARRAY, GGUF_STRING, UINT64_C(1) << 62, 99, TFM_E_FORMAT,
                "array elements are announced");
-  expect_value(TFMI_GGUF_ARRAY, TFMI_GGUF_U64, UINT64_C(1) << 61, 99, TFM_E_FORMAT,
+  expect_value(GGUF_ARRAY, GGUF_U64, UINT64_C(1) << 61, 99, TFM_E_FORMAT,
                "array elements are announced");
-  expect_value(TFMI_GGUF_ARRAY, TFMI_GGUF_ARRAY, 1, 99, TFM_E_UNSUPPORTED, "an array of arrays");
-  expect_value(TFMI_GGUF_ARRAY, 13, 1, 99, TFM_E_FORMAT, "an array of type 13");
-  expect_value(TFMI_GGUF_U64, 0, 0, 7, TFM_E_FORMAT, "a value needs 8 bytes");
+  expect_value(GGUF_ARRAY, GGUF_ARRAY, 1, 99, TFM_E_UNSUPPORTED, "an array of arrays");
+  expect_value(GGUF_ARRAY, 13, 1, 99, TFM_E_FORMAT, "an array of type 13");
+  expect_value(GGUF_U64, 0, 0, 7, TFM_E_FORMAT, "a value needs 8 bytes");
   b = gguf_begin(0, 1);
   gguf_text(&b, "key");
-  put_int(&b, TFMI_GGUF_BOOL, 4);
+  put_int(&b, GGUF_BOOL, 4);
   put_int(&b, 2, 2);
   expect_gguf(b, TFM_E_FORMAT, "key key is a bool of value 2");
 }
 
 TEST(gguf_keys) {
   static const struct { uint32_t type, value; } alignments[] = {
-    {TFMI_GGUF_U32, 0}, {TFMI_GGUF_U32, 3}, {TFMI_GGUF_U32, 1}, {TFMI_GGUF_U32, 0x80000000},
-    {TFMI_GGUF_F32, 32}, {TFMI_GGUF_I32, 32}};
+    {GGUF_U32, 0}, {GGUF_U32, 3}, {GGUF_U32, 1}, {GGUF_U32, 0x80000000},
+    {GGUF_F32, 32}, {GGUF_I32, 32}};
   int i;
   bytes b = gguf_begin(0, 2);
   gguf_u32(&b, "a", 1);
@@ -1019,7 +1271,7 @@ TEST(gguf_keys) {
   put(&b, "a\0b", 3);
   put(&b, NULL, 8);
   expect_gguf(b, TFM_E_FORMAT, "\"a?b\" contains a NUL");
-  for (i = 0; i < TFMI_COUNT(alignments); i++) {
+  for (i = 0; i < COUNT(alignments); i++) {
     b = gguf_begin(0, 1);
     gguf_text(&b, "general.alignment");
     put_int(&b, alignments[i].type, 4);
@@ -1033,27 +1285,72 @@ TEST(gguf_keys) {
 }
 
 TEST(gguf_a_million_keys) { /* in less than quadratic time */
-  bytes b = {NULL, 0};
-  uint32_t i, n = 300000;
-  b.at = (uint8_t *)calloc(1, 24 + 24 * (size_t)n);
-  b.n = 24 + 24 * (size_t)n;
-  memcpy(b.at, "GGUF\3\0\0\0", 8);
-  memcpy(b.at + 16, &n, 4);
+  const uint32_t n = 300000;
+  uint32_t i;
+  bytes b = gguf_begin(0, n);
   for (i = 0; i < n; i++) {
-    uint8_t *at = b.at + 24 + 24 * (size_t)i;
     char name[16];
-    at[0] = 8;
     snprintf(name, sizeof name, "k%07u", (unsigned)(i * 7919 % n));
-    memcpy(at + 8, name, 8);
-    at[16] = TFMI_GGUF_U32;
+    gguf_u32(&b, name, 0);
   }
   expect_gguf(b, TFM_E_FORMAT, "it is a vocabulary");
+}
+
+/* One tensor of a name, a dimension and a type, and no more. */
+static bytes gguf_one_tensor(const char *name, size_t n, uint64_t dimension, uint32_t type) {
+  bytes b = gguf_begin(1, 0);
+  put_int(&b, n, 8);
+  put(&b, name, n);
+  put_int(&b, 1, 4);
+  put_int(&b, dimension, 8);
+  put_int(&b, type, 4);
+  put_int(&b, 0, 8);
+  put_pad(&b, 32);
+  return b;
+}
+
+TEST(gguf_tensors) { /* names, dimensions of 0, no data */
+  static const char name[] = "aaaaaaaabbbbbbbbccccccccddddddddeeeeeeeeffffffffgggggggghhhhhhhh";
+  bytes b;
+  expect_gguf(gguf_one_tensor(name, 64, 8, 0), TFM_E_FORMAT, "may be cut off");
+  b = gguf_one_tensor(name, 64, 8, 0);
+  put(&b, NULL, 32);
+  expect_gguf(b, TFM_E_FORMAT, "general.architecture is missing");
+  expect_gguf(gguf_one_tensor("a\0b", 3, 8, 0), TFM_E_FORMAT, "contains a NUL");
+  expect_gguf(gguf_one_tensor("a", 1, 0, 0), TFM_E_FORMAT, "a dimension of 0");
+}
+
+/* Blocks whose scales are infinite or no numbers give such logits, and one of the ids. */
+TEST(gguf_scales_that_are_no_numbers) {
+  static const uint32_t types[] = {2, 3, 6, 7, 8};
+  static const int32_t ids[] = {1, 2};
+  static const uint8_t ends[] = {0x7c, 0xff};
+  int i;
+  for (i = 0; i < 2 * TFMI_COUNT(types); i++) {
+    gguf_change change = {NULL, NULL, types[i / 2], 0, 0, NULL, NULL, 0, NULL};
+    tfm_model_config c = test_config();
+    bytes b = gguf_model(&change);
+    tfm_session *s;
+    tfm_model *m;
+    int32_t id;
+    memset(b.at + b.n - 16384, ends[i % 2], 640); /* the embedding's room, the first of all */
+    c.host.io = NULL;
+    m = tfm_model_load_memory(b.at, b.n, &c);
+    s = tfm_session_create(m, NULL);
+    CHECK_EQ_INT(tfm_feed(s, ids, 2), TFM_OK);
+    CHECK(!isfinite(tfm_logits(s)[0]));
+    id = tfm_next(s, NULL);
+    CHECK(id < 5 && (id >= 0 || id == TFM_END || tfm_error()[0]));
+    tfm_session_free(s);
+    expect_model(m, TFM_OK, "");
+    drop(&b);
+  }
 }
 
 TEST(gguf_ranks) {
   static const uint32_t ranks[] = {0, 5, UINT32_MAX};
   int i;
-  for (i = 0; i < TFMI_COUNT(ranks); i++) {
+  for (i = 0; i < COUNT(ranks); i++) {
     bytes b = gguf_begin(1, 0);
     gguf_text(&b, "a");
     put_int(&b, ranks[i], 4);
@@ -1141,6 +1438,32 @@ TEST(every_failure_unwinds) {
     }
 }
 
+/* Where the system makes fewer threads than were asked for, those that there are do the work. */
+TEST(threads_that_cannot_be_made) {
+  static const int32_t ids[] = {1, 2, 3};
+  float first[5];
+  int left;
+  for (left = 8; left >= 0; left--) {
+    tfm_model_config c = test_config();
+    tfm_engine_config e;
+    tfm_session *s;
+    tfm_model *m;
+    memset(&e, 0, sizeof e);
+    fill_files(0);
+    c.threads = e.threads = 4;
+    threads_left = left;
+    m = tfm_model_load("m/", &c);
+    s = tfm_session_create(m, &e);
+    CHECK_EQ_INT(tfm_feed(s, ids, 3), TFM_OK);
+    threads_left = -1;
+    if (s && left == 8) memcpy(first, tfm_logits(s), sizeof first);
+    CHECK(s && memcmp(first, tfm_logits(s), sizeof first) == 0);
+    tfm_session_free(s);
+    expect_model(m, TFM_OK, "");
+    forget_files();
+  }
+}
+
 static bool stop_at_once(void *user, const char *phase, double done) {
   CHECK_STR(phase, "load");
   CHECK(done > 0 && done <= 1);
@@ -1195,7 +1518,7 @@ TEST(plan_equals_load) {
     "tests/data/models/tiny", "../shared/data/stories260K/stories260K.gguf",
     "../shared/data/stories260K/stories260K.bin"};
   int i, k, found = 0;
-  for (i = 0; i < TFMI_COUNT(paths); i++)
+  for (i = 0; i < COUNT(paths); i++)
     for (k = 0; k < 6; k++) {
       tfm_model_config c = test_config();
       c.host.io = NULL;

@@ -105,7 +105,7 @@ TEST(quantises_as_ggml) {
 /* What others decode and encode, bit by bit: make_quants.py. */
 TEST(codecs_equal_the_references) {
   blob b = blob_read("tests/data/quants.bin");
-  const uint8_t *at = b.data, *end = at ? at + b.bytes : at;
+  uint8_t *at = b.data, *end = at ? at + b.bytes : at;
   int records = 0;
   while (at < end) {
     uint32_t n = tfmi_u32(at + 8), bytes = tfmi_u32(at + 12), encoded = tfmi_u32(at + 16), i;
@@ -116,6 +116,7 @@ TEST(codecs_equal_the_references) {
     CHECK(type < TFM_TYPE_COUNT && tfmi_span((tfm_type)type, n) == bytes);
     for (i = 0; i < n; i++) want[i] = tfmi_f32(at + 20 + 4 * i);
     at += 20 + 4 * n;
+    tfmi_little(at, bytes, tfmi_word_bytes((tfm_type)type));
     if (encoded) {
       tfmi_codecs[type].encode(data, want, (int32_t)n);
       CHECK(memcmp(data, at, bytes) == 0);
@@ -260,7 +261,7 @@ TEST(matmul_epilogue) { on_tables(test_epilogue); }
 
 /* Bits of each row: alone, in a batch, and with another number of threads. */
 static void same_bits(device *t, tfm_type type, int k) {
-  enum { M = 23, N = 1000 };
+  enum { M = 67, N = 1000 };
   weight w = weight_new(t, N, k, 0, type, TFM_TYPE_DEFAULT, false, 3, 0);
   matrix x = matrix_new(t, M, k, 0), y = matrix_new(t, M, N, 0), one = matrix_new(t, 1, N, 0);
   int32_t threads = t->d.threads;
@@ -270,7 +271,7 @@ static void same_bits(device *t, tfm_type type, int k) {
   e.act = TFM_ACT_SILU;
   t->b->matmul(&t->d, y.m, x.m, &w.w, &e);
   matrix_get(t, &y);
-  for (i = 0; i < M; i++) {
+  for (i = 0; i < M; i += 3) {
     tfm_mat row = x.m;
     row.data = (uint8_t *)x.m.data + tfmi_span(x.m.type, i * x.m.stride);
     row.rows = 1;
@@ -506,10 +507,10 @@ typedef struct attention { /* a case */
   float softcap;
   tfm_type cache;
   bool rows_only; /* no cache */
-  tfm_type halves; /* of q and y, of one long sequence; 0: the table's activations, of three */
+  tfm_type halves; /* of q and y; 0: the table's activations */
 } attention;
 
-enum { SEQS = 3, MAX_T = 220 };
+enum { SEQS = 3, MAX_T = 220, MAX_ROWS = 2 * MAX_T };
 #define NONE TFM_TYPE_DEFAULT
 
 typedef struct cache {
@@ -518,7 +519,9 @@ typedef struct cache {
   size_t bytes, page_bytes;
 } cache;
 
+/* What is not written to is no number. */
 static cache cache_new(device *t, const attention *a) {
+  uint8_t *poison;
   cache c;
   int i, n = (MAX_T + a->page - 1) / a->page;
   memset(&c, 0, sizeof c);
@@ -527,6 +530,11 @@ static cache cache_new(device *t, const attention *a) {
   c.bytes = tfmi_span(a->cache, (int64_t)SEQS * n * a->page * a->kv_heads * a->width);
   c.kv.k = t->b->alloc(&t->d, c.bytes);
   c.kv.v = t->b->alloc(&t->d, c.bytes);
+  poison = (uint8_t *)malloc(c.bytes);
+  memset(poison, 0xff, c.bytes);
+  t->b->put(&t->d, c.kv.k, poison, c.bytes);
+  t->b->put(&t->d, c.kv.v, poison, c.bytes);
+  free(poison);
   c.kv.type = a->cache;
   c.kv.max_pages = n;
   c.kv.page_tokens = a->page;
@@ -543,7 +551,7 @@ static void cache_free(device *t, cache *c) {
   t->b->release(&t->d, (void *)(uintptr_t)c->kv.table, c->page_bytes);
 }
 
-typedef struct batch { int32_t pos[MAX_T], seq[MAX_T]; tfm_rows rows; } batch;
+typedef struct batch { int32_t pos[MAX_ROWS], seq[MAX_ROWS]; tfm_rows rows; } batch;
 
 static void batch_put(device *t, batch *b, int n) {
   b->rows.n = n;
@@ -561,7 +569,7 @@ static void attend(const attention *a, const matrix *q, const matrix *k, const m
                    const batch *b, int row, int head, float scale, double *out, double *prob,
                    double *lse) {
   int kh = head / (a->heads / a->kv_heads), r, j, width = a->width;
-  double top = -INFINITY, sum = 0, s[MAX_T];
+  double top = -INFINITY, sum = 0, s[MAX_ROWS];
   for (r = 0; r < b->rows.n; r++) {
     bool seen = b->seq[r] == b->seq[row] && b->pos[r] <= b->pos[row] &&
                 (!a->window || b->pos[r] > b->pos[row] - a->window);
@@ -594,11 +602,11 @@ static void round_to(matrix *x, tfm_type type) { /* as the cache will hold it */
 }
 
 /* plain: as a model calls it, a sequence's rows one after the other. */
-static void attn_with(device *t, attention a, bool plain) {
+static void attn_with(device *t, attention a, bool plain, int sequences) {
   cache c = cache_new(t, &a);
   tfm_attn p;
   batch b;
-  int n = 0, s, i, j, h, inner = a.kv_heads * a.width, sequences = a.halves ? 1 : SEQS;
+  int n = 0, s, i, j, h, inner = a.kv_heads * a.width;
   tfm_type type = a.halves ? a.halves : t->b->activation;
   matrix q, k, v, y, probs, lse;
   for (i = 0; i < a.longest && !plain; i++) /* sequences of different lengths, interleaved */
@@ -606,7 +614,7 @@ static void attn_with(device *t, attention a, bool plain) {
       if (i * (s + 1) < a.longest) b.pos[n] = i, b.seq[n] = s, n++;
   for (s = 0; s < sequences && plain; s++)
     for (i = 0; i * (s + 1) < a.longest; i++) b.pos[n] = i, b.seq[n] = s, n++;
-  if (!a.halves) b.pos[n] = -5, b.seq[n] = -1, n++;
+  b.pos[n] = -5, b.seq[n] = -1, n++;
   batch_put(t, &b, n);
   q = matrix_typed(t, n, a.heads * a.width, a.halves ? 8 : 3, type);
   k = matrix_new(t, n, inner, 5);
@@ -668,26 +676,44 @@ static void test_attn(device *t) {
   int i;
   for (i = 0; i < TFMI_COUNT(cases); i++) {
     if (cases[i].cache == TFM_Q8_0 && t->b->half_cache) continue; /* the engine refuses it */
-    attn_with(t, cases[i], false);
-    attn_with(t, cases[i], true);
+    attn_with(t, cases[i], false, SEQS);
+    attn_with(t, cases[i], true, SEQS);
   }
 }
 TEST(attn) { on_tables(test_attn); }
 
-/* Prompts on a GPU's tensor cores: tiles of 128 rows of one sequence, keys and all of 16 bits. */
+/* Prompts on a GPU's tensor cores, keys and all of 16 bits: tiles of up to 128 rows of a sequence,
+   and rows left over. Pages that are no multiple of 8 are not for Hopper's way. */
 static void test_attn_halves(device *t) {
   static const attention cases[] = {
     {4, 2, 64, 16, 0, 215, 0, TFM_F16, false, TFM_F16},
     {2, 2, 128, 64, 50, 150, 0, TFM_BF16, false, TFM_BF16},
     {3, 1, 128, 64, 0, 129, 1.5f, TFM_F16, false, TFM_F16},
     {2, 1, 64, 64, 70, 220, 2, TFM_BF16, false, TFM_BF16},
-    {2, 1, 64, 64, 0, 17, 0, TFM_F16, false, TFM_F16}};
+    {2, 1, 64, 64, 0, 17, 0, TFM_F16, false, TFM_F16},
+    {2, 1, 64, 5, 70, 220, 2, TFM_BF16, false, TFM_BF16},
+    {2, 2, 128, 7, 0, 150, 0, TFM_F16, false, TFM_F16},
+    {2, 1, 128, MAX_T, 0, 217, 0, TFM_BF16, false, TFM_BF16},
+    {2, 1, 8, 8, 0, 90, 0, TFM_F16, false, TFM_F16},
+    {3, 3, 80, 24, 0, 130, 0, TFM_F16, false, TFM_F16},
+    {2, 1, 96, 128, 33, 200, 0, TFM_BF16, false, TFM_BF16},
+    {4, 2, 256, 64, 0, 215, 0, TFM_BF16, false, TFM_BF16},
+    {2, 2, 200, 40, 61, 180, 2, TFM_F16, false, TFM_F16}};
+  size_t bytes;
+  tfm_net net;
   int i;
   if (strcmp(t->b->name, "cuda")) return;
-  for (i = 0; i < 2 * TFMI_COUNT(cases); i++) {
+  memset(&net, 0, sizeof net);
+  net.width = net.ffn_width = 64;
+  bytes = t->b->work_bytes(&t->d, &net, SEQS * MAX_T, SEQS, MAX_T);
+  t->d.work = t->b->alloc(&t->d, bytes);
+  for (i = 0; i < 4 * TFMI_COUNT(cases); i++) {
     t->d.deterministic = i % 2;
-    attn_with(t, cases[i / 2], true);
+    attn_with(t, cases[i / 4], true, i % 4 < 2 ? 1 : SEQS);
   }
+  t->d.deterministic = false;
+  t->b->release(&t->d, t->d.work, bytes);
+  t->d.work = NULL;
 }
 TEST(attn_of_halves) { on_tables(test_attn_halves); }
 
@@ -739,6 +765,82 @@ static void test_attn_bits(device *t) {
   matrix_free(t, &first);
 }
 TEST(attn_rows_are_independent) { on_tables(test_attn_bits); }
+
+/* Rows of a long sequence, whose positions threads share where there is little else to share: the
+   bits that they have in a prompt, on one thread, and near what `attend` tells. */
+static void attn_long(device *t, int window, float softcap) {
+  enum { N = 1300, H = 3, D = 24, PAGE = 48 };
+  static const int at[] = {0, 63, 511, 512, 513, 900, 1023, 1024, 1299};
+  matrix q = matrix_new(t, N, H * D, 0), k = matrix_new(t, N, D, 0), v = matrix_new(t, N, D, 0),
+         y = matrix_new(t, N, H * D, 0), one = matrix_new(t, 1, H * D, 0);
+  int32_t pos[N], seq[N] = {0}, pages[N / PAGE + 1], threads = t->d.threads;
+  const size_t bytes = sizeof(float) * D * PAGE * TFMI_COUNT(pages);
+  tfm_rows rows = {N, NULL, NULL, (int32_t *)array(t, seq, sizeof seq)};
+  tfm_kv kv;
+  tfm_attn p;
+  int i, j, h;
+  memset(&kv, 0, sizeof kv);
+  memset(&p, 0, sizeof p);
+  for (i = 0; i < N; i++) pos[i] = i;
+  for (i = 0; i < TFMI_COUNT(pages); i++) pages[i] = TFMI_COUNT(pages) - 1 - i;
+  rows.id = rows.pos = (int32_t *)array(t, pos, sizeof pos);
+  kv.k = t->b->alloc(&t->d, bytes);
+  kv.v = t->b->alloc(&t->d, bytes);
+  kv.type = TFM_F32;
+  kv.table = (int32_t *)array(t, pages, sizeof pages);
+  kv.max_pages = TFMI_COUNT(pages);
+  kv.page_tokens = PAGE;
+  kv.heads = 1;
+  kv.width = D;
+  p.heads = H;
+  p.scale = 1.5f;
+  p.window = window;
+  p.softcap = softcap;
+  t->b->kv_put(&t->d, &kv, k.m, v.m, &rows);
+  t->d.threads = 1;
+  t->b->attn(&t->d, y.m, q.m, &kv, &rows, NULL, &p);
+  matrix_get(t, &y);
+  for (i = 0; i < TFMI_COUNT(at) * threads; i++) {
+    const int r = at[i / threads];
+    tfm_rows alone = {1, rows.pos + r, rows.pos + r, rows.seq + r};
+    tfm_mat row = q.m;
+    row.data = (float *)q.m.data + r * q.m.stride;
+    row.rows = 1;
+    t->d.threads = 1 + i % threads;
+    t->b->attn(&t->d, one.m, row, &kv, &alone, NULL, &p);
+    matrix_get(t, &one);
+    CHECK(memcmp(one.v, y.v + r * H * D, sizeof(float) * H * D) == 0);
+    for (h = 0; h < H && t->d.threads == 1; h++) {
+      double sum = 0, out[D] = {0};
+      int other, first = window && r >= window ? r - window + 1 : 0;
+      for (other = first; other <= r; other++) {
+        double s = 1.5 * dot(q.v + r * H * D + h * D, k.v + other * D, D), e;
+        if (softcap != 0) s = (double)softcap * tanh(s / (double)softcap);
+        for (sum += e = exp(s), j = 0; j < D; j++) out[j] += e * (double)v.v[other * D + j];
+      }
+      for (j = 0; j < D; j++) expect(&one, 0, h * D + j, out[j] / sum, 1);
+    }
+  }
+  t->d.threads = threads;
+  t->b->release(&t->d, (void *)(uintptr_t)rows.pos, sizeof pos);
+  t->b->release(&t->d, (void *)(uintptr_t)rows.seq, sizeof seq);
+  t->b->release(&t->d, (void *)(uintptr_t)kv.table, sizeof pages);
+  t->b->release(&t->d, kv.k, bytes);
+  t->b->release(&t->d, kv.v, bytes);
+  matrix_free(t, &q);
+  matrix_free(t, &k);
+  matrix_free(t, &v);
+  matrix_free(t, &y);
+  matrix_free(t, &one);
+}
+
+static void test_attn_long(device *t) {
+  if (!strcmp(t->b->name, "cuda")) return; /* its memory is not the test's */
+  attn_long(t, 0, 0);
+  attn_long(t, 600, 0);
+  attn_long(t, 40, 2);
+}
+TEST(attn_of_long_rows) { on_tables(test_attn_long); }
 
 /* ---- glu ---- */
 

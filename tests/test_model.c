@@ -41,8 +41,10 @@ static golden golden_open(const char *name) {
     if (!strcmp(contexts[i].name, name)) g.context = contexts[i].context;
   snprintf(path, sizeof path, "%s/ids.i32", g.folder);
   g.ids = blob_read(path);
+  blob_turn(&g.ids, 0);
   snprintf(path, sizeof path, "%s/logits.f32", g.folder);
   g.logits = blob_read(path);
+  blob_turn(&g.logits, 0);
   g.tokens = g.ids.bytes / sizeof(int32_t);
   n = g.logits.bytes / sizeof(float);
   g.vocabulary = g.tokens ? n / g.tokens : 0;
@@ -507,6 +509,7 @@ static void array_decode(array *a, tfmi_text text) {
   if (count == 3)
     out[bytes++] = (unsigned char)(bits >> 10), out[bytes++] = (unsigned char)(bits >> 2);
   if (count == 2) out[bytes++] = (unsigned char)(bits >> 4);
+  tfmi_little(out, bytes, sizeof(float));
   a->data = (float *)(void *)out;
   a->n = bytes / sizeof(float);
 }
@@ -614,6 +617,7 @@ static blob safetensors_of(arrays *a) {
   memcpy(b.data + 8, header, n);
   for (offset = 8 + n, i = 0; i < a->n; offset += 4 * a->item[i].n, i++)
     memcpy(b.data + offset, a->item[i].data, 4 * a->item[i].n);
+  tfmi_little(b.data + 8 + n, offset - 8 - n, sizeof(float));
   free(header);
   return b;
 }

@@ -1,6 +1,7 @@
 /* Tokenizers: golden ids and texts of the reference, bad files, awkward texts, failing memory. The
    goldens are made by make_tokenizer_goldens.py; ../shared/data is used where it is there. */
 #define TRANSFORMER_IMPLEMENTATION
+#define TFM_STATIC /* compiles what is used here, which is little */
 #include "../transformer.h"
 
 #include "files.h"
@@ -404,18 +405,23 @@ TEST(tokenizer_tiktoken) {
   free(file);
 }
 
-/* All bytes, then the pieces that a text is to be cut into: each must come out whole. */
-static void check_pieces(const char *splitting, const char *const *piece, int n) {
-  tfm_tokenizer_config config;
-  tfm_tokenizer *t;
-  char file[8192], text[256] = "", *at = file;
-  int32_t ids[64];
+static char *put_bytes(char *at) { /* a token each, in tiktoken's form */
   int i;
   for (i = 0; i < 256; i++) {
     uint8_t byte = (uint8_t)i;
     at += put_base64(at, &byte, 1);
     at += sprintf(at, " %d\n", i);
   }
+  return at;
+}
+
+/* All bytes, then the pieces that a text is to be cut into: each must come out whole. */
+static void check_pieces(const char *splitting, const char *const *piece, int n) {
+  tfm_tokenizer_config config;
+  tfm_tokenizer *t;
+  char file[8192], text[256] = "", *at = put_bytes(file);
+  int32_t ids[64];
+  int i;
   for (i = 0; i < n; i++) {
     at += put_base64(at, (const uint8_t *)piece[i], strlen(piece[i]));
     at += sprintf(at, " %d\n", 256 + i);
@@ -440,6 +446,35 @@ TEST(tokenizer_tiktoken_splits) { /* as the package of that name does */
   check_pieces("cl100k_base", cl100k, TFMI_COUNT(cl100k));
 }
 
+/* The ids of each splitting's special tokens: those that are easily taken for others. */
+TEST(tokenizer_tiktoken_specials) {
+  static const struct { const char *splitting, *text; int32_t id; } rows[] = {
+    {"gpt2", "<|endoftext|>", 50256}, {"cl100k_base", "<|endofprompt|>", 100276},
+    {"o200k_base", "<|endofprompt|>", 200018}, {"llama3", "<|end_of_text|>", 128001},
+    {"llama3", "<|reserved_special_token_0|>", -1}, {"llama3", "<|eot_id|>", 128009},
+    {"qwen", "<|im_end|>", 151645}, {"qwen", "<|extra_0|>", 151646},
+    {"qwen", "<|extra_204|>", 151850}, {"qwen", "<|extra_205|>", -1}};
+  char file[8192];
+  size_t bytes = (size_t)(put_bytes(file) - file);
+  int i;
+  for (i = 0; i < TFMI_COUNT(rows); i++) {
+    tfm_tokenizer_config config;
+    tfm_tokenizer *t;
+    int32_t id = -1;
+    memset(&config, 0, sizeof config);
+    config.splitting = rows[i].splitting;
+    t = tfm_tokenizer_load_memory(file, bytes, &config);
+    if (!t) CHECK_STR(tfm_error(), rows[i].splitting);
+    CHECK_EQ_INT(tfm_token_id(t, rows[i].text, strlen(rows[i].text)), rows[i].id);
+    if (rows[i].id >= 0) {
+      CHECK_EQ_INT(tfm_encode(t, rows[i].text, strlen(rows[i].text), TFM_ENCODE_PARSE_SPECIAL, &id,
+                              1), 1);
+      CHECK_EQ_INT(id, rows[i].id);
+    }
+    tfm_tokenizer_free(t);
+  }
+}
+
 /* ---- Arguments ---- */
 
 TEST(tokenizer_arguments) {
@@ -453,6 +488,9 @@ TEST(tokenizer_arguments) {
   CHECK_EQ_INT(tfm_encode(t, NULL, 0, 0, NULL, 0), 0);
   CHECK_EQ_INT(tfm_encode(t, "", 0, TFM_ENCODE_SPECIAL, NULL, 0), 1);
   CHECK_EQ_INT(tfm_encode(t, NULL, 1, 0, NULL, 0), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_encode(t, "a", SIZE_MAX, 0, NULL, 0), TFM_E_ARG);
+  CHECK_EQ_INT(tfm_encode(t, " ", 1, 0, NULL, 0), 1);
+  CHECK_EQ_INT(tfm_encode(t, "\n\n\n", 3, 0, NULL, 0), 3);
   CHECK_EQ_INT(tfm_encode(t, "a", 1, 0, NULL, 1), TFM_E_ARG);
   CHECK_EQ_INT(tfm_encode(t, "a", 1, 4, ids, 1), TFM_E_ARG);
   CHECK_EQ_INT(tfm_encode(NULL, "a", 1, 0, ids, 1), TFM_E_ARG);
@@ -540,6 +578,46 @@ TEST(tokenizer_long_texts) {
   free(back);
   free(ids);
 }
+
+#if !defined(_WIN32) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+/* 2^31 bytes of newlines: the same 16 MiB again and again. */
+static char *many_newlines(size_t bytes) {
+  size_t part = 16 << 20, i;
+  FILE *f = tmpfile();
+  char *all = (char *)mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                           0);
+  if (!f || all == MAP_FAILED || ftruncate(fileno(f), (off_t)part) != 0) return NULL;
+  for (i = 0; i < bytes; i += part)
+    if (mmap(all + i, part, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fileno(f), 0) ==
+        MAP_FAILED) return NULL;
+  memset(all, '\n', part);
+  fclose(f);
+  return all;
+}
+
+/* Counts beyond 32 bits: a sentence, within the memory that was allowed, and no crash. Of bytes in
+   pieces it takes half a minute, which is for LONG=1. */
+TEST(tokenizer_text_of_2_GiB) {
+  size_t bytes = (size_t)1 << 31;
+  char *text = sizeof(size_t) > 4 ? many_newlines(bytes) : NULL;
+  tfm_tokenizer_config config;
+  tfm_tokenizer *t;
+  if (!text) SKIP("so much cannot be mapped here");
+  memset(&config, 0, sizeof config);
+  config.host.memory_limit_bytes = 64 << 20;
+  t = tfm_tokenizer_load(GOLDEN "spm-bpe", &config);
+  CHECK_EQ_INT(tfm_encode(t, text, bytes, 0, NULL, 0), TFM_E_MEMORY);
+  CHECK_STR_HAS(tfm_error(), "memory limit");
+  tfm_tokenizer_free(t);
+  if (getenv("LONG")) {
+    t = tfm_tokenizer_load(GOLDEN "llama3-kind", &config);
+    CHECK_EQ_INT(tfm_encode(t, text, bytes, 0, NULL, 0), TFM_E_ARG);
+    CHECK_STR_HAS(tfm_error(), "2147483648 bytes in one piece");
+    tfm_tokenizer_free(t);
+  }
+  munmap(text, bytes);
+}
+#endif
 
 /* A million of two characters by turns: what they make in a normal form, and whether it is the same
    the other way round. */
@@ -805,6 +883,78 @@ TEST(tokenizer_beside_vocab_json) {
     check_beside("m/tokenizer_config.json", cases[i].text, cases[i].status, cases[i].part);
 }
 
+/* The first id of a text under a vocabulary with these merges; below 0: refused. */
+static int32_t id_with_merges(const char *merges, const char *text, const char *sentence) {
+  small_file files[] = {
+    {"m/vocab.json", "{\"a\":0,\"b\":1,\"#\":2,\"##\":3,\"ab\":4,\"\xc4\xa0\":5,"
+     "\"\xc4\xa0" "a\":6}"},
+    {"m/merges.txt", merges}, {NULL, NULL}};
+  tfm_io io = {files, small_open, small_read, NULL, small_close};
+  tfm_tokenizer_config config;
+  tfm_tokenizer *t;
+  int32_t id = -1;
+  memset(&config, 0, sizeof config);
+  config.host.io = &io;
+  t = tfm_tokenizer_load("m/vocab.json", &config);
+  if (t) tfm_encode(t, text, strlen(text), 0, &id, 1);
+  else CHECK_STR_HAS(tfm_error(), sentence);
+  tfm_tokenizer_free(t);
+  return id;
+}
+
+TEST(tokenizer_merges_txt) { /* only a line that begins with #version is no merge */
+  CHECK_EQ_INT(id_with_merges("#version: 0.2\na b\n", "ab", ""), 4);
+  CHECK_EQ_INT(id_with_merges("#version: 0.2\r\na b\r\n# #\r\n", "ab", ""), 4);
+  CHECK_EQ_INT(id_with_merges("#version: 0.2\r\na b\r\n# #\r\n", "##", ""), 3);
+  CHECK_EQ_INT(id_with_merges("# #\na b", "##", ""), 3);
+  CHECK_EQ_INT(id_with_merges("\xc4\xa0 a\n", " a", ""), 6);
+  CHECK_EQ_INT(id_with_merges("", "ab", ""), 0);
+  CHECK_EQ_INT(id_with_merges("a b\n\n# #\n", "ab", "two parts"), -1);
+  CHECK_EQ_INT(id_with_merges("a  b\n", "ab", "two parts"), -1);
+  CHECK_EQ_INT(id_with_merges("a b #\n", "ab", "two parts"), -1);
+  CHECK_EQ_INT(id_with_merges("a\n", "ab", "two parts"), -1);
+  CHECK_EQ_INT(id_with_merges("a\xc2\x85 b\n", "ab", "left part"), -1); /* no end of a line */
+  CHECK_EQ_INT(id_with_merges("a x\n", "ab", "right part"), -1);
+  CHECK_EQ_INT(id_with_merges("b a\n", "ab", "result"), -1);
+}
+
+/* ---- SentencePiece's rules of normalisation ---- */
+
+static void check_charsmap(const char *base64, int status, const char *part) {
+  static const char json[] =
+      "{\"normalizer\":{\"type\":\"Precompiled\",\"precompiled_charsmap\":\"%s\"},"
+      "\"decoder\":{\"type\":\"Fuse\"},\"model\":{\"type\":\"Unigram\",\"unk_id\":0,"
+      "\"vocab\":[[\"?\",0.0],[\"a\",-1.0]]}}";
+  char text[400];
+  int32_t ids[8];
+  tfm_tokenizer *t;
+  snprintf(text, sizeof text, json, base64);
+  check_refused(text, strlen(text), status, part);
+  if (status != TFM_OK) return;
+  t = tfm_tokenizer_load_memory(text, strlen(text), NULL);
+  CHECK(tfm_encode(t, "a\xff\x01z", 4, 0, ids, 8) >= 0);
+  tfm_tokenizer_free(t);
+}
+
+TEST(tokenizer_charsmap) { /* cut off, no base64, a trie that points outside itself */
+  static const uint32_t wild[][2] = {
+    {0xffffffff, 0xffffffff}, {0x7fffffff, 0x100}, {0x400, 0x80000100}, {0, 0}};
+  uint8_t raw[12] = {8};
+  char coded[32];
+  int i;
+  check_charsmap("", TFM_E_FORMAT, "precompiled_charsmap of 0 bytes");
+  check_charsmap("BAAAAAAA", TFM_E_FORMAT, "precompiled_charsmap of 6 bytes");
+  check_charsmap("/////wAAAAAA", TFM_E_FORMAT, "says that its trie has 4294967295");
+  check_charsmap("BAA", TFM_E_FORMAT, "");
+  check_charsmap("BA*A", TFM_E_FORMAT, "not base64");
+  check_charsmap("BAAAAAAAAAD/", TFM_E_FORMAT, "not UTF-8");
+  for (i = 0; i < TFMI_COUNT(wild); i++) {
+    memcpy(raw + 4, wild[i], 8);
+    coded[put_base64(coded, raw, sizeof raw)] = 0;
+    check_charsmap(coded, TFM_OK, "");
+  }
+}
+
 /* ---- Files that ask for more than they hold ---- */
 
 static char *repeated(char c, size_t n) {
@@ -958,8 +1108,11 @@ TEST(tokenizer_bad_llama2c) {
   CHECK(!tfm_tokenizer_load_memory(b.data, b.bytes, &config));
   config.vocabulary = 512;
   tfm_tokenizer_free(tfm_tokenizer_load_memory(b.data, b.bytes, &config));
-  memset(b.data + 8, 0xff, 4);
-  check_refused((const char *)b.data, b.bytes, TFM_E_FORMAT, "beyond the end");
+  for (cut = 0; cut < 2; cut++) { /* a length of 2^31 - 1, of -1 */
+    memset(b.data + 8, 0xff, 4);
+    b.data[11] = cut ? 0xff : 0x7f;
+    check_refused((const char *)b.data, b.bytes, TFM_E_FORMAT, "beyond the end");
+  }
   free(b.data);
 }
 

@@ -50,6 +50,13 @@ static tensor tensor_find(const blob *file, const char *name) {
   return t;
 }
 
+/* One whose tensors are words of 4 bytes, which become the machine's. */
+static blob tensors_read(const char *path) {
+  blob b = blob_read(path);
+  if (b.data) blob_turn(&b, 8 + (size_t)tfmi_u64(b.data));
+  return b;
+}
+
 typedef struct golden {
   tfm_model *model;
   blob file;
@@ -67,7 +74,7 @@ static bool golden_open(golden *g, const char *name, tfm_device device) {
   snprintf(path, sizeof path, DATA "models/%s", name);
   g->model = tfm_model_load(path, &c);
   snprintf(path, sizeof path, DATA "models/%s/training.safetensors", name);
-  g->file = blob_read(path);
+  g->file = tensors_read(path);
   ids = tensor_find(&g->file, "ids");
   g->ids = (const int32_t *)ids.data;
   g->targets = (const int32_t *)tensor_find(&g->file, "targets").data;
@@ -101,7 +108,7 @@ static blob gradients_of(tfm_trainer *t) {
   blob b;
   CHECK_EQ_INT(tfmi_export_file(t, "build", "test_train.safetensors", tfmi_export_tensors, t->g),
                TFM_OK);
-  b = blob_read(path);
+  b = tensors_read(path);
   remove(path);
   return b;
 }
@@ -334,7 +341,7 @@ TEST(dropout_equals_pytorch) {
   int count;
   if (!golden_open(&g, "gpt2-a", TFM_AUTO)) return;
   dropped = g;
-  dropped.file = blob_read(DATA "models/gpt2-a/dropout.safetensors");
+  dropped.file = tensors_read(DATA "models/gpt2-a/dropout.safetensors");
   want = (const float *)tensor_find(&dropped.file, "loss").data;
   c = dropping(&g);
   t = tfm_trainer_create(g.model, &c);
@@ -997,9 +1004,11 @@ TEST(other_and_damaged_checkpoints_are_refused) {
     saved.data[i] ^= 16;
   }
   for (i = TFMI_WORD_STEP; i <= TFMI_WORD_SEQUENCES; i++) { /* whoever knows the checksum */
-    uint64_t *word = (uint64_t *)(void *)saved.data, kept = word[i];
+    uint64_t *word = (uint64_t *)(void *)saved.data, kept = word[i], sum;
     word[i] = (uint64_t)-1;
-    word[saved.bytes / 8 - 1] = tfmi_checksum(0, saved.data, saved.bytes - 8);
+    sum = tfmi_checksum(0, saved.data, saved.bytes - 8, 1);
+    tfmi_little(&sum, sizeof sum, sizeof sum);
+    word[saved.bytes / 8 - 1] = sum;
     refused(c, saved.data, saved.bytes, "expected 0 to 2^48");
     word[i] = kept;
   }

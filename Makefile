@@ -14,9 +14,6 @@ SEED    ?= 1
 WARN     = -Wall -Wextra
 LIBS     = -lm -lpthread
 SANITIZE = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
-ifeq ($(findstring clang,$(CC)),)
-SANITIZE += --param asan-instrumentation-with-call-threshold=0 # compiles in half the time
-endif
 VERSION := $(shell sed -n 's/^.define TFM_VERSION "\(.*\)"/\1/p' transformer.h 2>/dev/null)
 
 CUDA_HOME = $(abspath $(dir $(shell command -v $(NVCC)))..)

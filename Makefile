@@ -13,7 +13,7 @@ PROMPT  ?= Once upon a time
 SEED    ?= 1
 WARN     = -Wall -Wextra
 LIBS     = -lm -lpthread
-SANITIZE = -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined
+SANITIZE = -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 VERSION := $(shell sed -n 's/^.define TFM_VERSION "\(.*\)"/\1/p' transformer.h 2>/dev/null)
 
 CUDA_HOME = $(abspath $(dir $(shell command -v $(NVCC)))..)
@@ -24,9 +24,15 @@ EXAMPLES = $(patsubst examples/%.c,$B/%,$(wildcard examples/*.c)) $B/cpp
 UNITS    = $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 CUDA_UNITS = test_kernels test_model test_session test_engine cuda_faults
 FUZZERS  = $(patsubst tests/%.c,%,$(wildcard tests/fuzz_*.c))
-TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/avx2/test_kernels $B/avx2/test_gradients \
-           $B/amx/test_kernels $B/amx/test_gradients
+TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/simd/test_kernels $B/simd/test_gradients
+REPLAYS  = $(FUZZERS:%=$B/asan/%)
 LIBRARY  = $B/libtransformer.a
+
+# Programs that see only the public functions link them; the rest bring the header's code along,
+# for its private parts, and a linker takes nothing from the library that a program has itself.
+LINKED   = $(EXAMPLES) $(foreach t,convert formats session,$B/test_$t $B/asan/test_$t) \
+           $(filter-out %_json,$(REPLAYS))
+$(LINKED): CODE = -DTFM_LINKED
 
 # What the tools are linked with. A companion that declines its kernels is passed over at run time.
 USE      = -DTFM_USE_CPU
@@ -39,46 +45,47 @@ endif
 
 all: examples tests bench ## the tools, the tests and the benchmark, in build/
 examples: $(EXAMPLES) ## the programs of examples/
-tests: $(TESTS) ## the unit tests, plain and with sanitizers
+tests: $(TESTS) $(REPLAYS) ## the unit tests, plain and with sanitizers
 bench: $B/bench ## the benchmark: build/bench --help
 lib: $(LIBRARY) ## the static library
 lib-shared: $B/libtransformer.so ## the shared library, for examples/transformer.py
 
 # ---- Building ----
 
-$B $B/asan $B/avx2 $B/amx $B/tsan $B/fuzz:
+$B $B/asan $B/simd $B/tsan $B/fuzz:
 	@mkdir -p $@
 
-$B/%: examples/%.c $(HEADERS) $(OBJECTS) | $B
-	$(CC) $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
+$B/%: examples/%.c $(HEADERS) $(LIBRARY)
+	$(CC) $(CFLAGS) $(WARN) $(USE) $(CODE) -o $@ $< $(LIBRARY) $(LIBS)
 
-$B/cpp: examples/cpp.cpp $(HEADERS) $(OBJECTS) | $B
-	$(CXX) -std=c++17 $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
+$B/cpp: examples/cpp.cpp $(HEADERS) $(LIBRARY)
+	$(CXX) -std=c++17 $(CFLAGS) $(WARN) $(USE) $(CODE) -o $@ $< $(LIBRARY) $(LIBS)
 
-$B/bench $B/entries: $B/%: bench/%.c $(HEADERS) $(OBJECTS) | $B
-	$(CC) $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
+$B/bench $B/entries: $B/%: bench/%.c $(HEADERS) $(LIBRARY)
+	$(CC) $(CFLAGS) $(WARN) $(USE) -o $@ $< $(LIBRARY) $(LIBS)
 
-$B/test_%: tests/test_%.c $(HEADERS) $(OBJECTS) | $B
-	$(CC) $(CFLAGS) $(WARN) $(USE) -o $@ $< $(OBJECTS) $(LIBS)
+$B/test_%: tests/test_%.c $(HEADERS) $(LIBRARY)
+	$(CC) $(CFLAGS) $(WARN) $(USE) $(CODE) -o $@ $< $(LIBRARY) $(LIBS)
 
-$B/asan/test_%: tests/test_%.c $(HEADERS) | $B/asan
-	$(CC) $(SANITIZE) $(WARN) -o $@ $< $(LIBS)
+$B/asan/test_%: tests/test_%.c $(HEADERS) $B/asan/libtransformer.a
+	$(CC) $(SANITIZE) $(WARN) $(CODE) -o $@ $< $B/asan/libtransformer.a $(LIBS)
 
-$B/avx2/%.o: %.c transformer.h | $B/avx2
-	$(CC) $(SANITIZE) $(WARN) -DTFM_CPU_AVX2_ONLY=1 -DTFM_CPU_SCRATCH=2048 -c -o $@ $<
+# Replays what the fuzzers found: no libFuzzer needed.
+$B/asan/fuzz_%: tests/fuzz_%.c tests/replay.c $(HEADERS) $B/asan/libtransformer.a
+	$(CC) $(SANITIZE) $(WARN) $(CODE) -o $@ $< tests/replay.c $B/asan/libtransformer.a $(LIBS)
 
-# AMX's tiles in C, for processors that have AVX-512 with BF16 and no tiles.
-$B/amx/%.o: %.c transformer.h tests/amx_standin.h | $B/amx
-	$(CC) $(SANITIZE) $(WARN) -DTFM_CPU_AMX_STANDIN='"tests/amx_standin.h"' \
-	  -DTFM_CPU_BLOCK_TILES=1 -DTFM_CPU_BF16_TILES=1 -c -o $@ $<
+$B/asan/transformer.o: transformer.h | $B/asan
+	$(CC) $(SANITIZE) $(WARN) -DTRANSFORMER_IMPLEMENTATION -x c -c -o $@ $<
 
-$B/avx2/test_%: tests/test_%.c $(HEADERS) $B/avx2/transformer_cpu.o
-	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -o $@ $< $B/avx2/transformer_cpu.o $(LIBS)
+# Every path of the companion: AMX's tiles in C, for processors that have AVX-512 with BF16 and no
+# tiles; with TEST_AVX2 in the environment, AVX2 alone.
+$B/simd/transformer_cpu.o: transformer_cpu.c transformer.h tests/amx_standin.h | $B/simd
+	$(CC) $(SANITIZE) $(WARN) -DTFM_CPU_AMX_STANDIN='"tests/amx_standin.h"' -DTFM_CPU_SCRATCH=2048 \
+	  -DTFM_CPU_BLOCK_TILES=1 -DTFM_CPU_BF16_TILES=1 \
+	  -DTFM_CPU_AVX2_ONLY='(getenv("TEST_AVX2") != NULL)' -c -o $@ $<
 
-$B/amx/test_%: tests/test_%.c $(HEADERS) $B/amx/transformer_cpu.o
-	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -o $@ $< $B/amx/transformer_cpu.o $(LIBS)
-
-.PRECIOUS: $B/avx2/%.o $B/amx/%.o
+$B/simd/test_%: tests/test_%.c $(HEADERS) $B/simd/transformer_cpu.o
+	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -o $@ $< $B/simd/transformer_cpu.o $(LIBS)
 
 $B/tsan/test_%: tests/test_%.c $(HEADERS) | $B/tsan
 	$(CC) -O1 -g -fsanitize=thread $(WARN) -o $@ $< $(LIBS)
@@ -104,6 +111,8 @@ $B/cuda_faults: tests/cuda_host.c tests/cuda_real.c tests/cuda_standin.h $(HEADE
 	  tests/cuda_real.c $(OBJECTS) $(LIBS) -ldl
 
 $(LIBRARY): $B/transformer.o $(OBJECTS)
+$B/asan/libtransformer.a: $B/asan/transformer.o
+%/libtransformer.a:
 	@rm -f $@
 	$(AR) rcs $@ $^
 
@@ -124,7 +133,7 @@ TALES = examples/tales/tales.gguf
 deps: ## install what is missing (Debian, Ubuntu); does nothing when all is there
 	@.ci/deps all
 run: ## a small model of our own goes on with a tale; PROMPT='...' SEED=1
-	@.ci/deps build && $(MAKE) --no-print-directory $B/generate
+	@.ci/deps build && $(MAKE) --no-print-directory -j 2 $B/generate
 	@$B/generate $(TALES) -p "$(PROMPT)" -n 150 -t 0.7 --top-p 0.9 --seed $(SEED)
 
 # ---- Checking: each suite closes with "N passed, N failed, N skipped"; run.sh adds them up ----
@@ -132,7 +141,8 @@ run: ## a small model of our own goes on with a tale; PROMPT='...' SEED=1
 test: ## everything below but tsan and fuzz, with one closing line
 	@.ci/deps all
 	@$(MAKE) --no-print-directory -j 2 -k tests examples bench || echo "not all could be built"
-	@tests/run.sh $(TESTS) "tests/fuzz.sh replay $(FUZZERS)" tests/examples.sh tests/python.py \
+	@tests/run.sh $(TESTS) "env TEST_AVX2=1 $B/simd/test_kernels" \
+	  "env TEST_AVX2=1 $B/simd/test_gradients" $(REPLAYS) tests/examples.sh tests/python.py \
 	  tests/lint.py tests/compat.sh "tests/portability.sh --compile"
 lint: ## style, budgets, symbols, the list of public functions
 	@tests/lint.py
@@ -143,7 +153,7 @@ portability: ## the core tests on AArch64 (all its kernels), i686, musl, Windows
 tsan: $(UNITS:%=$B/tsan/%) ## the unit tests under the thread sanitizer
 	@tests/run.sh $^
 fuzz: ## every fuzzer for T=60 seconds
-	@tests/fuzz.sh run $(T) $(FUZZERS)
+	@tests/fuzz.sh $(T) $(FUZZERS)
 test-cuda: ## the tests that use a GPU, on a GPU: needs nvcc, a C compiler, stb_ds.h
 	@$(MAKE) --no-print-directory -j CUDA=1 B=$B/cuda cuda-tests
 cuda-tests: $(CUDA_UNITS:%=$B/%)

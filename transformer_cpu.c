@@ -30,10 +30,11 @@
    attention works on, lie in tfm_dev.work.
 
    Where the processor has AMX, a device asks Linux once, for the whole process, to save its tiles.
-   Then training in BF16 is multiplied by them. Define TFM_CPU_BLOCK_TILES as 1 for weights in
-   blocks too, where many rows of x share them: to the same bits as without, which has been tested
-   with tiles in C (tests/amx_standin.h), but not on such a processor yet. TFM_CPU_BF16_TILES as 1
-   adds weights of BF16, whose activations are then rounded to BF16, in prompts and alone. */
+   Then training in BF16 is multiplied by them, and so are weights in blocks that many rows of x
+   share, to the same bits as without; TFM_CPU_BLOCK_TILES defined as 0 leaves these to vectors.
+   Define TFM_CPU_BF16_TILES as 1 for weights of BF16 too, prompts of which are then two to three
+   times as fast: activations are rounded to BF16, in prompts and alone, so logits differ from the
+   reference's by that. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 
@@ -61,10 +62,10 @@
 #define TFM_CPU_SCRATCH (3 << 19) /* bytes: they fit a core's second cache; a test has fewer */
 #endif
 #ifndef TFM_CPU_BLOCK_TILES
-#define TFM_CPU_BLOCK_TILES 0 /* 1: AMX for weights in blocks, the same bits: see the banner */
+#define TFM_CPU_BLOCK_TILES 1 /* AMX for weights in blocks, the same bits: see the banner */
 #endif
 #ifndef TFM_CPU_BF16_TILES
-#define TFM_CPU_BF16_TILES 0 /* 1: and for weights of BF16, activations rounded */
+#define TFM_CPU_BF16_TILES 0 /* 1: AMX for weights of BF16, activations rounded */
 #endif
 #ifndef TFM_CPU_AVX2_ONLY
 #define TFM_CPU_AVX2_ONLY 0
@@ -81,8 +82,12 @@ enum {
   CPU_AHEAD = 1024,       /* bytes: how far ahead of its use a weight is asked for */
   CPU_SCRATCH = TFM_CPU_SCRATCH, /* for quantised activations; rows are worked off in parts of it */
   CPU_WIDTH = 256,        /* widest head of attention here */
-  CPU_QUERIES = 64,       /* query heads that share a tile of keys */
-  CPU_TILE_BYTES = 2 * CPU_WIDTH * CPU_ROWS * 4, /* keys and values of a tile, for each thread */
+  CPU_QUERIES = 64,       /* query heads that share a tile of keys, */
+  CPU_KEYS = 64,          /* of so many positions */
+  CPU_PIECE = 512,        /* positions that are summed up by themselves: threads may share a row */
+  CPU_SUMS = 16,          /* floats before a piece's sum of values: largest score, sum, unused */
+  CPU_PARTS = 4 << 20,    /* bytes of such sums at most */
+  CPU_TILE_BYTES = 208 << 10, /* of each thread: keys, values, sums; or sums and panels */
   CPU_DEPTH = 512,        /* training: terms of a sum that are added in registers, */
   CPU_PANELS = 8,         /* panels of a product that are packed together, */
   CPU_BLOCK = 264,        /* rows whose sums are kept meanwhile, */
@@ -185,9 +190,10 @@ static size_t cpu_quantised_bytes(int32_t cols) { /* never 0 */
 /* The same in bf16: whole tiles of 32, and a line more, so that rows begin in different lines. */
 static size_t cpu_brain_bytes(int32_t cols) { return cpu_align(2 * (size_t)cols) + CPU_ALIGN; }
 
-/* Of rows of as many bytes, so many are made at a time: even parts. */
-static int32_t cpu_quantised_rows(int32_t rows, size_t row_bytes) {
-  size_t most = CPU_SCRATCH / row_bytes, parts;
+/* Of rows of as many bytes, so many are made at a time: even parts. Tiles take some columns of all
+   rows at a time: more fit. */
+static int32_t cpu_quantised_rows(int32_t rows, size_t row_bytes, bool tiles) {
+  size_t most = (tiles ? 2 : 1) * (size_t)CPU_SCRATCH / row_bytes, parts;
   if (most < 1) most = 1;
   parts = ((size_t)rows + most - 1) / most;
   return parts ? (int32_t)(((size_t)rows + parts - 1) / parts) : 1;
@@ -203,14 +209,16 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
   const int32_t cols[] = {net->width, net->heads * net->head_width, net->ffn_width,
                           net->expert_width};
   const size_t beyond = d->state ? CPU_ROWS - 1 : 0; /* rows that tiles take in, and none uses */
+  const size_t of_piece = (size_t)net->heads * (CPU_SUMS + (size_t)net->head_width) * sizeof(float);
   size_t most = 0, bytes, row, i;
   int32_t slots = rows > sequences ? rows : sequences;
-  (void)context;
+  if (d->threads > 1 && context > CPU_PIECE) most = of_piece * (size_t)(context / CPU_PIECE + 1);
+  if (most > CPU_PARTS) most = CPU_PARTS; /* or else attention's threads do not share */
   if (slots < 16) slots = 16; /* rows that the engine turns to logits together */
   if (net->experts_used > 1) slots *= net->experts_used;
   for (i = 0; i < 2 * (sizeof cols / sizeof *cols); i++) {
     row = i % 2 ? cpu_brain_bytes(cols[i / 2]) : cpu_quantised_bytes(cols[i / 2]);
-    bytes = ((size_t)cpu_quantised_rows(slots, row) + beyond) * row;
+    bytes = ((size_t)cpu_quantised_rows(slots, row, d->state != NULL) + beyond) * row;
     if (bytes > most && (i % 2 == 0 || d->state)) most = bytes;
   }
   if (net->embed.roles & TFM_ROLE_GRADIENT && most < (size_t)d->threads * CPU_TRAIN_BYTES)
@@ -695,21 +703,8 @@ static void cpu_gather(tfm_dev *d, tfm_mat y, tfm_mat x, const int32_t *index) {
   tfm_backend_ref()->gather(d, y, x, index);
 }
 
-static void cpu_norm(tfm_dev *d, tfm_mat y, tfm_mat x, const float *w, const float *b,
-                     tfm_mat residual, float *stats, const tfm_norm *p) {
-  tfm_backend_ref()->norm(d, y, x, w, b, residual, stats, p);
-}
-
-static void cpu_rope(tfm_dev *d, tfm_mat x, const int32_t *pos, const tfm_rope *p) {
-  tfm_backend_ref()->rope(d, x, pos, p);
-}
-
 static void cpu_kv_put(tfm_dev *d, const tfm_kv *kv, tfm_mat k, tfm_mat v, const tfm_rows *rows) {
   tfm_backend_ref()->kv_put(d, kv, k, v, rows);
-}
-
-static void cpu_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
-  tfm_backend_ref()->glu(d, y, gate_up, act);
 }
 
 static void cpu_route(tfm_dev *d, tfm_routing *r, tfm_mat logits, const tfm_moe *p) {
@@ -827,6 +822,13 @@ static bool cpu_is_brain(const tfm_weight *w) { /* all of it of bf16 */
   return true;
 }
 
+/* Whether a weight's rows in one type are multiplied by AMX. Few rows times blocks are not, nor
+   are quite many times Q8_0, which vectors multiply as it lies. */
+static bool cpu_in_tiles(const cpu_product *t, tfm_type type) {
+  const bool blocks = TFM_CPU_BLOCK_TILES && cpu_has_blocks((int)type) && type != TFM_Q6_K;
+  return t->brains || (t->tiles && blocks && t->rows >= (type == TFM_Q8_0 ? 64 : 16));
+}
+
 /* A row of x in the form that a stripe's tiles take. */
 static const void *cpu_row_of_x(const cpu_product *t, const cpu_stripe *s, int32_t slot) {
   int32_t row = cpu_slot_from(t, slot);
@@ -850,6 +852,8 @@ typedef struct cpu_attn_job {
   int32_t tile, tiles; /* rows in an item, items per kv head */
   float *work;         /* of all threads */
   float *lse;          /* [T, H], or NULL */
+  float *sums;         /* of all pieces, where threads share them: [heads][tiles][pieces] */
+  int32_t pieces;      /* of the longest row */
 } cpu_attn_job;
 
 typedef struct cpu_run { /* rows of one sequence, at consecutive positions */
@@ -874,6 +878,15 @@ static int32_t cpu_first_key(const tfm_attn *p, int32_t pos) {
   return p->window > 0 && pos >= p->window ? pos - p->window + 1 : 0;
 }
 
+static int32_t cpu_runs(const tfm_rows *rows) {
+  int32_t row = 0, runs = 0;
+  cpu_run run;
+  for (; cpu_run_next(&run, rows, row, rows->n); row = run.row + run.rows) runs++;
+  return runs;
+}
+
+static int32_t cpu_pieces(int32_t positions) { return (positions + CPU_PIECE - 1) / CPU_PIECE; }
+
 /* The key, or the value, of the run's head at a position. */
 static const uint8_t *cpu_kv_at(const tfm_kv *kv, const cpu_run *run, int32_t pos, bool value) {
   int64_t page, row;
@@ -896,6 +909,30 @@ static bool cpu_rows_are_whole(const tfm_rows *rows) {
   }
   return true;
 }
+
+/* ---- Element by element: what all instruction sets share ---- */
+
+enum { CPU_STRIP = 1024, CPU_ANGLES = 64 }; /* columns of an item; pairs that are turned together */
+
+typedef struct cpu_norm_job {
+  tfm_mat y, x, residual;
+  const float *w, *b;
+  float *stats;
+  const tfm_norm *p;
+  int32_t groups;
+} cpu_norm_job;
+
+typedef struct cpu_rope_job {
+  tfm_mat x;
+  const int32_t *pos;
+  const tfm_rope *p;
+} cpu_rope_job;
+
+typedef struct cpu_glu_job {
+  tfm_mat y, gate_up;
+  tfm_act act;
+  int32_t strips; /* of a row */
+} cpu_glu_job;
 
 /* ---- Training: what all instruction sets share ---- */
 
@@ -989,13 +1026,13 @@ typedef struct cpu_slope_job { /* of elementwise backward entries */
   tfm_act act;
 } cpu_slope_job;
 
-typedef struct cpu_norm_job {
+typedef struct cpu_norm_bwd_job {
   tfm_mat dx, dy, x, residual;
   const float *w, *stats;
   float *dw, *db;
   const tfm_norm *p;
   int32_t groups;
-} cpu_norm_job;
+} cpu_norm_bwd_job;
 
 typedef struct cpu_loss_job {
   float *losses, *hits;
@@ -1065,7 +1102,7 @@ typedef struct cpu_attn_bwd_job {
 
 #if CPU_AMX /* see below; false: not theirs */
 static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t);
-static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
                              int32_t n, int32_t col, int32_t worker);
 static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker);
 #elif defined(CPU_X86) || defined(CPU_ARM)
@@ -1073,10 +1110,9 @@ static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
   (void)d, (void)t;
   return false;
 }
-static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
                              int32_t n, int32_t col, int32_t worker) {
   (void)t, (void)stripe, (void)panel, (void)n, (void)col, (void)worker;
-  return false;
 }
 static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker) {
   (void)context, (void)begin, (void)end, (void)worker;
@@ -1472,12 +1508,26 @@ static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *g) {
    Of bf16: x is rounded to it as well, always, so that a row of x alone has the bits that it has
    among others; one row is multiplied by vectors, in the order of the tile's sums. Of blocks: the
    same integers as without tiles, and the same scales, so the same bits; few rows are left to
-   these. A thread's memory holds sums [rows][32], a chunk of a panel, and integers. */
+   these. Four panels and up to 256 rows of x are worked off together, some columns at a time: these
+   columns of a panel are unpacked to the first cache, while those of x lie in the second. Sums wait
+   in a thread's memory. */
 enum {
-  CPU_TILES_OUT = 256 * CPU_ROWS * 4,  /* bytes of sums: 256 rows of bf16, */
-  CPU_TILES_MANY = 192, CPU_TILES_FEW = 8, /* of blocks; fewer are not worth a tile */
+  CPU_TILED_COLS = 256, /* columns at a time */
+  CPU_TILED_ROWS = 256, /* rows of x */
+  CPU_TILED_PANELS = CPU_OUT / CPU_ROWS,
+  CPU_TILED_OUT = CPU_OUT + CPU_ALIGN / 4, /* floats from row to row of sums: not in step */
   CPU_TILED_PIECE = CPU_ROWS * (4 + 4 + 32) /* scales, lowest values, numbers of 32 columns */
 };
+
+typedef struct cpu_tiles { /* columns of a panel times rows of x, all of a thread */
+  const cpu_product *t;
+  const cpu_stripe *stripe;
+  float *out;    /* [CPU_TILED_ROWS][CPU_TILED_OUT], of four panels */
+  int32_t *dots; /* [2 units][CPU_GROUP / 32 blocks][16][32] */
+  uint8_t *room; /* unpacked columns */
+  const uint8_t *x, *w; /* first row; first of these columns */
+  int32_t first, rows, k, cols;
+} cpu_tiles;
 
 /* Rows of x in bf16, zeros after them. */
 static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker) {
@@ -1544,21 +1594,15 @@ static void cpu_brain_tiles(uint8_t *to, const uint8_t *w, int32_t n) {
   }
 }
 
-/* A panel of bf16 times n rows of x, from x on. */
-static void cpu_brain_panel(const cpu_product *t, float *out, const uint8_t *x, int32_t n,
-                            const uint8_t *w) {
-  uint8_t *room = (uint8_t *)out + CPU_TILES_OUT;
-  cpu_walk a = {x, t->quantised_bytes, CPU_TILE_ROWS * t->quantised_bytes, 2 * CPU_TERMS};
-  const cpu_walk b = {room, 64, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE};
-  int32_t k, i, cols, steps;
-  for (k = 0; k < t->x.cols; k += cols) {
-    cols = cpu_min(CPU_CHUNK, t->x.cols - k);
-    steps = (cols + CPU_TERMS - 1) / CPU_TERMS;
-    cpu_brain_tiles(room, w + (size_t)k * 2 * CPU_ROWS, cols);
-    for (i = 0; i < n; i += CPU_ROWS) {
-      a.at = x + (size_t)i * t->quantised_bytes + 2 * (size_t)k;
-      cpu_tiles_multiply(out + i * CPU_ROWS, CPU_ROWS * sizeof *out, a, b, steps, k > 0);
-    }
+static void cpu_brain_columns(const cpu_tiles *p, float *out) {
+  const size_t row = p->t->quantised_bytes;
+  cpu_walk a = {p->x + 2 * (size_t)p->k, row, CPU_TILE_ROWS * row, 2 * CPU_TERMS};
+  const cpu_walk b = {p->room, 64, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE};
+  const int32_t steps = (p->cols + CPU_TERMS - 1) / CPU_TERMS;
+  int32_t i, parts = (p->rows + CPU_ROWS - 1) / CPU_ROWS;
+  cpu_brain_tiles(p->room, p->w, p->cols);
+  for (i = 0; i < parts; i++, a.at += CPU_ROWS * row, out += CPU_ROWS * CPU_TILED_OUT) {
+    cpu_tiles_multiply(out, CPU_TILED_OUT * sizeof *out, a, b, steps, p->k > 0);
   }
 }
 
@@ -1596,43 +1640,40 @@ static bool cpu_tiles_unpack(uint8_t *to, const uint8_t *w, int32_t cols, tfm_ty
   }
 }
 
-/* dots [blocks][32][32] of 32 rows of x, columns of one of their groups; two: more than 16 rows. */
-CPU_INLINE void cpu_tiles_dots(int32_t *dots, const uint8_t *x, size_t row, const uint8_t *w,
-                               int32_t blocks, bool two) {
-  int32_t b;
-  for (b = 0; b < blocks; b++, x += 32, w += CPU_TILED_PIECE, dots += CPU_ROWS * CPU_ROWS) {
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_loadd(4, x, row);
-    _tile_loadd(6, w + 256, 128);
-    _tile_loadd(7, w + 320, 128);
-    _tile_dpbssd(0, 4, 6);
-    _tile_dpbssd(1, 4, 7);
-    _tile_stored(0, dots, 128);
-    _tile_stored(1, dots + 16, 128);
-    if (!two) continue;
-    _tile_zero(2);
-    _tile_zero(3);
-    _tile_loadd(5, x + CPU_TILE_ROWS * row, row);
-    _tile_dpbssd(2, 5, 6);
-    _tile_dpbssd(3, 5, 7);
-    _tile_stored(2, dots + CPU_TILE_ROWS * CPU_ROWS, 128);
-    _tile_stored(3, dots + CPU_TILE_ROWS * CPU_ROWS + 16, 128);
-  }
+typedef struct cpu_unit { /* 16 rows of x, or fewer, times 32 columns of W, of a group of x */
+  const uint8_t *x, *w;
+  float *out;
+  int32_t *dots;        /* [blocks][16][32] */
+  int32_t rows, blocks; /* 0 blocks: there is no such unit */
+} cpu_unit;
+
+CPU_INLINE void cpu_unit_dots(const cpu_unit *u, size_t row, int32_t b) {
+  const uint8_t *w = u->w + (size_t)b * CPU_TILED_PIECE + 2 * CPU_ROWS * 4;
+  int32_t *dots = u->dots + b * CPU_TILE_ROWS * CPU_ROWS;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_loadd(4, u->x + 32 * b, row);
+  _tile_loadd(6, w, 128);
+  _tile_loadd(7, w + 64, 128);
+  _tile_dpbssd(0, 4, 6);
+  _tile_dpbssd(1, 4, 7);
+  _tile_stored(0, dots, 128);
+  _tile_stored(1, dots + 16, 128);
 }
 
-/* out [n][32] += dots, with the scales of W and of a group of x, added up as V(block_tile) does. */
-CPU_INLINE void cpu_tiles_scale(float *out, const int32_t *dots, const uint8_t *x, size_t row,
-                                int32_t n, const uint8_t *w, const int blocks, const bool low) {
-  int32_t i;
+/* out += dots of four rows, with the scales of W and of x, added up as V(block_tile) does. */
+CPU_INLINE void cpu_unit_scale(const cpu_unit *u, size_t row, int32_t first, const int blocks,
+                               const bool low) {
+  int32_t i, last = cpu_min(first + 4, u->rows);
   int b, j;
-  for (i = 0; i < n; i++, x += row, out += CPU_ROWS, dots += CPU_ROWS) {
-    const cpu_group *g = (const cpu_group *)(const void *)x;
+  for (i = first; i < last; i++) {
+    const cpu_group *g = (const cpu_group *)(const void *)(u->x + (size_t)i * row);
+    float *out = u->out + i * CPU_TILED_OUT;
     for (j = 0; j < 2; j++) {
       __m512 sum = _mm512_setzero_ps();
       for (b = 0; b < blocks; b++) {
-        const uint8_t *scale = w + b * CPU_TILED_PIECE + 64 * j;
-        __m512i dot = _mm512_load_si512(dots + b * CPU_ROWS * CPU_ROWS + 16 * j);
+        const uint8_t *scale = u->w + b * CPU_TILED_PIECE + 64 * j;
+        __m512i dot = _mm512_load_si512(u->dots + (b * CPU_TILE_ROWS + i) * CPU_ROWS + 16 * j);
         sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_load_ps(scale), sum);
         if (low) sum = _mm512_fmadd_ps(_mm512_load_ps(scale + 128), _mm512_set1_ps(g->sum[b]), sum);
       }
@@ -1642,37 +1683,35 @@ CPU_INLINE void cpu_tiles_scale(float *out, const int32_t *dots, const uint8_t *
   }
 }
 
-/* 32 rows of x, n of them there, times cols columns that were unpacked. */
-static void cpu_tiles_blocks(float *out, int32_t *dots, const uint8_t *x, size_t row, int32_t n,
-                             const uint8_t *w, int32_t cols, bool low) {
-  int32_t b, blocks;
-  for (b = 0; b < cols / 32; b += blocks) {
-    const uint8_t *from = w + (size_t)b * CPU_TILED_PIECE;
-    blocks = cpu_min(CPU_GROUP / 32, cols / 32 - b);
-    cpu_tiles_dots(dots, x, row, from, blocks, n > CPU_TILE_ROWS);
-    if (blocks == 4 && !low) cpu_tiles_scale(out, dots, x, row, n, from, 4, false);
-    else if (blocks == 4) cpu_tiles_scale(out, dots, x, row, n, from, 4, true);
-    else cpu_tiles_scale(out, dots, x, row, n, from, blocks, low);
-    x += sizeof(cpu_group);
+/* While tiles multiply a unit, vectors scale the one before it, a quarter of each in turns. */
+CPU_INLINE void cpu_unit_quarters(const cpu_unit *now, const cpu_unit *was, size_t row, bool low) {
+  int32_t b;
+  for (b = 0; b < CPU_GROUP / 32; b++) {
+    if (b < now->blocks) cpu_unit_dots(now, row, b);
+    if (was->blocks == 4 && !low) cpu_unit_scale(was, row, 4 * b, 4, false);
+    else if (was->blocks == 4) cpu_unit_scale(was, row, 4 * b, 4, true);
+    else if (was->blocks) cpu_unit_scale(was, row, 4 * b, was->blocks, low);
   }
 }
 
-/* A panel of blocks times n rows of x, from x on. */
-static void cpu_block_tiles(const cpu_product *t, float *out, const uint8_t *x, int32_t n,
-                            const cpu_stripe *stripe, const uint8_t *w) {
-  int32_t *dots = (int32_t *)out + CPU_TILES_MANY * CPU_ROWS;
-  uint8_t *room = (uint8_t *)(dots + 4 * CPU_ROWS * CPU_ROWS);
-  int32_t k, i, cols;
+static void cpu_block_columns(const cpu_tiles *p, float *out) {
+  const size_t row = p->t->quantised_bytes;
+  const int32_t groups = (p->cols + CPU_GROUP - 1) / CPU_GROUP;
+  const int32_t units = groups * ((p->rows + CPU_TILE_ROWS - 1) / CPU_TILE_ROWS);
+  cpu_unit now = {NULL, NULL, NULL, NULL, 0, 0}, was;
   bool low;
-  memset(out, 0, (size_t)n * CPU_ROWS * sizeof *out);
-  for (k = 0; k < t->x.cols; k += cols) {
-    cols = cpu_min(CPU_CHUNK, t->x.cols - k);
-    cpu_tiles_unpack(room, w + cpu_panel_span((int)stripe->type, k), cols, stripe->type, &low);
-    for (i = 0; i < n; i += CPU_ROWS) {
-      const uint8_t *from = x + (size_t)i * t->quantised_bytes;
-      cpu_tiles_blocks(out + i * CPU_ROWS, dots, from + (size_t)(k / CPU_GROUP) * sizeof(cpu_group),
-                       t->quantised_bytes, cpu_min(CPU_ROWS, n - i), room, cols, low);
-    }
+  int32_t i;
+  cpu_tiles_unpack(p->room, p->w, p->cols, p->stripe->type, &low);
+  for (i = 0; i <= units; i++) {
+    const int32_t group = i % groups, first = i / groups * CPU_TILE_ROWS;
+    was = now;
+    now.blocks = i < units ? cpu_min(CPU_GROUP, p->cols - group * CPU_GROUP) / 32 : 0;
+    now.x = p->x + (size_t)first * row + (size_t)(p->k / CPU_GROUP + group) * sizeof(cpu_group);
+    now.w = p->room + (size_t)(group * CPU_GROUP / 32) * CPU_TILED_PIECE;
+    now.out = out + first * CPU_TILED_OUT;
+    now.dots = p->dots + i % 2 * (CPU_GROUP / 32) * CPU_TILE_ROWS * CPU_ROWS;
+    now.rows = cpu_min(CPU_TILE_ROWS, p->rows - first);
+    cpu_unit_quarters(&now, &was, row, low);
   }
 }
 
@@ -1681,38 +1720,51 @@ static void cpu_lines(const cpu_product *t, const cpu_stripe *stripe, int32_t pa
   const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes;
   int32_t cols = cpu_min(n * CPU_ROWS, stripe->rows - panel * CPU_ROWS);
   float out[CPU_OUT];
+  int32_t i;
   if (n == 4) cpu_brain_line(out, t->quantised, w, stripe->bytes, t->x.cols, 4);
-  else cpu_brain_line(out, t->quantised, w, 0, t->x.cols, 1);
+  for (i = 0; i < n && n < 4; i++, w += stripe->bytes)
+    cpu_brain_line(out + i * CPU_ROWS, t->quantised, w, 0, t->x.cols, 1);
   V(write)(t, out, cols, t->first, col);
 }
 
-/* n panels of a stripe times the rows of x, which are no expert's. False: not for tiles. */
-static bool cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
-                             int32_t n, int32_t col, int32_t worker) {
-  float *out = (float *)(void *)(t->work + (size_t)worker * CPU_TILE_BYTES);
-  const int32_t many = t->brains ? CPU_TILES_OUT / CPU_ROWS / 4 : CPU_TILES_MANY;
-  int32_t first, rows, cols, i;
-  bool blocks =
-      TFM_CPU_BLOCK_TILES && cpu_has_blocks((int)stripe->type) && stripe->type != TFM_Q6_K;
-  if (!t->tiles || !(t->brains || (blocks && t->rows >= CPU_TILES_FEW))) return false;
-  if (t->brains && t->rows == 1) {
-    cpu_lines(t, stripe, panel, n, col);
-    return true;
-  }
-  cpu_tiles_begin(t->brains ? 64 : 32);
-  for (; n > 0; n--, panel++, col += CPU_ROWS) {
-    const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes, *x = t->quantised;
-    cols = cpu_min(CPU_ROWS, stripe->rows - panel * CPU_ROWS);
-    for (first = 0; first < t->rows; first += rows, x += (size_t)rows * t->quantised_bytes) {
-      rows = cpu_min(many, t->rows - first);
-      if (t->brains) cpu_brain_panel(t, out, x, rows, w);
-      else cpu_block_tiles(t, out, x, rows, stripe, w);
-      for (i = 0; i < rows; i++)
-        V(write)(t, out + i * CPU_ROWS, cols, t->first + first + i, col);
+/* n panels, from `panel` on, times the rows of p; col: the first column of y. */
+static void cpu_tiles_rows(cpu_tiles *p, int32_t panel, int32_t n, int32_t col) {
+  const cpu_product *t = p->t;
+  const cpu_stripe *s = p->stripe;
+  const uint8_t *w = s->data + (size_t)panel * s->bytes;
+  const int32_t cols = cpu_min(n * CPU_ROWS, s->rows - panel * CPU_ROWS);
+  int32_t i;
+  if (!t->brains) memset(p->out, 0, (size_t)(p->rows * CPU_TILED_OUT) * sizeof *p->out);
+  for (p->k = 0; p->k < t->x.cols; p->k += p->cols) {
+    p->cols = cpu_min(CPU_TILED_COLS, t->x.cols - p->k);
+    for (i = 0; i < n; i++) {
+      p->w = w + (size_t)i * s->bytes + cpu_panel_span((int)s->type, p->k);
+      if (t->brains) cpu_brain_columns(p, p->out + i * CPU_ROWS);
+      else cpu_block_columns(p, p->out + i * CPU_ROWS);
     }
   }
+  for (i = 0; i < p->rows; i++)
+    V(write)(t, p->out + i * CPU_TILED_OUT, cols, t->first + p->first + i, col);
+}
+
+/* n panels of a stripe, four at most, times the rows of x, which are no expert's. */
+static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+                             int32_t n, int32_t col, int32_t worker) {
+  cpu_tiles p = {t, stripe, NULL, NULL, NULL, t->quantised, NULL, 0, 0, 0, 0};
+  if (t->brains && t->rows == 1) {
+    cpu_lines(t, stripe, panel, n, col);
+    return;
+  }
+  p.out = (float *)(void *)(t->work + (size_t)worker * CPU_TILE_BYTES);
+  p.dots = (int32_t *)(void *)(p.out + CPU_TILED_ROWS * CPU_TILED_OUT);
+  p.room = (uint8_t *)(p.dots + 2 * (CPU_GROUP / 32) * CPU_TILE_ROWS * CPU_ROWS);
+  cpu_tiles_begin(t->brains ? 64 : 32);
+  for (; p.first < t->rows; p.first += p.rows) {
+    p.rows = cpu_min(CPU_TILED_ROWS, t->rows - p.first);
+    cpu_tiles_rows(&p, panel, n, col);
+    p.x += (size_t)p.rows * t->quantised_bytes;
+  }
   _tile_release();
-  return true;
 }
 CPU_TARGET_END
 #undef CPU_LEVEL
@@ -1796,8 +1848,8 @@ static cpu_features cpu_detect(void) {
     cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */    \
     cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,                               \
     cpu_pack_size, cpu_pack, cpu_unpack,                                                          \
-    cpu_cast, cpu_embed, cpu_gather, cpu_norm, of(matmul), cpu_rope, cpu_kv_put,                  \
-    of(attn), cpu_glu, cpu_route, of(matmul_moe), cpu_combine, cpu_sample, cpu_top,               \
+    cpu_cast, cpu_embed, cpu_gather, of(norm), of(matmul), of(rope), cpu_kv_put,                  \
+    of(attn), of(glu), cpu_route, of(matmul_moe), cpu_combine, cpu_sample, cpu_top,               \
     NULL, NULL, /* layer decode */                                                                \
     of(loss), of(matmul_dx), of(matmul_dw), of(epilogue_bwd), of(norm_bwd), of(attn_bwd),         \
     of(glu_bwd), cpu_embed_bwd, cpu_route_bwd, cpu_combine_bwd, of(moe_dx), of(moe_dw),           \
@@ -1869,10 +1921,11 @@ enum {
 CPU_INLINE V(vec) V(load)(const float *p) { return _mm512_loadu_ps(p); }
 CPU_INLINE void V(store)(float *p, V(vec) v) { _mm512_storeu_ps(p, v); }
 CPU_INLINE V(vec) V(load_some)(const float *p, int32_t n) {
-  return _mm512_maskz_loadu_ps((__mmask16)(n < 16 ? (1u << n) - 1 : 0xffff), p);
+  return n >= 16 ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 }
 CPU_INLINE void V(store_some)(float *p, V(vec) v, int32_t n) {
-  _mm512_mask_storeu_ps(p, (__mmask16)(n < 16 ? (1u << n) - 1 : 0xffff), v);
+  if (n >= 16) _mm512_storeu_ps(p, v);
+  else _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), v);
 }
 CPU_INLINE V(vec) V(all)(float x) { return _mm512_set1_ps(x); }
 CPU_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm512_add_ps(a, b); }
@@ -1883,12 +1936,21 @@ CPU_INLINE V(vec) V(positive)(V(vec) a) { /* 1 where a is, else 0 */
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ),
                              _mm512_set1_ps(1.0f));
 }
+/* a, but 0 where x < least */
+CPU_INLINE V(vec) V(unless_below)(V(vec) a, V(vec) x, V(vec) least) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), a);
+}
+/* 1 / a of a from 1 to 2^125, to its last bit but one: a division takes longer */
+CPU_INLINE V(vec) V(inverse)(V(vec) a) {
+  __m512 x = _mm512_rcp14_ps(a);
+  return _mm512_mul_ps(x, _mm512_fnmadd_ps(a, x, _mm512_set1_ps(2.0f)));
+}
 CPU_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm512_fmadd_ps(a, b, c); }
 /* of a NaN and b: b */
 CPU_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm512_max_ps(a, b); }
 CPU_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return _mm512_min_ps(a, b); }
 CPU_INLINE V(vec) V(round)(V(vec) a) { return _mm512_roundscale_ps(a, 8); }
-/* a * 2^n for a whole n */
+/* a * 2^n for a whole n from -126 to 127 */
 CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) { return _mm512_scalef_ps(a, n); }
 CPU_INLINE V(vec) V(halves)(const void *p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -1959,10 +2021,11 @@ CPU_INLINE __m256i V(first)(int32_t n) { /* a mask */
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 CPU_INLINE V(vec) V(load_some)(const float *p, int32_t n) {
-  return _mm256_maskload_ps(p, V(first)(n));
+  return n >= 8 ? _mm256_loadu_ps(p) : _mm256_maskload_ps(p, V(first)(n));
 }
 CPU_INLINE void V(store_some)(float *p, V(vec) v, int32_t n) {
-  _mm256_maskstore_ps(p, V(first)(n), v);
+  if (n >= 8) _mm256_storeu_ps(p, v);
+  else _mm256_maskstore_ps(p, V(first)(n), v);
 }
 CPU_INLINE V(vec) V(all)(float x) { return _mm256_set1_ps(x); }
 CPU_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm256_add_ps(a, b); }
@@ -1972,15 +2035,17 @@ CPU_INLINE V(vec) V(sqrt)(V(vec) a) { return _mm256_sqrt_ps(a); }
 CPU_INLINE V(vec) V(positive)(V(vec) a) {
   return _mm256_and_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GT_OQ), _mm256_set1_ps(1.0f));
 }
+CPU_INLINE V(vec) V(unless_below)(V(vec) a, V(vec) x, V(vec) least) {
+  return _mm256_and_ps(_mm256_cmp_ps(x, least, _CMP_NLT_UQ), a);
+}
+CPU_INLINE V(vec) V(inverse)(V(vec) a) { return _mm256_div_ps(_mm256_set1_ps(1.0f), a); }
 CPU_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm256_fmadd_ps(a, b, c); }
 CPU_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm256_max_ps(a, b); }
 CPU_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return _mm256_min_ps(a, b); }
 CPU_INLINE V(vec) V(round)(V(vec) a) { return _mm256_round_ps(a, 8); }
-CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) { /* in two steps: 2^n itself may not be a float */
-  __m256i all = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(all, 1);
-  __m256i one = _mm256_set1_epi32(127), rest = _mm256_sub_epi32(all, half);
-  a = _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, one), 23)));
-  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, one), 23)));
+CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) {
+  __m256i power = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(power, 23)));
 }
 CPU_INLINE V(vec) V(halves)(const void *p) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
@@ -2124,11 +2189,13 @@ CPU_INLINE V(vec) V(positive)(V(vec) a) {
   uint32x4_t one = vreinterpretq_u32_f32(vdupq_n_f32(1.0f));
   return vreinterpretq_f32_u32(vandq_u32(vcgtq_f32(a, vdupq_n_f32(0)), one));
 }
-CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) { /* in two steps, as AVX2's */
-  const V(ints) one = vdupq_n_s32(127);
-  V(ints) all = V(to_ints)(n), half = V(signed_right)(all, 1), rest = vsubq_s32(all, half);
-  a = vmulq_f32(a, V(as_floats)(V(left)(vaddq_s32(half, one), 23)));
-  return vmulq_f32(a, V(as_floats)(V(left)(vaddq_s32(rest, one), 23)));
+CPU_INLINE V(vec) V(unless_below)(V(vec) a, V(vec) x, V(vec) least) {
+  return vbslq_f32(vcltq_f32(x, least), vdupq_n_f32(0), a);
+}
+CPU_INLINE V(vec) V(inverse)(V(vec) a) { return vdivq_f32(vdupq_n_f32(1.0f), a); }
+CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) {
+  V(ints) power = V(left)(vaddq_s32(V(to_ints)(n), vdupq_n_s32(127)), 23);
+  return vmulq_f32(a, V(as_floats)(power));
 }
 CPU_INLINE V(vec) V(halves)(const void *p) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p)));
@@ -2247,10 +2314,12 @@ CPU_INLINE void V(transpose)(float *to, int32_t stride, const float *const *row)
 
 #endif
 
-/* e^x within 3 units in the last place: x = n log 2 + r (the coefficients are Cephes'). */
+/* e^x within 3 units in the last place: x = n log 2 + r (the coefficients are Cephes'). Below
+   2^-126 it is 0, as denormal results take 100 times as long; and it does not overflow. */
 CPU_INLINE V(vec) V(exp)(V(vec) x) {
-  V(vec) n, r, p;
-  x = V(min)(V(all)(89.0f), V(max)(V(all)(-104.0f), x));
+  const V(vec) least = V(all)(-87.33f);
+  V(vec) n, r, p, wanted = x;
+  x = V(min)(V(all)(88.3f), V(max)(least, x));
   n = V(round)(V(mul)(x, V(all)(1.44269504f)));
   r = V(fma)(n, V(all)(-0.693359375f), x);
   r = V(fma)(n, V(all)(2.12194440e-4f), r);
@@ -2260,14 +2329,14 @@ CPU_INLINE V(vec) V(exp)(V(vec) x) {
   p = V(fma)(p, r, V(all)(1.6666665459e-1f));
   p = V(fma)(p, r, V(all)(5.0000001201e-1f));
   p = V(fma)(p, V(mul)(r, r), V(add)(r, V(all)(1.0f)));
-  return V(scale)(p, n);
+  return V(unless_below)(V(scale)(p, n), wanted, least);
 }
 
 /* ---- Epilogue ---- */
 
 CPU_INLINE V(vec) V(sigmoid)(V(vec) x) { /* 1 / (1 + e^-x) */
   V(vec) one = V(all)(1.0f);
-  return V(div)(one, V(add)(one, V(exp)(V(mul)(x, V(all)(-1.0f)))));
+  return V(inverse)(V(add)(one, V(exp)(V(mul)(x, V(all)(-1.0f)))));
 }
 
 CPU_INLINE V(vec) V(gelu)(V(vec) v) {
@@ -2302,9 +2371,9 @@ static V(vec) V(rare)(V(vec) v, int32_t n, const tfm_epilogue *e, int32_t row, i
   return V(load)(x);
 }
 
-/* y[row, col .. col + n - 1] = epilogue(v), which is readable up to whole vectors. */
-static void V(epilogue)(float *y, const float *v, int32_t n, const tfm_epilogue *e, int32_t row,
-                        int32_t col) {
+/* See epilogue; act is a constant where this is inlined. */
+CPU_INLINE void V(epilogue_as)(float *y, const float *v, int32_t n, const tfm_epilogue *e,
+                               int32_t row, int32_t col, const tfm_act act) {
   const float *residual = e->residual.data ? cpu_row(e->residual, row) + col : NULL;
   float *aux = e->aux.data ? cpu_row(e->aux, row) + col : NULL;
   V(vec) x;
@@ -2313,11 +2382,23 @@ static void V(epilogue)(float *y, const float *v, int32_t n, const tfm_epilogue 
     x = V(load)(v + j);
     if (e->bias) x = V(add)(x, V(load_some)(e->bias + col + j, n - j));
     if (aux) V(store_some)(aux + j, x, n - j);
-    x = V(act)(x, e->act);
+    x = V(act)(x, act);
     if (e->softcap != 0 || e->dropout.rate > 0) x = V(rare)(x, cpu_min(CPU_LANES, n - j), e, row,
                                                             col + j);
     if (residual) x = V(add)(x, V(load_some)(residual + j, n - j));
     V(store_some)(y + j, x, n - j);
+  }
+}
+
+/* y[row, col .. col + n - 1] = epilogue(v), which is readable up to whole vectors. */
+static void V(epilogue)(float *y, const float *v, int32_t n, const tfm_epilogue *e, int32_t row,
+                        int32_t col) {
+  switch (e->act) {
+    case TFM_ACT_NONE: V(epilogue_as)(y, v, n, e, row, col, TFM_ACT_NONE); return;
+    case TFM_ACT_GELU: V(epilogue_as)(y, v, n, e, row, col, TFM_ACT_GELU); return;
+    case TFM_ACT_GELU_TANH: V(epilogue_as)(y, v, n, e, row, col, TFM_ACT_GELU_TANH); return;
+    case TFM_ACT_SILU: V(epilogue_as)(y, v, n, e, row, col, TFM_ACT_SILU); return;
+    case TFM_ACT_RELU: V(epilogue_as)(y, v, n, e, row, col, TFM_ACT_RELU); return;
   }
 }
 
@@ -2781,12 +2862,13 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
       int32_t first = (int32_t)(s->first - (int64_t)expert * t->w->rows);
       int32_t last = cpu_min(end, s->panel + cpu_panels(s->rows));
       bool blocks = many && cpu_has_blocks((int)s->type);
-      int32_t wide = blocks ? 1 : many ? V(wide) : V(stream);
+      bool tiled = cpu_in_tiles(t, s->type);
+      int32_t wide = tiled ? CPU_OUT / CPU_ROWS : blocks ? 1 : many ? V(wide) : V(stream);
       for (at = begin > s->panel ? begin : s->panel; at < last; at += n) {
         int32_t panel = at - s->panel, col = first + panel * CPU_ROWS;
-        n = last - at < wide ? 1 : wide;
-        if (cpu_tiles_panels(t, s, panel, n, col, worker)) continue;
-        if (blocks) V(block_panels)(t, &slots, s, panel, col, worker);
+        n = last - at >= wide ? wide : tiled ? last - at : 1;
+        if (tiled) cpu_tiles_panels(t, s, panel, n, col, worker);
+        else if (blocks) V(block_panels)(t, &slots, s, panel, col, worker);
         else V(panels)(t, &slots, s, panel, n, col);
       }
     }
@@ -2801,7 +2883,7 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
   t->brains = TFM_CPU_BF16_TILES && t->tiles && cpu_is_brain(t->w);
   t->quantised = t->brains || cpu_is_quantised(t->w) ? cpu_quantised_at(d) : NULL;
   t->quantised_bytes = t->brains ? cpu_brain_bytes(t->x.cols) : cpu_quantised_bytes(t->x.cols);
-  if (t->quantised) most = cpu_quantised_rows(most, t->quantised_bytes);
+  if (t->quantised) most = cpu_quantised_rows(most, t->quantised_bytes, t->tiles);
   for (t->first = 0; t->first < t->x.rows; t->first += t->rows) {
     t->rows = cpu_min(most, t->x.rows - t->first);
     if (t->quantised)
@@ -2830,11 +2912,122 @@ static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
   else V(matmul_moe_rows)(d, y, x, w, r, spread);
 }
 
+/* ---- norm, rope, glu ---- */
+
+/* y = residual + (x - mean) * deviation^-1 * (w + offset) + b, of n values. */
+static void V(norm_vector)(const cpu_norm_job *t, float *y, const float *x, const float *residual,
+                           int32_t n, float *stats) {
+  const V(vec) offset = V(all)(t->p->offset);
+  V(vec) sum = V(all)(0.0f), minus = sum, inverse, v;
+  float mean = 0, means[CPU_LANES];
+  int32_t i;
+  for (i = 0; i < n && t->p->kind == TFM_NORM_LAYER; i += CPU_LANES)
+    sum = V(add)(sum, V(load_some)(x + i, n - i));
+  if (t->p->kind == TFM_NORM_LAYER) mean = V(sum_of)(sum) / (float)n;
+  V(store)(means, minus = V(all)(-mean));
+  for (i = 0, sum = V(all)(0.0f); i < n; i += CPU_LANES) { /* beyond n, nothing is subtracted */
+    v = V(add)(V(load_some)(x + i, n - i), V(load_some)(means, n - i));
+    sum = V(fma)(v, v, sum);
+  }
+  stats[0] = mean;
+  stats[1] = 1.0f / sqrtf(V(sum_of)(sum) / (float)n + t->p->eps);
+  inverse = V(all)(stats[1]);
+  for (i = 0; i < n; i += CPU_LANES) {
+    v = V(mul)(V(add)(V(load_some)(x + i, n - i), minus), inverse);
+    v = V(mul)(v, V(add)(V(load_some)(t->w + i, n - i), offset));
+    if (t->b) v = V(add)(v, V(load_some)(t->b + i, n - i));
+    if (residual) v = V(add)(v, V(load_some)(residual + i, n - i));
+    V(store_some)(y + i, v, n - i);
+  }
+}
+
+static void V(norm_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_norm_job *t = (const cpu_norm_job *)context;
+  int32_t n = t->x.cols / t->groups, i, g;
+  float own[2];
+  (void)worker;
+  for (i = begin; i < end; i++)
+    for (g = 0; g < t->groups; g++)
+      V(norm_vector)(t, cpu_row(t->y, i) + g * n, cpu_row(t->x, i) + g * n,
+                     t->residual.data ? cpu_row(t->residual, i) + g * n : NULL, n,
+                     t->stats ? t->stats + 2 * ((int64_t)i * t->groups + g) : own);
+}
+
+static void V(norm)(tfm_dev *d, tfm_mat y, tfm_mat x, const float *w, const float *b,
+                    tfm_mat residual, float *stats, const tfm_norm *p) {
+  cpu_norm_job t = {y, x, residual, w, b, stats, p, p->groups > 0 ? p->groups : 1};
+  tfm_parallel_for(d, x.rows, cpu_grain(4 * (int64_t)x.cols), V(norm_rows), &t);
+}
+
+/* Pairs first .. first + n - 1 of a head, by the angles' cosines and sines. */
+static void V(rope_head)(float *x, const tfm_rope *p, int32_t first, int32_t n, const float *c,
+                         const float *s) {
+  float *a = x + first, *b = a + p->rot / 2;
+  int32_t i;
+  for (i = 0; i < n && p->interleaved; i++) {
+    float *pair = x + 2 * (first + i), u = pair[0], v = pair[1];
+    pair[0] = u * c[i] - v * s[i];
+    pair[1] = v * c[i] + u * s[i];
+  }
+  for (i = 0; i < n && !p->interleaved; i += CPU_LANES) {
+    V(vec) u = V(load_some)(a + i, n - i), v = V(load_some)(b + i, n - i);
+    V(vec) cosine = V(load)(c + i), sine = V(load)(s + i);
+    V(store_some)(a + i, V(fma)(V(mul)(v, sine), V(all)(-1.0f), V(mul)(u, cosine)), n - i);
+    V(store_some)(b + i, V(fma)(u, sine, V(mul)(v, cosine)), n - i);
+  }
+}
+
+static void V(rope_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_rope_job *t = (const cpu_rope_job *)context;
+  const tfm_rope *p = t->p;
+  float c[CPU_ANGLES], s[CPU_ANGLES];
+  int32_t row, first, head, i, n;
+  (void)worker;
+  for (row = begin; row < end; row++)
+    for (first = 0; first < p->rot / 2; first += n) {
+      n = cpu_min(CPU_ANGLES, p->rot / 2 - first);
+      for (i = 0; i < n; i++) {
+        float angle = (float)t->pos[row] * p->inv_freq[first + i];
+        c[i] = cosf(angle) * p->scale;
+        s[i] = (p->inverse ? -sinf(angle) : sinf(angle)) * p->scale;
+      }
+      for (head = 0; head < t->x.cols; head += p->head_width)
+        V(rope_head)(cpu_row(t->x, row) + head, p, first, n, c, s);
+    }
+}
+
+static void V(rope)(tfm_dev *d, tfm_mat x, const int32_t *pos, const tfm_rope *p) {
+  cpu_rope_job t = {x, pos, p};
+  tfm_parallel_for(d, x.rows, cpu_grain(8 * (int64_t)x.cols), V(rope_rows), &t);
+}
+
+static void V(glu_strips)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_glu_job *t = (const cpu_glu_job *)context;
+  int32_t item, j;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item / t->strips, col = item % t->strips * CPU_STRIP;
+    int32_t n = cpu_min(CPU_STRIP, t->y.cols - col);
+    const float *gate = cpu_row(t->gate_up, row) + col, *up = gate + t->y.cols;
+    float *y = cpu_row(t->y, row) + col;
+    for (j = 0; j < n; j += CPU_LANES)
+      V(store_some)(y + j, V(mul)(V(act)(V(load_some)(gate + j, n - j), t->act),
+                                  V(load_some)(up + j, n - j)), n - j);
+  }
+}
+
+static void V(glu)(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
+  cpu_glu_job t = {y, gate_up, act, (y.cols + CPU_STRIP - 1) / CPU_STRIP};
+  tfm_parallel_for(d, y.rows * t.strips, 4, V(glu_strips), &t);
+}
+
 /* ---- attn ----
-   Keys are taken in tiles of 32 positions, from multiples of 32 on, whoever looks at them. A tile
-   of keys is made a panel of F32 weights, and so are its values, 32 columns at a time: the tiles of
-   matmul then multiply queries by keys, and probabilities by values. All query heads and rows that
-   see the tile share it. The softmax is computed as it comes (Milakov and Gimelshein 2018). */
+   Keys are taken in tiles of 64 positions, from multiples of 64 on, whoever looks at them. A tile
+   of keys is made two panels of F32 weights, and so are its values, 32 columns at a time: the tiles
+   of matmul then multiply queries by keys, and probabilities by values. All query heads and rows
+   that see the tile share it. The softmax is computed as it comes (Milakov and Gimelshein 2018),
+   for each piece of 512 positions by itself; pieces are then added up in their order. So where
+   there are fewer items than threads, these share the pieces of long rows, and no bit changes. */
 
 /* 32 floats from a block of Q8_0. */
 static void V(widen_block)(float *to, const uint8_t *from) {
@@ -2855,7 +3048,9 @@ static void V(widen)(float *to, const uint8_t *from, tfm_type type, int32_t n) {
   for (i = 0; i < n && type == TFM_Q8_0; i += 32) V(widen_block)(to + i, from + i / 32 * 34);
   if (type == TFM_Q8_0) return;
   if (type == TFM_F32) {
-    memcpy(to, from, (size_t)n * sizeof *to);
+    for (i = 0; i + CPU_LANES <= n; i += CPU_LANES)
+      V(store)(to + i, V(load)((const float *)(const void *)from + i));
+    memcpy(to + i, from + 4 * i, (size_t)(n - i) * sizeof *to);
     return;
   }
   for (i = 0; i + CPU_LANES <= n; i += CPU_LANES)
@@ -2873,7 +3068,8 @@ static void V(pack_keys)(float *panel, float *rows, const cpu_attn_job *t, const
   const int32_t width = t->kv->width, stride = (width + 7) / 8 * 8;
   const float *row[8];
   int32_t i, j, k;
-  memset(rows, 0, (size_t)(CPU_ROWS * stride) * sizeof *rows);
+  if (first > 0 || end < CPU_ROWS || stride > width)
+    memset(rows, 0, (size_t)(CPU_ROWS * stride) * sizeof *rows);
   for (i = first; i < end; i++)
     V(widen)(rows + i * stride, cpu_kv_at(t->kv, run, base + i, value), cpu_kv_type(t->kv), width);
   for (i = 0; i < CPU_ROWS; i += 8)
@@ -2883,51 +3079,53 @@ static void V(pack_keys)(float *panel, float *rows, const cpu_attn_job *t, const
     }
 }
 
-/* Panels of values, or keys, 32 columns each: [32][32]. */
+/* Panels of values, or keys, of n positions, 32 columns each: [n][32]. */
 static void V(pack_values)(float *panel, const cpu_attn_job *t, const cpu_run *run, int32_t base,
-                           int32_t first, int32_t end, bool value) {
+                           int32_t first, int32_t end, int32_t n, bool value) {
+  const tfm_type type = cpu_kv_type(t->kv);
   const int32_t width = t->kv->width;
   int32_t i, col;
-  memset(panel, 0, (size_t)(cpu_panels(width) * CPU_ROWS * CPU_ROWS) * sizeof *panel);
+  if (first > 0 || end < n || width % CPU_ROWS)
+    memset(panel, 0, (size_t)(cpu_panels(width) * n * CPU_ROWS) * sizeof *panel);
   for (i = first; i < end; i++) {
     const uint8_t *from = cpu_kv_at(t->kv, run, base + i, value);
-    tfm_type type = cpu_kv_type(t->kv);
     for (col = 0; col < width; col += CPU_ROWS)
-      V(widen)(panel + (col + i) * CPU_ROWS, from + cpu_span(type, col), type,
+      V(widen)(panel + (col / CPU_ROWS * n + i) * CPU_ROWS, from + cpu_span(type, col), type,
                cpu_min(CPU_ROWS, width - col));
   }
 }
 
 typedef struct V(query) { /* one head of one row */
   const float *q;
-  float *y;
+  float *y, *sums; /* of the pieces so far; of a piece: [CPU_SUMS + width] */
   float max, sum;
   int32_t first, last; /* positions that it sees */
 } V(query);
 
-/* Scores of a tile become exponentials below the new maximum; returns what y has to be scaled by.
-   Places outside first .. end-1 are masked. */
-static float V(softmax)(V(query) *q, float *score, int32_t first, int32_t end, const tfm_attn *p) {
+/* n scores become exponentials below the new maximum; returns what earlier sums have to be scaled
+   by. Places outside first .. end-1 are masked. */
+static float V(softmax)(float *sums, float *score, int32_t n, int32_t first, int32_t end,
+                        const tfm_attn *p) {
   V(vec) top = V(all)(-3e38f), sum = V(all)(0.0f), x;
   float best, correction;
   int32_t i;
-  for (i = 0; i < CPU_ROWS; i += CPU_LANES)
+  for (i = 0; i < n; i += CPU_LANES)
     V(store)(score + i, V(mul)(V(load)(score + i), V(all)(p->scale)));
-  for (i = 0; i < CPU_ROWS && p->softcap != 0; i++)
+  for (i = 0; i < n && p->softcap != 0; i++)
     score[i] = p->softcap * tanhf(score[i] / p->softcap);
   for (i = 0; i < first; i++) score[i] = -INFINITY;
-  for (i = end; i < CPU_ROWS; i++) score[i] = -INFINITY;
-  for (i = 0; i < CPU_ROWS; i += CPU_LANES) top = V(max)(top, V(load)(score + i));
+  for (i = end; i < n; i++) score[i] = -INFINITY;
+  for (i = 0; i < n; i += CPU_LANES) top = V(max)(top, V(load)(score + i));
   best = V(max_of)(top);
-  best = best > q->max ? best : q->max;
-  correction = V(first_of)(V(exp)(V(all)(q->max - best)));
-  for (i = 0; i < CPU_ROWS; i += CPU_LANES) {
+  best = best > sums[0] ? best : sums[0];
+  correction = V(first_of)(V(exp)(V(all)(sums[0] - best)));
+  for (i = 0; i < n; i += CPU_LANES) {
     x = V(exp)(V(add)(V(load)(score + i), V(all)(-best)));
     V(store)(score + i, x);
     sum = V(add)(sum, x);
   }
-  q->sum = q->sum * correction + V(sum_of)(sum);
-  q->max = best;
+  sums[1] = sums[1] * correction + V(sum_of)(sum);
+  sums[0] = best;
   return correction;
 }
 
@@ -2939,78 +3137,194 @@ static void V(carry)(float *y, const float *v, int32_t n, float correction) {
                   n - i);
 }
 
-/* As many queries as a tile of matmul has rows see the keys from `base` on; returns how many. */
+/* As many queries as a tile of matmul has rows see the keys from `base` on, in so many panels;
+   returns how many. */
 static int32_t V(attn_tile)(const cpu_attn_job *t, V(query) *q, int32_t queries, int32_t base,
-                            const float *keys, const float *values) {
-  const int32_t width = t->kv->width;
-  const size_t panel = CPU_ROWS * CPU_ROWS * sizeof *values;
+                            int32_t panels, const float *keys, const float *values) {
+  const int32_t width = t->kv->width, of_keys = (width + 7) / 8 * 8 * CPU_ROWS;
+  const size_t panel = CPU_KEYS * CPU_ROWS * sizeof *values;
   float score[CPU_TILE * CPU_OUT], out[CPU_TILE * CPU_OUT], correction[CPU_TILE];
   const void *x[CPU_TILE];
-  const cpu_tile_row *tile = V(tile_for)(TFM_F32, queries, 1);
-  int32_t i, col, n, rows = tile->rows;
+  int32_t i, col, n, rows = V(tile_for)(TFM_F32, queries, 1)->rows;
   for (i = 0; i < rows; i++) x[i] = q[i].q;
-  tile->run(score, x, (const uint8_t *)keys, 0, width);
+  panels = cpu_min(panels, cpu_panels(q[rows - 1].last + 1 - base)); /* nobody sees more */
+  for (i = 0; i < panels; i += n) {
+    n = panels - i >= V(wide) ? V(wide) : 1;
+    V(tile_for)(TFM_F32, rows, n)
+        ->run(score + i * CPU_ROWS, x, (const uint8_t *)(keys + i * of_keys),
+              (size_t)of_keys * sizeof *keys, width);
+  }
   for (i = 0; i < rows; i++) {
-    int32_t first = cpu_min(CPU_ROWS, q[i].first - base);
-    int32_t end = cpu_min(CPU_ROWS, q[i].last + 1 - base);
-    correction[i] = V(softmax)(&q[i], score + i * CPU_OUT, first, end, t->p);
+    int32_t first = cpu_min(panels * CPU_ROWS, q[i].first - base);
+    int32_t end = cpu_min(panels * CPU_ROWS, q[i].last + 1 - base);
     x[i] = score + i * CPU_OUT;
+    correction[i] =
+        V(softmax)(q[i].sums, score + i * CPU_OUT, panels * CPU_ROWS, first, end, t->p);
   }
   for (col = 0; col < width; col += n * CPU_ROWS) {
     n = width - col >= V(wide) * CPU_ROWS ? V(wide) : 1;
     V(tile_for)(TFM_F32, rows, n)
-        ->run(out, x, (const uint8_t *)(values + col * CPU_ROWS), panel, CPU_ROWS);
+        ->run(out, x, (const uint8_t *)(values + col * CPU_KEYS), panel, panels * CPU_ROWS);
     for (i = 0; i < rows; i++)
-      V(carry)(q[i].y + col, out + i * CPU_OUT, cpu_min(n * CPU_ROWS, width - col), correction[i]);
+      V(carry)(q[i].sums + CPU_SUMS + col, out + i * CPU_OUT, cpu_min(n * CPU_ROWS, width - col),
+               correction[i]);
   }
   return rows;
 }
 
-static void V(attn_run)(const cpu_attn_job *t, const cpu_run *run, float *keys) {
-  float *values = keys + CPU_WIDTH * CPU_ROWS;
-  int32_t queries = run->rows * t->group, last = run->pos + run->rows - 1, width = t->kv->width;
-  int32_t first = cpu_first_key(t->p, run->pos), base, i, j;
-  V(query) query[CPU_QUERIES];
-  for (i = 0; i < queries; i++) {
-    V(query) *q = &query[i];
+/* The queries of a run; their sums, of a piece, one after the other. Returns how many. */
+static int32_t V(attn_queries)(const cpu_attn_job *t, const cpu_run *run, V(query) *query,
+                               float *sums) {
+  const int32_t queries = run->rows * t->group, width = t->kv->width;
+  int32_t i;
+  for (i = 0; i < queries; i++, query++, sums += CPU_SUMS + width) {
     int32_t row = run->row + i / t->group, at = (run->head * t->group + i % t->group) * width;
-    q->q = cpu_row(t->q, row) + at;
-    q->y = cpu_row(t->y, row) + at;
-    q->last = t->rows->pos[row];
-    q->first = cpu_first_key(t->p, q->last);
-    q->max = -3e38f;
-    q->sum = 0;
-    memset(q->y, 0, (size_t)width * sizeof *q->y);
+    query->q = cpu_row(t->q, row) + at;
+    query->y = cpu_row(t->y, row) + at;
+    query->sums = sums;
+    query->last = t->rows->pos[row];
+    query->first = cpu_first_key(t->p, query->last);
+    query->max = -3e38f;
+    query->sum = 0;
   }
-  for (base = first / CPU_ROWS * CPU_ROWS; base <= last; base += CPU_ROWS) {
-    int32_t begin = first > base ? first - base : 0, end = cpu_min(CPU_ROWS, last + 1 - base);
-    V(pack_keys)(keys, values, t, run, base, begin, end, false);
-    V(pack_values)(values, t, run, base, begin, end, true);
-    for (i = 0; i < queries && query[i].last < base;) i++;
-    while (i < queries) i += V(attn_tile)(t, query + i, queries - i, base, keys, values);
-  }
+  return queries;
+}
+
+/* A run's sums of a piece. work: of the thread. */
+static void V(attn_piece)(const cpu_attn_job *t, const cpu_run *run, V(query) *query, int32_t piece,
+                          float *work) {
+  float *keys = work, *values = work + CPU_WIDTH * CPU_KEYS;
+  const int32_t queries = run->rows * t->group, width = t->kv->width;
+  const int32_t last = cpu_min(run->pos + run->rows, (piece + 1) * CPU_PIECE) - 1;
+  int32_t first = cpu_first_key(t->p, run->pos), base, i;
+  if (first < piece * CPU_PIECE) first = piece * CPU_PIECE;
   for (i = 0; i < queries; i++) {
-    int32_t head = run->head * t->group + i % t->group;
-    for (j = 0; j < width; j++) query[i].y[j] /= query[i].sum;
-    if (t->lse)
-      t->lse[(int64_t)(run->row + i / t->group) * t->p->heads + head] =
-          query[i].max + logf(query[i].sum);
+    memset(query[i].sums, 0, (size_t)(CPU_SUMS + width) * sizeof *query->sums);
+    query[i].sums[0] = -3e38f;
+  }
+  for (base = first / CPU_KEYS * CPU_KEYS; base <= last; base += CPU_KEYS) {
+    int32_t begin = first > base ? first - base : 0, end = cpu_min(CPU_KEYS, last + 1 - base);
+    for (i = 0; i < end; i += CPU_ROWS)
+      V(pack_keys)(keys + i * ((width + 7) / 8 * 8), values, t, run, base + i,
+                   begin > i ? cpu_min(CPU_ROWS, begin - i) : 0, cpu_min(CPU_ROWS, end - i), false);
+    V(pack_values)(values, t, run, base, begin, end, CPU_KEYS, true);
+    for (i = 0; i < queries && query[i].last < base;) i++;
+    while (i < queries)
+      i += V(attn_tile)(t, query + i, queries - i, base, cpu_panels(end), keys, values);
   }
 }
 
-/* Items are (kv head, some rows), rows running fastest. */
+/* Another piece is added to those before it, unless it is empty, or the first. */
+static void V(attn_add)(V(query) *q, const float *sums, int32_t width) {
+  float best = q->max > sums[0] ? q->max : sums[0];
+  float of_old = V(first_of)(V(exp)(V(all)(q->max - best)));
+  float of_new = V(first_of)(V(exp)(V(all)(sums[0] - best)));
+  int32_t i;
+  if (sums[1] == 0) return;
+  if (q->sum == 0) {
+    memcpy(q->y, sums + CPU_SUMS, (size_t)width * sizeof *q->y);
+    q->max = sums[0];
+    q->sum = sums[1];
+    return;
+  }
+  for (i = 0; i < width; i += CPU_LANES) {
+    V(vec) more = V(mul)(V(load_some)(sums + CPU_SUMS + i, width - i), V(all)(of_new));
+    V(store_some)(q->y + i, V(fma)(V(load_some)(q->y + i, width - i), V(all)(of_old), more),
+                  width - i);
+  }
+  q->sum = q->sum * of_old + sums[1] * of_new;
+  q->max = best;
+}
+
+static void V(attn_finish)(const cpu_attn_job *t, const cpu_run *run, const V(query) *query) {
+  const int32_t queries = run->rows * t->group;
+  int32_t i, j;
+  for (i = 0; i < queries; i++, query++) {
+    int32_t head = run->head * t->group + i % t->group;
+    for (j = 0; j < t->kv->width; j++) query->y[j] /= query->sum;
+    if (t->lse)
+      t->lse[(int64_t)(run->row + i / t->group) * t->p->heads + head] =
+          query->max + logf(query->sum);
+  }
+}
+
+/* Pieces that a run's rows see: the first, and the one after the last. */
+static int32_t V(attn_pieces)(const cpu_attn_job *t, const cpu_run *run, int32_t *end) {
+  *end = cpu_pieces(run->pos + run->rows);
+  return cpu_first_key(t->p, run->pos) / CPU_PIECE;
+}
+
+/* Item i of (kv head, some rows), rows running fastest: the first run, and the row after the last
+   one. False: none. */
+static bool V(attn_item)(const cpu_attn_job *t, int32_t item, cpu_run *run, int32_t *last) {
+  int32_t row = item % t->tiles * t->tile;
+  run->head = item / t->tiles;
+  *last = cpu_min(row + t->tile, t->rows->n);
+  return cpu_run_next(run, t->rows, row, *last);
+}
+
 static void V(attn_items)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_attn_job *t = (const cpu_attn_job *)context;
   float *work = t->work + (size_t)worker * (CPU_TILE_BYTES / sizeof *t->work);
-  int32_t item, row, last;
+  int32_t item, last, piece, pieces, i, queries;
+  V(query) query[CPU_QUERIES];
   cpu_run run;
-  for (item = begin; item < end; item++) {
-    run.head = item / t->tiles;
-    row = item % t->tiles * t->tile;
-    last = cpu_min(row + t->tile, t->rows->n);
-    for (; cpu_run_next(&run, t->rows, row, last); row = run.row + run.rows)
-      V(attn_run)(t, &run, work);
-  }
+  bool more;
+  for (item = begin; item < end; item++)
+    for (more = V(attn_item)(t, item, &run, &last); more;
+         more = cpu_run_next(&run, t->rows, run.row + run.rows, last)) {
+      queries = V(attn_queries)(t, &run, query, work + 2 * CPU_WIDTH * CPU_KEYS);
+      for (piece = V(attn_pieces)(t, &run, &pieces); piece < pieces; piece++) {
+        V(attn_piece)(t, &run, query, piece, work);
+        for (i = 0; i < queries; i++) V(attn_add)(&query[i], query[i].sums, t->kv->width);
+      }
+      V(attn_finish)(t, &run, query);
+    }
+}
+
+/* Where the sums of a piece of a run lie, when threads share the pieces of an item. */
+static float *V(attn_sums)(const cpu_attn_job *t, int32_t item, int32_t piece, const cpu_run *run) {
+  const int64_t of_row = (int64_t)t->group * (CPU_SUMS + t->kv->width);
+  return t->sums + (((int64_t)item * t->pieces + piece) * t->tile + run->row % t->tile) * of_row;
+}
+
+/* Items have pieces, running fastest. */
+static void V(attn_share)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_attn_job *t = (const cpu_attn_job *)context;
+  float *work = t->work + (size_t)worker * (CPU_TILE_BYTES / sizeof *t->work);
+  int32_t item, last, piece, pieces, first;
+  V(query) query[CPU_QUERIES];
+  cpu_run run;
+  bool more;
+  for (item = begin; item < end; item++)
+    for (more = V(attn_item)(t, item / t->pieces, &run, &last); more;
+         more = cpu_run_next(&run, t->rows, run.row + run.rows, last)) {
+      piece = item % t->pieces;
+      first = V(attn_pieces)(t, &run, &pieces);
+      if (piece < first || piece >= pieces) continue;
+      V(attn_queries)(t, &run, query, V(attn_sums)(t, item / t->pieces, piece, &run));
+      V(attn_piece)(t, &run, query, piece, work);
+    }
+}
+
+static void V(attn_collect)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_attn_job *t = (const cpu_attn_job *)context;
+  int32_t item, last, piece, pieces, i, queries;
+  V(query) query[CPU_QUERIES];
+  cpu_run run;
+  bool more;
+  (void)worker;
+  for (item = begin; item < end; item++)
+    for (more = V(attn_item)(t, item, &run, &last); more;
+         more = cpu_run_next(&run, t->rows, run.row + run.rows, last)) {
+      queries = V(attn_queries)(t, &run, query, NULL);
+      for (piece = V(attn_pieces)(t, &run, &pieces); piece < pieces; piece++) {
+        const float *sums = V(attn_sums)(t, item, piece, &run);
+        for (i = 0; i < queries; i++, sums += CPU_SUMS + t->kv->width)
+          V(attn_add)(&query[i], sums, t->kv->width);
+      }
+      V(attn_finish)(t, &run, query);
+    }
 }
 
 /* What debugging asks for, dropout, and odd shapes are left to the reference. */
@@ -3020,16 +3334,37 @@ static bool V(attn_declines)(const cpu_attn_job *t) {
          (!t->kv->table && !cpu_rows_are_whole(t->rows));
 }
 
+/* Whether threads share pieces: there are few items, of long rows, and room for their sums, which
+   is one whole context's (cpu_work_bytes). */
+static bool V(attn_shares)(const tfm_dev *d, cpu_attn_job *t) {
+  const int64_t of_piece = (int64_t)t->p->heads * (CPU_SUMS + t->kv->width) * 4;
+  const int64_t room = ((int64_t)t->kv->max_pages - 1) * t->kv->page_tokens / CPU_PIECE + 1;
+  int64_t sums;
+  int32_t i, longest = 0;
+  for (i = 0; i < t->rows->n; i++)
+    if (t->rows->seq[i] >= 0 && t->rows->pos[i] >= longest) longest = t->rows->pos[i] + 1;
+  t->pieces = cpu_pieces(longest);
+  sums = (int64_t)t->tile * t->tiles * t->pieces;
+  return t->kv->table && t->pieces > 1 && t->kv->heads * t->tiles < 2 * d->threads &&
+         d->threads > 1 && sums <= room && sums * of_piece <= CPU_PARTS;
+}
+
 static void V(attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tfm_rows *rows,
                     float *lse, const tfm_attn *p) {
-  cpu_attn_job t = {y, q, kv, rows, p, p->heads / kv->heads, 1, 0, (float *)d->work, lse};
+  cpu_attn_job t = {y, q, kv, rows, p, p->heads / kv->heads, 1, 0, (float *)d->work, lse, NULL, 0};
+  int32_t runs = cpu_runs(rows);
   if (V(attn_declines)(&t)) {
     tfm_backend_ref()->attn(d, y, q, kv, rows, lse, p);
     return;
   }
-  t.tile = CPU_QUERIES / t.group;
+  /* rows of one sequence share its keys; others might as well be apart */
+  t.tile = cpu_min(CPU_QUERIES / t.group, runs ? (rows->n + runs - 1) / runs : 1);
   t.tiles = (rows->n + t.tile - 1) / t.tile;
-  tfm_parallel_for(d, kv->heads * t.tiles, 1, V(attn_items), &t);
+  if (V(attn_shares)(d, &t)) {
+    t.sums = (float *)(void *)cpu_quantised_at(d);
+    tfm_parallel_for(d, kv->heads * t.tiles * t.pieces, 1, V(attn_share), &t);
+    tfm_parallel_for(d, kv->heads * t.tiles, 1, V(attn_collect), &t);
+  } else tfm_parallel_for(d, kv->heads * t.tiles, 1, V(attn_items), &t);
 }
 
 /* ---- Training: products ----
@@ -3151,14 +3486,16 @@ static void V(finish)(const cpu_gemm *t, int32_t row, int32_t col, const float *
 
 typedef struct V(gemm_part) { /* of an item: rows and columns whose sums wait together */
   int32_t row, rows, col, panels;
+  int32_t waiting;          /* rows of sums: all, or a tile's where there are no more terms */
   int32_t k, depth;         /* the terms at hand */
-  float *b, *sums, *turned; /* [panels][depth][32], [panels / 4][rows][128], [some][depth + 16] */
+  float *b, *sums; /* [panels][depth][32], [panels / 4][waiting][128] */
+  float *turned;   /* [some][depth + 16] */
 } V(gemm_part);
 
-/* The sums of a row, in panels from `panel` on. */
+/* The sums of the row that waits as number `row`, in panels from `panel` on. */
 CPU_INLINE float *V(sums_at)(const V(gemm_part) *p, int32_t row, int32_t panel) {
   const int32_t abreast = CPU_OUT / CPU_ROWS;
-  return p->sums + ((int64_t)(panel / abreast) * p->rows + row) * CPU_OUT +
+  return p->sums + ((int64_t)(panel / abreast) * p->waiting + row) * CPU_OUT +
          panel % abreast * CPU_ROWS;
 }
 
@@ -3188,7 +3525,7 @@ static void V(pack_down)(const cpu_gemm *t, const V(gemm_part) *p) {
   }
 }
 
-/* Sums of row .. row + rows - 1 (+)= rows of a times the packed panels. */
+/* Sums number row .. row + rows - 1 (+)= rows of a times the packed panels. */
 static void V(gemm_tile)(const V(gemm_part) *p, int32_t row, int32_t rows, const void *const *x) {
   float out[CPU_TILE * CPU_OUT];
   size_t bytes = (size_t)p->depth * CPU_ROWS * sizeof *p->b;
@@ -3223,6 +3560,7 @@ static void V(gemm_rows)(const cpu_gemm *t, const V(gemm_part) *p) {
   bool last = p->k + p->depth == t->depth;
   const void *x[CPU_TILE];
   for (row = 0; row < p->rows; row += rows) {
+    int32_t slot = p->waiting < p->rows ? 0 : row; /* number of the first of these rows' sums */
     if (t->form == CPU_DW && row % at == 0)
       V(turn_a)(t, p->turned, stride, p->row + row, cpu_min(at, p->rows - row), p->k, p->depth);
     rows = V(tile_for)(TFM_F32, p->rows - row, 1)->rows;
@@ -3230,11 +3568,11 @@ static void V(gemm_rows)(const cpu_gemm *t, const V(gemm_part) *p) {
       x[i] = t->form == CPU_DW ? p->turned + (int64_t)((row + i) % at) * stride
                                : cpu_gemm_a(t, p->row + row + i) + p->k;
     if (last) V(gemm_expect)(t, p, row, rows, cols);
-    V(gemm_tile)(p, row, rows, x);
+    V(gemm_tile)(p, slot, rows, x);
     for (i = 0; i < rows && last; i++)
       for (j = 0; j < cols; j += CPU_OUT)
         V(finish)(t, cpu_gemm_c(t, p->row + row + i), p->col + j,
-                  V(sums_at)(p, row + i, j / CPU_ROWS), cpu_min(CPU_OUT, cols - j));
+                  V(sums_at)(p, slot + i, j / CPU_ROWS), cpu_min(CPU_OUT, cols - j));
   }
 }
 
@@ -3243,6 +3581,7 @@ static void V(gemm_part_run)(const cpu_gemm *t, V(gemm_part) *p, bool packed) {
   int32_t blocks = (t->depth + CPU_DEPTH - 1) / CPU_DEPTH, i;
   int32_t most = ((t->depth + blocks - 1) / blocks + 7) / 8 * 8;
   bool pack = blocks > 1 || !packed;
+  p->waiting = blocks > 1 ? p->rows : CPU_TILE; /* so few stay in the first cache */
   for (p->k = 0; p->k < t->depth; p->k += p->depth) {
     p->depth = cpu_min(most, t->depth - p->k);
     if (pack && t->form != CPU_FORWARD) V(pack_down)(t, p);
@@ -3393,8 +3732,9 @@ static void V(glu_bwd)(tfm_dev *d, tfm_mat dgate_up, tfm_mat dy, tfm_mat gate_up
 
 /* dx of one vector of n values, with g = dy (w + offset):
    deviation^-1 (g - mean of g - xhat * mean of g xhat), the first mean for layer norms only. */
-static void V(norm_bwd_vector)(const cpu_norm_job *t, float *dx, const float *dy, const float *x,
-                               const float *residual, int32_t n, const float *stats) {
+static void V(norm_bwd_vector)(const cpu_norm_bwd_job *t, float *dx, const float *dy,
+                               const float *x, const float *residual, int32_t n,
+                               const float *stats) {
   const V(vec) offset = V(all)(t->p->offset), minus = V(all)(-stats[0]), inverse = V(all)(stats[1]);
   V(vec) sum = V(all)(0.0f), product = sum, g, xhat, mean, slope;
   int32_t i;
@@ -3416,7 +3756,7 @@ static void V(norm_bwd_vector)(const cpu_norm_job *t, float *dx, const float *dy
 }
 
 static void V(norm_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
-  const cpu_norm_job *t = (const cpu_norm_job *)context;
+  const cpu_norm_bwd_job *t = (const cpu_norm_bwd_job *)context;
   int32_t n = t->x.cols / t->groups, i, g;
   (void)worker;
   for (i = begin; i < end; i++)
@@ -3429,7 +3769,7 @@ static void V(norm_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t 
 
 /* Columns [begin, end) of dw and db, over all rows and groups; at most a vector at a time. */
 static void V(norm_bwd_columns)(void *context, int32_t begin, int32_t end, int32_t worker) {
-  const cpu_norm_job *t = (const cpu_norm_job *)context;
+  const cpu_norm_bwd_job *t = (const cpu_norm_bwd_job *)context;
   int32_t n = t->x.cols / t->groups, row, g, i, some;
   V(vec) dw, db, dy, xhat;
   (void)worker;
@@ -3452,7 +3792,7 @@ static void V(norm_bwd_columns)(void *context, int32_t begin, int32_t end, int32
 
 static void V(norm_bwd)(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy, tfm_mat x,
                         const float *w, tfm_mat residual, const float *stats, const tfm_norm *p) {
-  cpu_norm_job t = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1};
+  cpu_norm_bwd_job t = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1};
   tfm_parallel_for(d, x.cols / t.groups, CPU_LANES, V(norm_bwd_columns),
                    &t); /* first: dx may lie over dy */
   tfm_parallel_for(d, x.rows, cpu_grain(8 * (int64_t)x.cols), V(norm_bwd_rows), &t);
@@ -3596,7 +3936,7 @@ static void V(attn_bwd_keys)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, con
   int32_t first = base > pos ? base - pos : 0, row, keys = run->row + base;
   V(pack_keys)(k->keys, k->dk, a, run, base, 0, end, false);
   V(pack_keys)(k->values, k->dk, a, run, base, 0, end, true);
-  V(pack_values)(k->rows, a, run, base, 0, end, false);
+  V(pack_values)(k->rows, a, run, base, 0, end, CPU_ROWS, false);
   for (row = first; row < n;) row += V(attn_bwd_tile)(t, k, row, n - row, pos, base);
   V(attn_bwd_sums)(k->dk, k->q, k->ds, width, first, n - first);
   V(attn_bwd_sums)(k->dv, k->dy, k->p, width, first, n - first);
@@ -3643,7 +3983,7 @@ static void V(attn_bwd)(tfm_dev *d, tfm_mat dq, tfm_mat dk, tfm_mat dv, tfm_mat 
                         tfm_mat q, const tfm_kv *kv, const tfm_rows *rows, const float *lse,
                         const tfm_attn *p) {
   cpu_attn_bwd_job t = {{y, q, kv, rows, p, p->heads / kv->heads, 0, 0, NULL,
-                         (float *)(uintptr_t)lse}, /* only read here */
+                         (float *)(uintptr_t)lse, NULL, 0}, /* only read here */
                         dq, dk, dv, dy, 0, cpu_quantised_at(d)};
   int32_t i;
   if (V(attn_declines)(&t.attn)) {

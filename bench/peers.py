@@ -3,6 +3,7 @@
 
 bench/peers.py llama_cpp FILE.gguf PROMPT TOKENS THREADS    llama-cpp-python from PyPI
 bench/peers.py torch FOLDER PROMPT TOKENS THREADS           transformers and torch, float32
+bench/peers.py sequences FILE.gguf N TOKENS THREADS         llama.cpp, N texts at a time: one number
 """
 
 import sys
@@ -43,6 +44,37 @@ def llama_cpp(path, prompt, tokens, threads):
     return pp, timed(write)
 
 
+def sequences(path, count, tokens, threads):
+    """As our bench --batch: each text goes on with its likeliest token; their rates are added up."""
+    import llama_cpp as ll
+    import numpy as np
+
+    ll.llama_backend_init()
+    model = ll.llama_model_load_from_file(path.encode(), ll.llama_model_default_params())
+    how = ll.llama_context_default_params()
+    how.n_ctx, how.n_batch, how.n_ubatch, how.n_seq_max = count * 2 * (tokens + 8), 512, 512, count
+    how.n_threads = how.n_threads_batch = threads
+    context = ll.llama_init_from_model(model, how)
+    vocabulary = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(model))
+    batch = ll.llama_batch_init(count, 0, 1)
+    ids = [1] * count
+
+    def step(position):
+        batch.n_tokens = count
+        for i in range(count):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = ids[i], position, 1, i
+            batch.logits[i] = True
+        if ll.llama_decode(context, batch):
+            sys.exit("llama_decode failed")
+        for i in range(count):
+            logits = ll.llama_get_logits_ith(context, i)
+            ids[i] = int(np.ctypeslib.as_array(logits, (vocabulary,)).argmax())
+
+    step(0)
+    step(1)
+    return timed(lambda: [step(2 + i) for i in range(tokens)])
+
+
 def torch(folder, prompt, tokens, threads):
     import torch as t
     from transformers import AutoModelForCausalLM
@@ -70,6 +102,9 @@ def torch(folder, prompt, tokens, threads):
 def main():
     peer, path = sys.argv[1:3]
     prompt, tokens, threads = map(int, sys.argv[3:6])
+    if peer == "sequences":
+        print(f"{prompt * tokens / sequences(path, prompt, tokens, threads):.2f}")
+        return
     pp, tg = {"llama_cpp": llama_cpp, "torch": torch}[peer](path, prompt, tokens, threads)
     print(f"{prompt / pp:.2f} {tokens / tg:.2f}")
 

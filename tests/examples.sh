@@ -220,7 +220,7 @@ classifies() { # far better than chance on texts that it never saw, and the same
   status 0 "${moods[@]}" -o "$work/mood" -t "What a wonderful day!" -j 1 &&
     python3 -c 'import re, sys
 found = re.search(r"held out: .*accuracy ([0-9.]+) \(negative \d+ of \d+, pos", sys.argv[1])
-assert found and float(found[1]) >= 0.65, sys.argv[1]' "$(cat "$work/err")" &&
+assert found and float(found[1]) >= 0.75, sys.argv[1]' "$(cat "$work/err")" &&
     grep -q "^positive.0\.[0-9]*.What a wonderful day!$" "$work/out" &&
     mv "$work/out" "$work/told" &&
     status 0 build/classify --load "$work/mood" -t "What a wonderful day!" &&

@@ -34,6 +34,14 @@ static TEST_UNUSED blob blob_read(const char *path) {
   return b;
 }
 
+/* A little-endian number of 8 bytes. */
+static TEST_UNUSED uint64_t blob_u64(const blob *b, size_t at) {
+  uint64_t value = 0;
+  int i;
+  for (i = 8; i--;) value = value << 8 | b->data[at + (size_t)i];
+  return value;
+}
+
 /* Words of 4 bytes, little-endian in the file from `first` on, become the machine's. */
 static TEST_UNUSED void blob_turn(blob *b, size_t first) {
   size_t at;

@@ -7,9 +7,14 @@
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
 int LLVMFuzzerInitialize(int *argc, char ***argv);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t bytes);
 
+#define COUNT(array) ((unsigned)(sizeof(array) / sizeof(array)[0]))
 #define FUZZ_UNUSED __attribute__((unused)) /* not every fuzzer needs every helper */
 enum { ROOM = 1 << 16 };
 

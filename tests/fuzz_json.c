@@ -28,11 +28,11 @@ static void put_rope(choices *c, const char *begin) {
   unsigned more = choice(c) % 8, i, n;
   put_text(c, begin);
   put_text(c, "{\"rope_type\":\"");
-  put_one_of(c, types, TFMI_COUNT(types));
+  put_one_of(c, types, COUNT(types));
   put_text(c, "\"");
   for (; more; more--) {
     put_text(c, ",\"");
-    put_one_of(c, keys, TFMI_COUNT(keys));
+    put_one_of(c, keys, COUNT(keys));
     put_text(c, "\":");
     put_number(c, 2 + choice(c) % 8);
   }
@@ -62,16 +62,16 @@ static void put_extra(choices *c) {
   static const char *const ropes[] = {
     "\"rope_scaling\":", "\"rope_parameters\":", "\"rope_parameters\":{\"full_attention\":"};
   unsigned kind = choice(c) % 4, rope = choice(c) % 3;
-  if (kind == 0) put_one_of(c, texts, TFMI_COUNT(texts));
+  if (kind == 0) put_one_of(c, texts, COUNT(texts));
   if (kind == 1) {
     put_text(c, "\"");
-    put_one_of(c, flags, TFMI_COUNT(flags));
+    put_one_of(c, flags, COUNT(flags));
     put_text(c, choice(c) & 1 ? "\":true" : "\":false");
   }
   if (kind == 2) put_rope(c, ropes[rope]), put_text(c, rope == 2 ? "}" : "");
   if (kind == 3) { /* what a neutral value leaves as it is */
     put_text(c, "\"");
-    put_text(c, tfmi_rules[choice(c) % TFMI_COUNT(tfmi_rules)].key);
+    put_text(c, tfmi_rules[choice(c) % COUNT(tfmi_rules)].key);
     put_text(c, "\":");
     put_number(c, 0);
   }
@@ -80,12 +80,12 @@ static void put_extra(choices *c) {
 static void compose(choices *c) {
   static const uint8_t sound[] = {1, 4, 2, 1, 2, 6, 5, 8, 1, 100, 100, 1, 8, 4, 1, 2, 2, 2, 2, 4, 2,
                                   6, 6, 1, 1};
-  const tfmi_family *f = &tfmi_families[choice(c) % TFMI_COUNT(tfmi_families)];
+  const tfmi_family *f = &tfmi_families[choice(c) % COUNT(tfmi_families)];
   unsigned extras = choice(c) % 12, cut = choice(c), i;
   put_text(c, "{\"model_type\":\"");
   put_text(c, f->name);
   put_text(c, "\"");
-  for (i = 0; i < TFMI_COUNT(sound); i++) {
+  for (i = 0; i < COUNT(sound); i++) {
     bool said = i < 9 || choice(c) & 1;
     if (!said || !f->key[i].hf[0]) continue;
     put_text(c, ",\"");
@@ -105,7 +105,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
   (void)argc, (void)argv;
   load("{}");
   if (!strstr(tfm_error(), "model_type is missing")) __builtin_trap();
-  for (first = 0; first < TFMI_COUNT(tfmi_families); first++) {
+  for (first = 0; first < COUNT(tfmi_families); first++) {
     c.at = &first, c.end = &first + 1, c.n = 0;
     compose(&c);
     put(&c, 0, 1);

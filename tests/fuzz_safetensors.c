@@ -68,13 +68,13 @@ static void compose(choices *c) {
   uint64_t offset = 0, header, size;
   put(c, 0, 8);
   put_text(c, "{");
-  put_one_of(c, begins, TFMI_COUNT(begins));
+  put_one_of(c, begins, COUNT(begins));
   for (i = 0; i < count; i++) {
     if (skip && i == skip % 16) continue;
     put_text(c, i ? "," : "");
     put_tensor(c, (int)i, &offset);
   }
-  put_one_of(c, ends, TFMI_COUNT(ends));
+  put_one_of(c, ends, COUNT(ends));
   header = number(c, c->n - 8);
   for (i = 0; i < 8; i++) c->file[i] = (uint8_t)(header >> 8 * i);
   size = c->n + offset;

@@ -46,7 +46,7 @@ static const char *const pieces[] = { /* a, then what spells it, then more */
   "a", "b", "ab", "aab", "\\u0120", "\\u0120a", "\\u2581", "\\u2581a", "abab", "<unk>", "<0x41>",
   "\\u00e9", "e\\u0301", "c", "<s>", " ", "  ", "\\u00c3", "\\u00a9", "\\ud83d\\ude00", "\\n", "",
   "\\ud800", "<0xZZ>", "_", "1", "\\u65e5", "a b"};
-enum { PIECES = TFMI_COUNT(pieces) };
+enum { PIECES = COUNT(pieces) };
 
 /* A pattern of a few signs: well formed as JSON, seldom as a pattern. */
 static void put_pattern(choices *c) {
@@ -56,7 +56,7 @@ static void put_pattern(choices *c) {
     "\\\\", "^"};
   unsigned n = choice(c) % 12;
   put_text(c, "{\"type\":\"Split\",\"pattern\":{\"Regex\":\"a");
-  for (; n; n--) put_one_of(c, parts, TFMI_COUNT(parts));
+  for (; n; n--) put_one_of(c, parts, COUNT(parts));
   put_text(c, "\"},\"behavior\":\"");
   put_text(c, choice(c) & 1 ? "Removed" : "Isolated");
   put_text(c, choice(c) & 1 ? "\",\"invert\":true}" : "\",\"invert\":false}");
@@ -86,7 +86,7 @@ static void put_added(choices *c) {
     put_text(c, ",\"content\":\"");
     put_one_of(c, pieces, PIECES);
     put_text(c, choice(c) & 1 ? "x\"" : "\"");
-    for (k = 0, bits = choice(c); k < TFMI_COUNT(flags); k++) {
+    for (k = 0, bits = choice(c); k < COUNT(flags); k++) {
       put_text(c, ",\"");
       put_text(c, flags[k]);
       put_text(c, bits >> k & 1 ? "\":true" : "\":false");
@@ -144,11 +144,11 @@ static void put_model(choices *c) {
 static void compose_json(choices *c) {
   put_text(c, "{\"version\":\"1.0\",");
   put_added(c);
-  put_steps(c, "\"normalizer\":", "normalizers", normalizers, TFMI_COUNT(normalizers), false);
-  put_steps(c, ",\"pre_tokenizer\":", "pretokenizers", pre_tokenizers, TFMI_COUNT(pre_tokenizers),
+  put_steps(c, "\"normalizer\":", "normalizers", normalizers, COUNT(normalizers), false);
+  put_steps(c, ",\"pre_tokenizer\":", "pretokenizers", pre_tokenizers, COUNT(pre_tokenizers),
             true);
-  put_steps(c, ",\"decoder\":", "decoders", decoders, TFMI_COUNT(decoders), false);
-  put_steps(c, ",\"post_processor\":", "processors", processors, TFMI_COUNT(processors), false);
+  put_steps(c, ",\"decoder\":", "decoders", decoders, COUNT(decoders), false);
+  put_steps(c, ",\"post_processor\":", "processors", processors, COUNT(processors), false);
   put_text(c, ",");
   put_model(c);
 }
@@ -210,7 +210,7 @@ static void compose_spm(choices *c) {
   put_piece(c, "<s>", 3);
   put_piece(c, "</s>", 3);
   for (i = 0; i < 6; i++) put_piece(c, texts[i], 1);
-  for (i = 0; i < count; i++) put_piece(c, texts[choice(c) % TFMI_COUNT(texts)], choice(c) % 8);
+  for (i = 0; i < count; i++) put_piece(c, texts[choice(c) % COUNT(texts)], choice(c) % 8);
   for (i = 0; odd & 1 && i < 256; i++) snprintf(byte, 8, "<0x%02X>", i), put_piece(c, byte, 6);
   from = c->n;
   put_whole(c, 3, odd & 2 ? 1 : 2);

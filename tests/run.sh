@@ -8,6 +8,7 @@ trap 'rm -f "$out"' EXIT
 
 for suite in "$@"; do
   echo "== $suite"
+  began=$SECONDS
   # shellcheck disable=SC2086
   timeout "${LIMIT:-1200}" $suite 2>&1 | tee "$out"
   status=${PIPESTATUS[0]}
@@ -21,6 +22,7 @@ for suite in "$@"; do
     echo "FAIL $suite: no closing line, exit status $status"
     failed=$((failed + 1))
   fi
+  echo "   ($((SECONDS - began)) s)"
 done
 
 echo "$passed passed, $failed failed, $skipped skipped"

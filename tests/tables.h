@@ -24,9 +24,11 @@ TABLES bool device_open(device *t, tfm_device which, int32_t threads) {
   t->b = t->d.table;
   memset(&net, 0, sizeof net);
   net.width = net.ffn_width = 2048; /* as much as any test below has */
+  net.heads = 16;
+  net.head_width = 64;
   net.embed.roles = TFM_ROLE_GRADIENT;
   t->d.products = t->d.has_bf16 ? TFM_BF16 : TFM_TYPE_DEFAULT; /* memory for these too */
-  t->work_bytes = t->b->work_bytes(&t->d, &net, 256, 4, 256);
+  t->work_bytes = t->b->work_bytes(&t->d, &net, 256, 4, 2048);
   t->d.products = TFM_TYPE_DEFAULT;
   if (t->work_bytes) t->d.work = t->b->alloc(&t->d, t->work_bytes);
   return true;

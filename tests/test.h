@@ -13,6 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define COUNT(array) ((int)(sizeof(array) / sizeof(array)[0]))
+
 typedef struct test_case {
   const char *name;
   void (*run)(void);

@@ -98,7 +98,7 @@ static const char *why_not(const char *model) {
 TEST(there_and_back) {
   char from[100];
   int i, told = 0;
-  for (i = 0; i < TFMI_COUNT(models); i++) {
+  for (i = 0; i < COUNT(models); i++) {
     snprintf(from, sizeof from, DATA "models/%s", models[i]);
     CHECK_EQ_INT(convert(from, in_folder("a"), TFM_TYPE_DEFAULT), TFM_OK);
     CHECK(apart(from, in_folder("a")) == 0);
@@ -144,7 +144,7 @@ TEST(shorter_types) {
   static const struct { tfm_type type; double most; } rows[] = {
     {TFM_F16, 2e-3}, {TFM_BF16, 2e-2}, {TFM_Q8_0, 4e-2}, {TFM_Q5_1, 0.3}, {TFM_Q4_0, 0.5}};
   int i;
-  for (i = 0; i < TFMI_COUNT(rows); i++) {
+  for (i = 0; i < COUNT(rows); i++) {
     CHECK_EQ_INT(convert(DATA "models/llama-a", in_folder("a.gguf"), rows[i].type), TFM_OK);
     CHECK(apart(DATA "models/llama-a", in_folder("a.gguf")) < rows[i].most);
     if (rows[i].type > TFM_BF16) {
@@ -238,7 +238,7 @@ TEST(a_refusal_keeps_what_was_there) {
   int i, files = 0, folders = 0;
   CHECK_EQ_INT(convert(DATA "models/tiny", in_folder("k.gguf"), TFM_F16), TFM_OK);
   CHECK_EQ_INT(convert(DATA "models/tiny", in_folder("k"), TFM_F16), TFM_OK);
-  for (i = 0; i < TFMI_COUNT(models); i++) {
+  for (i = 0; i < COUNT(models); i++) {
     snprintf(from, sizeof from, DATA "models/%s", models[i]);
     files += refused_over(from, in_folder("k.gguf"), in_folder("k.gguf"));
     folders += refused_over(in_folder("k.gguf"), in_folder("k"), in_folder("k/model.safetensors"));

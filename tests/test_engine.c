@@ -5,6 +5,7 @@
 #include "files.h"
 
 #define LLAMA DATA "models/llama-b"
+#define TINY DATA "models/tiny"
 
 /* Whose table may be wrapped: its weights are the reference's. */
 static tfm_model *model_open(tfm_device device) {
@@ -500,6 +501,25 @@ TEST(failing_ahead_loses_nothing) {
     if (test_failures) fprintf(stderr, "call %ld of %ld\n", at, total);
   }
   m->dev.table = tfm_backend_ref();
+  tfm_model_free(m);
+}
+
+/* ---- Rewinding ---- */
+
+/* The new end may lie inside a character: its first bytes wait for the rest. */
+TEST(rewinding_into_a_character_keeps_its_bytes) {
+  tfm_model *m = tfm_model_load(TINY, NULL);
+  tfm_tokenizer *t = tfm_tokenizer_load(TINY, NULL);
+  tfm_session *s = tfm_session_create(m, NULL);
+  const char *text = "a \xf0\x9f\x98\x80";
+  size_t n, before;
+  CHECK_EQ_INT(tfm_feed_text(s, t, text), TFM_OK);
+  tfm_session_tokens(s, &n);
+  before = n - 1; /* without the last byte of the emoji */
+  CHECK_EQ_INT(tfm_session_rewind(s, before), TFM_OK);
+  CHECK(s->decoder.pending_bytes > 0);
+  tfm_session_free(s);
+  tfm_tokenizer_free(t);
   tfm_model_free(m);
 }
 

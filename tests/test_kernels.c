@@ -261,7 +261,7 @@ TEST(matmul_epilogue) { on_tables(test_epilogue); }
 
 /* Bits of each row: alone, in a batch, and with another number of threads. */
 static void same_bits(device *t, tfm_type type, int k) {
-  enum { M = 23, N = 1000 };
+  enum { M = 67, N = 1000 };
   weight w = weight_new(t, N, k, 0, type, TFM_TYPE_DEFAULT, false, 3, 0);
   matrix x = matrix_new(t, M, k, 0), y = matrix_new(t, M, N, 0), one = matrix_new(t, 1, N, 0);
   int32_t threads = t->d.threads;
@@ -271,7 +271,7 @@ static void same_bits(device *t, tfm_type type, int k) {
   e.act = TFM_ACT_SILU;
   t->b->matmul(&t->d, y.m, x.m, &w.w, &e);
   matrix_get(t, &y);
-  for (i = 0; i < M; i++) {
+  for (i = 0; i < M; i += 3) {
     tfm_mat row = x.m;
     row.data = (uint8_t *)x.m.data + tfmi_span(x.m.type, i * x.m.stride);
     row.rows = 1;
@@ -765,6 +765,82 @@ static void test_attn_bits(device *t) {
   matrix_free(t, &first);
 }
 TEST(attn_rows_are_independent) { on_tables(test_attn_bits); }
+
+/* Rows of a long sequence, whose positions threads share where there is little else to share: the
+   bits that they have in a prompt, on one thread, and near what `attend` tells. */
+static void attn_long(device *t, int window, float softcap) {
+  enum { N = 1300, H = 3, D = 24, PAGE = 48 };
+  static const int at[] = {0, 63, 511, 512, 513, 900, 1023, 1024, 1299};
+  matrix q = matrix_new(t, N, H * D, 0), k = matrix_new(t, N, D, 0), v = matrix_new(t, N, D, 0),
+         y = matrix_new(t, N, H * D, 0), one = matrix_new(t, 1, H * D, 0);
+  int32_t pos[N], seq[N] = {0}, pages[N / PAGE + 1], threads = t->d.threads;
+  const size_t bytes = sizeof(float) * D * PAGE * TFMI_COUNT(pages);
+  tfm_rows rows = {N, NULL, NULL, (int32_t *)array(t, seq, sizeof seq)};
+  tfm_kv kv;
+  tfm_attn p;
+  int i, j, h;
+  memset(&kv, 0, sizeof kv);
+  memset(&p, 0, sizeof p);
+  for (i = 0; i < N; i++) pos[i] = i;
+  for (i = 0; i < TFMI_COUNT(pages); i++) pages[i] = TFMI_COUNT(pages) - 1 - i;
+  rows.id = rows.pos = (int32_t *)array(t, pos, sizeof pos);
+  kv.k = t->b->alloc(&t->d, bytes);
+  kv.v = t->b->alloc(&t->d, bytes);
+  kv.type = TFM_F32;
+  kv.table = (int32_t *)array(t, pages, sizeof pages);
+  kv.max_pages = TFMI_COUNT(pages);
+  kv.page_tokens = PAGE;
+  kv.heads = 1;
+  kv.width = D;
+  p.heads = H;
+  p.scale = 1.5f;
+  p.window = window;
+  p.softcap = softcap;
+  t->b->kv_put(&t->d, &kv, k.m, v.m, &rows);
+  t->d.threads = 1;
+  t->b->attn(&t->d, y.m, q.m, &kv, &rows, NULL, &p);
+  matrix_get(t, &y);
+  for (i = 0; i < TFMI_COUNT(at) * threads; i++) {
+    const int r = at[i / threads];
+    tfm_rows alone = {1, rows.pos + r, rows.pos + r, rows.seq + r};
+    tfm_mat row = q.m;
+    row.data = (float *)q.m.data + r * q.m.stride;
+    row.rows = 1;
+    t->d.threads = 1 + i % threads;
+    t->b->attn(&t->d, one.m, row, &kv, &alone, NULL, &p);
+    matrix_get(t, &one);
+    CHECK(memcmp(one.v, y.v + r * H * D, sizeof(float) * H * D) == 0);
+    for (h = 0; h < H && t->d.threads == 1; h++) {
+      double sum = 0, out[D] = {0};
+      int other, first = window && r >= window ? r - window + 1 : 0;
+      for (other = first; other <= r; other++) {
+        double s = 1.5 * dot(q.v + r * H * D + h * D, k.v + other * D, D), e;
+        if (softcap != 0) s = (double)softcap * tanh(s / (double)softcap);
+        for (sum += e = exp(s), j = 0; j < D; j++) out[j] += e * (double)v.v[other * D + j];
+      }
+      for (j = 0; j < D; j++) expect(&one, 0, h * D + j, out[j] / sum, 1);
+    }
+  }
+  t->d.threads = threads;
+  t->b->release(&t->d, (void *)(uintptr_t)rows.pos, sizeof pos);
+  t->b->release(&t->d, (void *)(uintptr_t)rows.seq, sizeof seq);
+  t->b->release(&t->d, (void *)(uintptr_t)kv.table, sizeof pages);
+  t->b->release(&t->d, kv.k, bytes);
+  t->b->release(&t->d, kv.v, bytes);
+  matrix_free(t, &q);
+  matrix_free(t, &k);
+  matrix_free(t, &v);
+  matrix_free(t, &y);
+  matrix_free(t, &one);
+}
+
+static void test_attn_long(device *t) {
+  if (!strcmp(t->b->name, "cuda")) return; /* its memory is not the test's */
+  attn_long(t, 0, 0);
+  attn_long(t, 600, 0);
+  attn_long(t, 40, 2);
+}
+TEST(attn_of_long_rows) { on_tables(test_attn_long); }
 
 /* ---- glu ---- */
 

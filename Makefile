@@ -30,7 +30,7 @@ LIBRARY  = $B/libtransformer.a
 
 # Programs that see only the public functions link them; the rest bring the header's code along,
 # for its private parts, and a linker takes nothing from the library that a program has itself.
-LINKED   = $(EXAMPLES) $(foreach t,convert formats session,$B/test_$t $B/asan/test_$t) \
+LINKED   = $(EXAMPLES) $(foreach t,convert session,$B/test_$t $B/asan/test_$t) \
            $(filter-out %_json,$(REPLAYS))
 $(LINKED): CODE = -DTFM_LINKED
 

@@ -703,21 +703,8 @@ static void cpu_gather(tfm_dev *d, tfm_mat y, tfm_mat x, const int32_t *index) {
   tfm_backend_ref()->gather(d, y, x, index);
 }
 
-static void cpu_norm(tfm_dev *d, tfm_mat y, tfm_mat x, const float *w, const float *b,
-                     tfm_mat residual, float *stats, const tfm_norm *p) {
-  tfm_backend_ref()->norm(d, y, x, w, b, residual, stats, p);
-}
-
-static void cpu_rope(tfm_dev *d, tfm_mat x, const int32_t *pos, const tfm_rope *p) {
-  tfm_backend_ref()->rope(d, x, pos, p);
-}
-
 static void cpu_kv_put(tfm_dev *d, const tfm_kv *kv, tfm_mat k, tfm_mat v, const tfm_rows *rows) {
   tfm_backend_ref()->kv_put(d, kv, k, v, rows);
-}
-
-static void cpu_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
-  tfm_backend_ref()->glu(d, y, gate_up, act);
 }
 
 static void cpu_route(tfm_dev *d, tfm_routing *r, tfm_mat logits, const tfm_moe *p) {
@@ -923,6 +910,30 @@ static bool cpu_rows_are_whole(const tfm_rows *rows) {
   return true;
 }
 
+/* ---- Element by element: what all instruction sets share ---- */
+
+enum { CPU_STRIP = 1024, CPU_ANGLES = 64 }; /* columns of an item; pairs that are turned together */
+
+typedef struct cpu_norm_job {
+  tfm_mat y, x, residual;
+  const float *w, *b;
+  float *stats;
+  const tfm_norm *p;
+  int32_t groups;
+} cpu_norm_job;
+
+typedef struct cpu_rope_job {
+  tfm_mat x;
+  const int32_t *pos;
+  const tfm_rope *p;
+} cpu_rope_job;
+
+typedef struct cpu_glu_job {
+  tfm_mat y, gate_up;
+  tfm_act act;
+  int32_t strips; /* of a row */
+} cpu_glu_job;
+
 /* ---- Training: what all instruction sets share ---- */
 
 typedef enum cpu_form { CPU_FORWARD, CPU_DX, CPU_DW } cpu_form;
@@ -1015,13 +1026,13 @@ typedef struct cpu_slope_job { /* of elementwise backward entries */
   tfm_act act;
 } cpu_slope_job;
 
-typedef struct cpu_norm_job {
+typedef struct cpu_norm_bwd_job {
   tfm_mat dx, dy, x, residual;
   const float *w, *stats;
   float *dw, *db;
   const tfm_norm *p;
   int32_t groups;
-} cpu_norm_job;
+} cpu_norm_bwd_job;
 
 typedef struct cpu_loss_job {
   float *losses, *hits;
@@ -1837,8 +1848,8 @@ static cpu_features cpu_detect(void) {
     cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */    \
     cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,                               \
     cpu_pack_size, cpu_pack, cpu_unpack,                                                          \
-    cpu_cast, cpu_embed, cpu_gather, cpu_norm, of(matmul), cpu_rope, cpu_kv_put,                  \
-    of(attn), cpu_glu, cpu_route, of(matmul_moe), cpu_combine, cpu_sample, cpu_top,               \
+    cpu_cast, cpu_embed, cpu_gather, of(norm), of(matmul), of(rope), cpu_kv_put,                  \
+    of(attn), of(glu), cpu_route, of(matmul_moe), cpu_combine, cpu_sample, cpu_top,               \
     NULL, NULL, /* layer decode */                                                                \
     of(loss), of(matmul_dx), of(matmul_dw), of(epilogue_bwd), of(norm_bwd), of(attn_bwd),         \
     of(glu_bwd), cpu_embed_bwd, cpu_route_bwd, cpu_combine_bwd, of(moe_dx), of(moe_dw),           \
@@ -1910,10 +1921,11 @@ enum {
 CPU_INLINE V(vec) V(load)(const float *p) { return _mm512_loadu_ps(p); }
 CPU_INLINE void V(store)(float *p, V(vec) v) { _mm512_storeu_ps(p, v); }
 CPU_INLINE V(vec) V(load_some)(const float *p, int32_t n) {
-  return _mm512_maskz_loadu_ps((__mmask16)(n < 16 ? (1u << n) - 1 : 0xffff), p);
+  return n >= 16 ? _mm512_loadu_ps(p) : _mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 }
 CPU_INLINE void V(store_some)(float *p, V(vec) v, int32_t n) {
-  _mm512_mask_storeu_ps(p, (__mmask16)(n < 16 ? (1u << n) - 1 : 0xffff), v);
+  if (n >= 16) _mm512_storeu_ps(p, v);
+  else _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), v);
 }
 CPU_INLINE V(vec) V(all)(float x) { return _mm512_set1_ps(x); }
 CPU_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm512_add_ps(a, b); }
@@ -1924,12 +1936,21 @@ CPU_INLINE V(vec) V(positive)(V(vec) a) { /* 1 where a is, else 0 */
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, _mm512_setzero_ps(), _CMP_GT_OQ),
                              _mm512_set1_ps(1.0f));
 }
+/* a, but 0 where x < least */
+CPU_INLINE V(vec) V(unless_below)(V(vec) a, V(vec) x, V(vec) least) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, least, _CMP_NLT_UQ), a);
+}
+/* 1 / a of a from 1 to 2^125, to its last bit but one: a division takes longer */
+CPU_INLINE V(vec) V(inverse)(V(vec) a) {
+  __m512 x = _mm512_rcp14_ps(a);
+  return _mm512_mul_ps(x, _mm512_fnmadd_ps(a, x, _mm512_set1_ps(2.0f)));
+}
 CPU_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm512_fmadd_ps(a, b, c); }
 /* of a NaN and b: b */
 CPU_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm512_max_ps(a, b); }
 CPU_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return _mm512_min_ps(a, b); }
 CPU_INLINE V(vec) V(round)(V(vec) a) { return _mm512_roundscale_ps(a, 8); }
-/* a * 2^n for a whole n */
+/* a * 2^n for a whole n from -126 to 127 */
 CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) { return _mm512_scalef_ps(a, n); }
 CPU_INLINE V(vec) V(halves)(const void *p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -2000,10 +2021,11 @@ CPU_INLINE __m256i V(first)(int32_t n) { /* a mask */
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 CPU_INLINE V(vec) V(load_some)(const float *p, int32_t n) {
-  return _mm256_maskload_ps(p, V(first)(n));
+  return n >= 8 ? _mm256_loadu_ps(p) : _mm256_maskload_ps(p, V(first)(n));
 }
 CPU_INLINE void V(store_some)(float *p, V(vec) v, int32_t n) {
-  _mm256_maskstore_ps(p, V(first)(n), v);
+  if (n >= 8) _mm256_storeu_ps(p, v);
+  else _mm256_maskstore_ps(p, V(first)(n), v);
 }
 CPU_INLINE V(vec) V(all)(float x) { return _mm256_set1_ps(x); }
 CPU_INLINE V(vec) V(add)(V(vec) a, V(vec) b) { return _mm256_add_ps(a, b); }
@@ -2013,15 +2035,17 @@ CPU_INLINE V(vec) V(sqrt)(V(vec) a) { return _mm256_sqrt_ps(a); }
 CPU_INLINE V(vec) V(positive)(V(vec) a) {
   return _mm256_and_ps(_mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GT_OQ), _mm256_set1_ps(1.0f));
 }
+CPU_INLINE V(vec) V(unless_below)(V(vec) a, V(vec) x, V(vec) least) {
+  return _mm256_and_ps(_mm256_cmp_ps(x, least, _CMP_NLT_UQ), a);
+}
+CPU_INLINE V(vec) V(inverse)(V(vec) a) { return _mm256_div_ps(_mm256_set1_ps(1.0f), a); }
 CPU_INLINE V(vec) V(fma)(V(vec) a, V(vec) b, V(vec) c) { return _mm256_fmadd_ps(a, b, c); }
 CPU_INLINE V(vec) V(max)(V(vec) a, V(vec) b) { return _mm256_max_ps(a, b); }
 CPU_INLINE V(vec) V(min)(V(vec) a, V(vec) b) { return _mm256_min_ps(a, b); }
 CPU_INLINE V(vec) V(round)(V(vec) a) { return _mm256_round_ps(a, 8); }
-CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) { /* in two steps: 2^n itself may not be a float */
-  __m256i all = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(all, 1);
-  __m256i one = _mm256_set1_epi32(127), rest = _mm256_sub_epi32(all, half);
-  a = _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(half, one), 23)));
-  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(rest, one), 23)));
+CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) {
+  __m256i power = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(power, 23)));
 }
 CPU_INLINE V(vec) V(halves)(const void *p) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
@@ -2165,11 +2189,13 @@ CPU_INLINE V(vec) V(positive)(V(vec) a) {
   uint32x4_t one = vreinterpretq_u32_f32(vdupq_n_f32(1.0f));
   return vreinterpretq_f32_u32(vandq_u32(vcgtq_f32(a, vdupq_n_f32(0)), one));
 }
-CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) { /* in two steps, as AVX2's */
-  const V(ints) one = vdupq_n_s32(127);
-  V(ints) all = V(to_ints)(n), half = V(signed_right)(all, 1), rest = vsubq_s32(all, half);
-  a = vmulq_f32(a, V(as_floats)(V(left)(vaddq_s32(half, one), 23)));
-  return vmulq_f32(a, V(as_floats)(V(left)(vaddq_s32(rest, one), 23)));
+CPU_INLINE V(vec) V(unless_below)(V(vec) a, V(vec) x, V(vec) least) {
+  return vbslq_f32(vcltq_f32(x, least), vdupq_n_f32(0), a);
+}
+CPU_INLINE V(vec) V(inverse)(V(vec) a) { return vdivq_f32(vdupq_n_f32(1.0f), a); }
+CPU_INLINE V(vec) V(scale)(V(vec) a, V(vec) n) {
+  V(ints) power = V(left)(vaddq_s32(V(to_ints)(n), vdupq_n_s32(127)), 23);
+  return vmulq_f32(a, V(as_floats)(power));
 }
 CPU_INLINE V(vec) V(halves)(const void *p) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p)));
@@ -2288,10 +2314,12 @@ CPU_INLINE void V(transpose)(float *to, int32_t stride, const float *const *row)
 
 #endif
 
-/* e^x within 3 units in the last place: x = n log 2 + r (the coefficients are Cephes'). */
+/* e^x within 3 units in the last place: x = n log 2 + r (the coefficients are Cephes'). Below
+   2^-126 it is 0, as denormal results take 100 times as long; and it does not overflow. */
 CPU_INLINE V(vec) V(exp)(V(vec) x) {
-  V(vec) n, r, p;
-  x = V(min)(V(all)(89.0f), V(max)(V(all)(-104.0f), x));
+  const V(vec) least = V(all)(-87.33f);
+  V(vec) n, r, p, wanted = x;
+  x = V(min)(V(all)(88.3f), V(max)(least, x));
   n = V(round)(V(mul)(x, V(all)(1.44269504f)));
   r = V(fma)(n, V(all)(-0.693359375f), x);
   r = V(fma)(n, V(all)(2.12194440e-4f), r);
@@ -2301,14 +2329,14 @@ CPU_INLINE V(vec) V(exp)(V(vec) x) {
   p = V(fma)(p, r, V(all)(1.6666665459e-1f));
   p = V(fma)(p, r, V(all)(5.0000001201e-1f));
   p = V(fma)(p, V(mul)(r, r), V(add)(r, V(all)(1.0f)));
-  return V(scale)(p, n);
+  return V(unless_below)(V(scale)(p, n), wanted, least);
 }
 
 /* ---- Epilogue ---- */
 
 CPU_INLINE V(vec) V(sigmoid)(V(vec) x) { /* 1 / (1 + e^-x) */
   V(vec) one = V(all)(1.0f);
-  return V(div)(one, V(add)(one, V(exp)(V(mul)(x, V(all)(-1.0f)))));
+  return V(inverse)(V(add)(one, V(exp)(V(mul)(x, V(all)(-1.0f)))));
 }
 
 CPU_INLINE V(vec) V(gelu)(V(vec) v) {
@@ -2343,9 +2371,9 @@ static V(vec) V(rare)(V(vec) v, int32_t n, const tfm_epilogue *e, int32_t row, i
   return V(load)(x);
 }
 
-/* y[row, col .. col + n - 1] = epilogue(v), which is readable up to whole vectors. */
-static void V(epilogue)(float *y, const float *v, int32_t n, const tfm_epilogue *e, int32_t row,
-                        int32_t col) {
+/* See epilogue; act is a constant where this is inlined. */
+CPU_INLINE void V(epilogue_as)(float *y, const float *v, int32_t n, const tfm_epilogue *e,
+                               int32_t row, int32_t col, const tfm_act act) {
   const float *residual = e->residual.data ? cpu_row(e->residual, row) + col : NULL;
   float *aux = e->aux.data ? cpu_row(e->aux, row) + col : NULL;
   V(vec) x;
@@ -2354,11 +2382,23 @@ static void V(epilogue)(float *y, const float *v, int32_t n, const tfm_epilogue 
     x = V(load)(v + j);
     if (e->bias) x = V(add)(x, V(load_some)(e->bias + col + j, n - j));
     if (aux) V(store_some)(aux + j, x, n - j);
-    x = V(act)(x, e->act);
+    x = V(act)(x, act);
     if (e->softcap != 0 || e->dropout.rate > 0) x = V(rare)(x, cpu_min(CPU_LANES, n - j), e, row,
                                                             col + j);
     if (residual) x = V(add)(x, V(load_some)(residual + j, n - j));
     V(store_some)(y + j, x, n - j);
+  }
+}
+
+/* y[row, col .. col + n - 1] = epilogue(v), which is readable up to whole vectors. */
+static void V(epilogue)(float *y, const float *v, int32_t n, const tfm_epilogue *e, int32_t row,
+                        int32_t col) {
+  switch (e->act) {
+    case TFM_ACT_NONE: V(epilogue_as)(y, v, n, e, row, col, TFM_ACT_NONE); return;
+    case TFM_ACT_GELU: V(epilogue_as)(y, v, n, e, row, col, TFM_ACT_GELU); return;
+    case TFM_ACT_GELU_TANH: V(epilogue_as)(y, v, n, e, row, col, TFM_ACT_GELU_TANH); return;
+    case TFM_ACT_SILU: V(epilogue_as)(y, v, n, e, row, col, TFM_ACT_SILU); return;
+    case TFM_ACT_RELU: V(epilogue_as)(y, v, n, e, row, col, TFM_ACT_RELU); return;
   }
 }
 
@@ -2872,6 +2912,115 @@ static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
   else V(matmul_moe_rows)(d, y, x, w, r, spread);
 }
 
+/* ---- norm, rope, glu ---- */
+
+/* y = residual + (x - mean) * deviation^-1 * (w + offset) + b, of n values. */
+static void V(norm_vector)(const cpu_norm_job *t, float *y, const float *x, const float *residual,
+                           int32_t n, float *stats) {
+  const V(vec) offset = V(all)(t->p->offset);
+  V(vec) sum = V(all)(0.0f), minus = sum, inverse, v;
+  float mean = 0, means[CPU_LANES];
+  int32_t i;
+  for (i = 0; i < n && t->p->kind == TFM_NORM_LAYER; i += CPU_LANES)
+    sum = V(add)(sum, V(load_some)(x + i, n - i));
+  if (t->p->kind == TFM_NORM_LAYER) mean = V(sum_of)(sum) / (float)n;
+  V(store)(means, minus = V(all)(-mean));
+  for (i = 0, sum = V(all)(0.0f); i < n; i += CPU_LANES) { /* beyond n, nothing is subtracted */
+    v = V(add)(V(load_some)(x + i, n - i), V(load_some)(means, n - i));
+    sum = V(fma)(v, v, sum);
+  }
+  stats[0] = mean;
+  stats[1] = 1.0f / sqrtf(V(sum_of)(sum) / (float)n + t->p->eps);
+  inverse = V(all)(stats[1]);
+  for (i = 0; i < n; i += CPU_LANES) {
+    v = V(mul)(V(add)(V(load_some)(x + i, n - i), minus), inverse);
+    v = V(mul)(v, V(add)(V(load_some)(t->w + i, n - i), offset));
+    if (t->b) v = V(add)(v, V(load_some)(t->b + i, n - i));
+    if (residual) v = V(add)(v, V(load_some)(residual + i, n - i));
+    V(store_some)(y + i, v, n - i);
+  }
+}
+
+static void V(norm_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_norm_job *t = (const cpu_norm_job *)context;
+  int32_t n = t->x.cols / t->groups, i, g;
+  float own[2];
+  (void)worker;
+  for (i = begin; i < end; i++)
+    for (g = 0; g < t->groups; g++)
+      V(norm_vector)(t, cpu_row(t->y, i) + g * n, cpu_row(t->x, i) + g * n,
+                     t->residual.data ? cpu_row(t->residual, i) + g * n : NULL, n,
+                     t->stats ? t->stats + 2 * ((int64_t)i * t->groups + g) : own);
+}
+
+static void V(norm)(tfm_dev *d, tfm_mat y, tfm_mat x, const float *w, const float *b,
+                    tfm_mat residual, float *stats, const tfm_norm *p) {
+  cpu_norm_job t = {y, x, residual, w, b, stats, p, p->groups > 0 ? p->groups : 1};
+  tfm_parallel_for(d, x.rows, cpu_grain(4 * (int64_t)x.cols), V(norm_rows), &t);
+}
+
+/* Pairs first .. first + n - 1 of a head, by the angles' cosines and sines. */
+static void V(rope_head)(float *x, const tfm_rope *p, int32_t first, int32_t n, const float *c,
+                         const float *s) {
+  float *a = x + first, *b = a + p->rot / 2;
+  int32_t i;
+  for (i = 0; i < n && p->interleaved; i++) {
+    float *pair = x + 2 * (first + i), u = pair[0], v = pair[1];
+    pair[0] = u * c[i] - v * s[i];
+    pair[1] = v * c[i] + u * s[i];
+  }
+  for (i = 0; i < n && !p->interleaved; i += CPU_LANES) {
+    V(vec) u = V(load_some)(a + i, n - i), v = V(load_some)(b + i, n - i);
+    V(vec) cosine = V(load)(c + i), sine = V(load)(s + i);
+    V(store_some)(a + i, V(fma)(V(mul)(v, sine), V(all)(-1.0f), V(mul)(u, cosine)), n - i);
+    V(store_some)(b + i, V(fma)(u, sine, V(mul)(v, cosine)), n - i);
+  }
+}
+
+static void V(rope_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_rope_job *t = (const cpu_rope_job *)context;
+  const tfm_rope *p = t->p;
+  float c[CPU_ANGLES], s[CPU_ANGLES];
+  int32_t row, first, head, i, n;
+  (void)worker;
+  for (row = begin; row < end; row++)
+    for (first = 0; first < p->rot / 2; first += n) {
+      n = cpu_min(CPU_ANGLES, p->rot / 2 - first);
+      for (i = 0; i < n; i++) {
+        float angle = (float)t->pos[row] * p->inv_freq[first + i];
+        c[i] = cosf(angle) * p->scale;
+        s[i] = (p->inverse ? -sinf(angle) : sinf(angle)) * p->scale;
+      }
+      for (head = 0; head < t->x.cols; head += p->head_width)
+        V(rope_head)(cpu_row(t->x, row) + head, p, first, n, c, s);
+    }
+}
+
+static void V(rope)(tfm_dev *d, tfm_mat x, const int32_t *pos, const tfm_rope *p) {
+  cpu_rope_job t = {x, pos, p};
+  tfm_parallel_for(d, x.rows, cpu_grain(8 * (int64_t)x.cols), V(rope_rows), &t);
+}
+
+static void V(glu_strips)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_glu_job *t = (const cpu_glu_job *)context;
+  int32_t item, j;
+  (void)worker;
+  for (item = begin; item < end; item++) {
+    int32_t row = item / t->strips, col = item % t->strips * CPU_STRIP;
+    int32_t n = cpu_min(CPU_STRIP, t->y.cols - col);
+    const float *gate = cpu_row(t->gate_up, row) + col, *up = gate + t->y.cols;
+    float *y = cpu_row(t->y, row) + col;
+    for (j = 0; j < n; j += CPU_LANES)
+      V(store_some)(y + j, V(mul)(V(act)(V(load_some)(gate + j, n - j), t->act),
+                                  V(load_some)(up + j, n - j)), n - j);
+  }
+}
+
+static void V(glu)(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
+  cpu_glu_job t = {y, gate_up, act, (y.cols + CPU_STRIP - 1) / CPU_STRIP};
+  tfm_parallel_for(d, y.rows * t.strips, 4, V(glu_strips), &t);
+}
+
 /* ---- attn ----
    Keys are taken in tiles of 64 positions, from multiples of 64 on, whoever looks at them. A tile
    of keys is made two panels of F32 weights, and so are its values, 32 columns at a time: the tiles
@@ -3337,14 +3486,16 @@ static void V(finish)(const cpu_gemm *t, int32_t row, int32_t col, const float *
 
 typedef struct V(gemm_part) { /* of an item: rows and columns whose sums wait together */
   int32_t row, rows, col, panels;
+  int32_t waiting;          /* rows of sums: all, or a tile's where there are no more terms */
   int32_t k, depth;         /* the terms at hand */
-  float *b, *sums, *turned; /* [panels][depth][32], [panels / 4][rows][128], [some][depth + 16] */
+  float *b, *sums; /* [panels][depth][32], [panels / 4][waiting][128] */
+  float *turned;   /* [some][depth + 16] */
 } V(gemm_part);
 
-/* The sums of a row, in panels from `panel` on. */
+/* The sums of the row that waits as number `row`, in panels from `panel` on. */
 CPU_INLINE float *V(sums_at)(const V(gemm_part) *p, int32_t row, int32_t panel) {
   const int32_t abreast = CPU_OUT / CPU_ROWS;
-  return p->sums + ((int64_t)(panel / abreast) * p->rows + row) * CPU_OUT +
+  return p->sums + ((int64_t)(panel / abreast) * p->waiting + row) * CPU_OUT +
          panel % abreast * CPU_ROWS;
 }
 
@@ -3374,7 +3525,7 @@ static void V(pack_down)(const cpu_gemm *t, const V(gemm_part) *p) {
   }
 }
 
-/* Sums of row .. row + rows - 1 (+)= rows of a times the packed panels. */
+/* Sums number row .. row + rows - 1 (+)= rows of a times the packed panels. */
 static void V(gemm_tile)(const V(gemm_part) *p, int32_t row, int32_t rows, const void *const *x) {
   float out[CPU_TILE * CPU_OUT];
   size_t bytes = (size_t)p->depth * CPU_ROWS * sizeof *p->b;
@@ -3409,6 +3560,7 @@ static void V(gemm_rows)(const cpu_gemm *t, const V(gemm_part) *p) {
   bool last = p->k + p->depth == t->depth;
   const void *x[CPU_TILE];
   for (row = 0; row < p->rows; row += rows) {
+    int32_t slot = p->waiting < p->rows ? 0 : row; /* number of the first of these rows' sums */
     if (t->form == CPU_DW && row % at == 0)
       V(turn_a)(t, p->turned, stride, p->row + row, cpu_min(at, p->rows - row), p->k, p->depth);
     rows = V(tile_for)(TFM_F32, p->rows - row, 1)->rows;
@@ -3416,11 +3568,11 @@ static void V(gemm_rows)(const cpu_gemm *t, const V(gemm_part) *p) {
       x[i] = t->form == CPU_DW ? p->turned + (int64_t)((row + i) % at) * stride
                                : cpu_gemm_a(t, p->row + row + i) + p->k;
     if (last) V(gemm_expect)(t, p, row, rows, cols);
-    V(gemm_tile)(p, row, rows, x);
+    V(gemm_tile)(p, slot, rows, x);
     for (i = 0; i < rows && last; i++)
       for (j = 0; j < cols; j += CPU_OUT)
         V(finish)(t, cpu_gemm_c(t, p->row + row + i), p->col + j,
-                  V(sums_at)(p, row + i, j / CPU_ROWS), cpu_min(CPU_OUT, cols - j));
+                  V(sums_at)(p, slot + i, j / CPU_ROWS), cpu_min(CPU_OUT, cols - j));
   }
 }
 
@@ -3429,6 +3581,7 @@ static void V(gemm_part_run)(const cpu_gemm *t, V(gemm_part) *p, bool packed) {
   int32_t blocks = (t->depth + CPU_DEPTH - 1) / CPU_DEPTH, i;
   int32_t most = ((t->depth + blocks - 1) / blocks + 7) / 8 * 8;
   bool pack = blocks > 1 || !packed;
+  p->waiting = blocks > 1 ? p->rows : CPU_TILE; /* so few stay in the first cache */
   for (p->k = 0; p->k < t->depth; p->k += p->depth) {
     p->depth = cpu_min(most, t->depth - p->k);
     if (pack && t->form != CPU_FORWARD) V(pack_down)(t, p);
@@ -3579,8 +3732,9 @@ static void V(glu_bwd)(tfm_dev *d, tfm_mat dgate_up, tfm_mat dy, tfm_mat gate_up
 
 /* dx of one vector of n values, with g = dy (w + offset):
    deviation^-1 (g - mean of g - xhat * mean of g xhat), the first mean for layer norms only. */
-static void V(norm_bwd_vector)(const cpu_norm_job *t, float *dx, const float *dy, const float *x,
-                               const float *residual, int32_t n, const float *stats) {
+static void V(norm_bwd_vector)(const cpu_norm_bwd_job *t, float *dx, const float *dy,
+                               const float *x, const float *residual, int32_t n,
+                               const float *stats) {
   const V(vec) offset = V(all)(t->p->offset), minus = V(all)(-stats[0]), inverse = V(all)(stats[1]);
   V(vec) sum = V(all)(0.0f), product = sum, g, xhat, mean, slope;
   int32_t i;
@@ -3602,7 +3756,7 @@ static void V(norm_bwd_vector)(const cpu_norm_job *t, float *dx, const float *dy
 }
 
 static void V(norm_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
-  const cpu_norm_job *t = (const cpu_norm_job *)context;
+  const cpu_norm_bwd_job *t = (const cpu_norm_bwd_job *)context;
   int32_t n = t->x.cols / t->groups, i, g;
   (void)worker;
   for (i = begin; i < end; i++)
@@ -3615,7 +3769,7 @@ static void V(norm_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t 
 
 /* Columns [begin, end) of dw and db, over all rows and groups; at most a vector at a time. */
 static void V(norm_bwd_columns)(void *context, int32_t begin, int32_t end, int32_t worker) {
-  const cpu_norm_job *t = (const cpu_norm_job *)context;
+  const cpu_norm_bwd_job *t = (const cpu_norm_bwd_job *)context;
   int32_t n = t->x.cols / t->groups, row, g, i, some;
   V(vec) dw, db, dy, xhat;
   (void)worker;
@@ -3638,7 +3792,7 @@ static void V(norm_bwd_columns)(void *context, int32_t begin, int32_t end, int32
 
 static void V(norm_bwd)(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy, tfm_mat x,
                         const float *w, tfm_mat residual, const float *stats, const tfm_norm *p) {
-  cpu_norm_job t = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1};
+  cpu_norm_bwd_job t = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1};
   tfm_parallel_for(d, x.cols / t.groups, CPU_LANES, V(norm_bwd_columns),
                    &t); /* first: dx may lie over dy */
   tfm_parallel_for(d, x.rows, cpu_grain(8 * (int64_t)x.cols), V(norm_bwd_rows), &t);

@@ -10,8 +10,8 @@
             its tokenizer and labels.txt.
 
    A label is the word that follows a text: the language model is the classifier, and what it is
-   asked for is which of the labels comes next. In training the words of a text are targets too, of
-   little weight, and some are hidden, so that no sentence is learnt by heart. */
+   asked for is which of the labels comes next. In training the label is asked for after every word,
+   with little weight, and some words are hidden, so that no sentence is learnt by heart. */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
 #define TOOL "classify"
@@ -19,7 +19,7 @@
 #include "training.h"
 #include <ctype.h>
 
-enum { CONTEXT = 32, LABELS = 64, LABEL_ROOM = 40, BATCH = 16, HIDDEN = 20 /* % of words */,
+enum { CONTEXT = 32, LABELS = 64, LABEL_ROOM = 40, BATCH = 16, HIDDEN = 30 /* % of words */,
        KEY_LOAD = 256 + 32, KEY_LR, KEY_SEED, KEY_SHARE };
 
 typedef struct sentence {
@@ -64,7 +64,7 @@ static const struct argp_option option_list[] = {
   {"text", 't', "TEXT", 0, "Tell the label of TEXT; again for more. Default with --load: of every "
    "line of stdin", 0},
   {"model", 'm', "MODEL", 0, "Start from this model, a folder or a file, not from nothing", 0},
-  {"steps", 'n', "N", 0, "Steps of 16 texts, default 600", 0},
+  {"steps", 'n', "N", 0, "Steps of 16 texts, default 400", 0},
   {"lr", KEY_LR, "X", 0, "Highest learning rate, default 0.002, with --model 0.0003", 0},
   {"share", KEY_SHARE, "X", 0, "Hold out this share of the texts, default 0.2", 0},
   {"seed", KEY_SEED, "S", 0, "Of the weights and of which texts are held out, default 1", 0},
@@ -259,17 +259,15 @@ typedef struct batch {
   float weights[BATCH * CONTEXT];
 } batch;
 
-/* Row by row: a text, some of its words hidden, and its label as what follows the last of them. */
+/* Row by row: a text, some of its words hidden, and its label as what follows each of them. */
 static void batch_row(const task *t, batch *b, int32_t row, const sentence *x, uint64_t draw) {
   int32_t i, at = row * CONTEXT;
   for (i = 0; i < CONTEXT; i++) {
     bool hide = t->unknown >= 0 && mix(draw + (uint64_t)i) % 100 < HIDDEN;
     b->tokens[at + i] = i >= x->count ? 0 : hide ? t->unknown : x->ids[i];
-    b->targets[at + i] = i + 1 < x->count ? x->ids[i + 1] : -100;
-    b->weights[at + i] = 0.1f;
+    b->targets[at + i] = i < x->count ? t->labels.id[x->label] : -100;
+    b->weights[at + i] = i + 1 < x->count ? 0.1f : 1;
   }
-  b->targets[at + x->count - 1] = t->labels.id[x->label];
-  b->weights[at + x->count - 1] = 1;
 }
 
 static tfm_trainer *trainer_open(const task *t) {
@@ -292,7 +290,7 @@ static tfm_trainer *trainer_open(const task *t) {
   c.threads = o->threads;
   if (t->model) return tfm_trainer_create(t->model, &c);
   if (tfm_tokenizer_describe(t->tokenizer, &v) != TFM_OK) return NULL;
-  shape.layers = 2;
+  shape.layers = 1;
   shape.heads = 4;
   shape.width = 64;
   shape.vocabulary = v.vocabulary;
@@ -482,7 +480,7 @@ int main(int argc, char **argv) {
   memset(&o, 0, sizeof o);
   memset(&t, 0, sizeof t);
   o.texts = (const char **)calloc((size_t)argc, sizeof *o.texts);
-  o.steps = 600;
+  o.steps = 400;
   o.share = 0.2f;
   o.seed = 1;
   if (!o.texts) return TOOL_FAILED;

@@ -1645,6 +1645,7 @@ static void *tfmi_map(int fd, size_t bytes) {
   return NULL;
 }
 static void tfmi_unmap(const void *data, size_t bytes) { (void)data, (void)bytes; }
+static void tfmi_page_out(const uint8_t *data, size_t bytes) { (void)data, (void)bytes; }
 static bool tfmi_sync(int fd) { return _commit(fd) == 0; }
 static void tfmi_sync_folder(const char *path) { (void)path; }
 static bool tfmi_rename(const char *from, const char *to) {
@@ -1682,6 +1683,16 @@ static void *tfmi_map(int fd, size_t bytes) {
   return map == MAP_FAILED ? NULL : map;
 }
 static void tfmi_unmap(const void *data, size_t bytes) { munmap((void *)(uintptr_t)data, bytes); }
+/* Whole pages of a mapped file leave the process's memory until they are read again. */
+static void tfmi_page_out(const uint8_t *data, size_t bytes) {
+  const uintptr_t page = 1 << 16; /* no system's are larger */
+  uintptr_t first = ((uintptr_t)data + page - 1) & ~(page - 1);
+  uintptr_t end = ((uintptr_t)data + bytes) & ~(page - 1);
+#ifdef MADV_DONTNEED /* which -std=c11 hides */
+  if (first < end) madvise((void *)first, end - first, MADV_DONTNEED);
+#endif
+  (void)first, (void)end;
+}
 static bool tfmi_sync(int fd) { return fsync(fd) == 0; }
 /* A name is on the disk when its folder is. */
 static void tfmi_sync_folder(const char *path) {
@@ -12347,6 +12358,23 @@ static tfmi_tensor *tfmi_part_of(tfmi_builder *b, int32_t layer, const tfmi_matr
   return t;
 }
 
+/* What has been packed into memory of its own is not needed in that of mapped files as well. */
+static void tfmi_let_go(const tfmi_builder *b, const tfm_weight_source *src) {
+  const tfm_model *m = b->m;
+  int32_t i, k;
+  if (b->measure || !m->dev.table->pack_size(&b->m->dev, src).device_bytes) return;
+  for (i = 0; i < src->part_count; i++)
+    for (k = 0; k < m->file_count; k++) {
+      const tfmi_file *f = &m->files[k];
+      const uint8_t *data = (const uint8_t *)src->parts[i].data;
+      size_t bytes = 0;
+      if (f->kind != TFMI_FILE_MAPPED || data < f->data || data >= f->data + f->bytes) continue;
+      if (tfmi_type_bytes(src->parts[i].type,
+                          (uint64_t)src->parts[i].rows * (uint64_t)src->cols, &bytes))
+        tfmi_page_out(data, bytes);
+    }
+}
+
 static void tfmi_weight(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, tfm_weight *w) {
   tfm_weight_source src;
   tfmi_tensor *t = NULL;
@@ -12377,6 +12405,7 @@ static void tfmi_weight(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, tf
               tfm_type_name(src.type));
   tfmi_pack_all(b, w, &src);
   tfmi_builder_check(b, t);
+  tfmi_let_go(b, &src);
   if (!b->measure && x->roles & TFM_ROLE_MATMUL)
     b->m->token_bytes += w->bytes / (uint64_t)experts *
                          (uint64_t)(x->experts ? b->m->net.experts_used : 1);

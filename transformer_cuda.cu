@@ -24,7 +24,8 @@
    16 bits, with x in two parts. F32 weights are never taken there. Which of cuBLASLt's kernels a
    shape gets is found by timing them.
 
-   Q8_0 and Q4_0 lie with their scales apart, and are multiplied as whole numbers, exactly.
+   Q8_0 and Q4_0 lie with their scales apart, and are multiplied as whole numbers, by x as whole
+   numbers of 31 bits, exactly.
 
    What is declined: the backward entries, and weights for them. Nothing mutable is static; what
    must last lives in tfm_dev.state. */
@@ -44,6 +45,7 @@ enum {
   CUDA_CREW_WARPS = CUDA_CREW / 32,
   CUDA_THREADS = 512,     /* of one that samples */
   CUDA_WARPS = CUDA_THREADS / 32,
+  CUDA_CLUSTER = 8,       /* of which this many take a row, where clusters are possible */
   CUDA_COLUMNS = 4,       /* rows of x that share one reading of W */
   CUDA_SHARED = 220 << 10, /* bytes of shared memory that a block may ask for */
   CUDA_KEYS = 64,         /* keys in a tile of attention */
@@ -83,6 +85,7 @@ typedef struct cuda_state {
   bool recording;
   bool chained; /* launches may begin before what they follow is complete: cuda_follow */
   bool chains;  /* the device can do that */
+  int cluster;  /* blocks that choose a token together */
   struct cuda_lt *lt;
   struct cuda_decoder *decoder;
   size_t parts_at, parts_bytes; /* the same of cuda_matmul_many */
@@ -122,6 +125,11 @@ static void *cuda_host_memory(const tfm_dev *d, void *old, size_t old_bytes, siz
 static bool cuda_parts_make(tfm_dev *d);
 static bool cuda_hopper_open(tfm_dev *d);
 
+#ifndef __CUDA_ARCH_LIST__
+#define __CUDA_ARCH_LIST__ 0
+#endif
+static const int cuda_archs[] = {__CUDA_ARCH_LIST__}; /* compiled for, the least first */
+
 static bool cuda_usable(tfm_dev *d) {
   int count = 0;
   cudaError_t error = cudaGetDeviceCount(&count);
@@ -159,6 +167,7 @@ static tfm_status cuda_open(tfm_dev *d) {
                  "cudaHostAlloc") &&
       (major != 9 || cuda_hopper_open(d))) {
     s->chains = major >= 9;
+    s->cluster = major >= 9 && cuda_archs[0] >= 900 ? CUDA_CLUSTER : 1;
     return TFM_OK;
   }
   status = d->status;
@@ -393,16 +402,23 @@ static void cuda_usage(tfm_dev *d) {
 
 /* ---- Launching ---- */
 
-/* One launch; shared memory beyond 48 KB is asked for. */
+/* One launch, of clusters of that many blocks; shared memory beyond 48 KB is asked for. */
 template <typename... P, typename... A>
-static void cuda_run(tfm_dev *d, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
-                     A... arguments) {
+static void cuda_run_clusters(tfm_dev *d, void (*kernel)(P...), int cluster, dim3 grid, int threads,
+                              size_t shared, A... arguments) {
   cudaLaunchConfig_t config = {};
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = cuda_of(d)->chained && cuda_of(d)->chains;
+  cudaLaunchAttribute attribute[2] = {};
+  if (cuda_of(d)->chained && cuda_of(d)->chains) {
+    attribute[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attribute[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attribute[config.numAttrs].val.clusterDim.x = (unsigned)cluster;
+    attribute[config.numAttrs].val.clusterDim.y = attribute[config.numAttrs].val.clusterDim.z = 1;
+    config.numAttrs++;
+  }
+  config.attrs = attribute;
   config.gridDim = grid;
   config.blockDim = dim3((unsigned)threads);
   config.dynamicSmemBytes = shared;
@@ -413,6 +429,12 @@ static void cuda_run(tfm_dev *d, void (*kernel)(P...), dim3 grid, int threads, s
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)shared), "cudaFuncSetAttribute")) return;
   cuda_check(d, cudaLaunchKernelEx(&config, kernel, P(arguments)...), "cudaLaunchKernelEx");
+}
+
+template <typename... P, typename... A>
+static void cuda_run(tfm_dev *d, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
+                     A... arguments) {
+  cuda_run_clusters(d, kernel, 1, grid, threads, shared, arguments...);
 }
 
 /* In every kernel of a chain: the next one may start; what went before is complete. */
@@ -437,7 +459,6 @@ __host__ __device__ static int cuda_bits(tfm_type type) { /* a value's, without 
 }
 
 static bool cuda_known(tfm_type type) { return type >= TFM_F32 && type <= TFM_Q4_0; }
-static bool cuda_blocked(tfm_type type) { return type == TFM_Q8_0 || type == TFM_Q4_0; }
 
 __device__ static float cuda_load(const void *p, tfm_type type, int64_t i) {
   if (type == TFM_F32) return __ldcg((const float *)p + i);
@@ -460,17 +481,46 @@ __device__ static void cuda_store4(void *p, tfm_type type, int64_t i, float4 v) 
                                       : make_uint2(*(const uint32_t *)&c, *(const uint32_t *)&e);
 }
 
-/* ---- Weights: rows of one type, each filled up with zeros to whole 16 bytes ---- */
+/* ---- Weights: rows of one type, each filled up with zeros to whole 16 bytes ----
+   Formats in blocks lie as they are read: eight rows' first 64 bytes, their next 64 bytes, ..., and
+   so do the scales. A Q4_0 number is kept as four bits with a sign, a Q8_0 number as it is. */
 
 typedef struct cuda_weight {
-  uint8_t *data;       /* [rows, vectors] of 16 bytes */
-  __half *scale;       /* [rows, cols / 32], of block formats */
+  uint8_t *data;       /* [rows, vectors] of 16 bytes; of block formats cuda_vector_at */
+  __half *scale;       /* of block formats */
   tfm_type type;
   int32_t rows, cols;  /* of one expert */
   int32_t vectors;     /* in a row */
 } cuda_weight;
 
 static const cuda_weight *cuda_packed(const tfm_weight *w) { return (cuda_weight *)w->host; }
+
+__host__ __device__ static bool cuda_blocked(tfm_type type) {
+  return type == TFM_Q8_0 || type == TFM_Q4_0;
+}
+
+__host__ __device__ static int cuda_pieces(const cuda_weight &w) { return (w.vectors + 3) / 4; }
+
+/* Rows that a matrix, or an expert's, takes up. */
+__host__ __device__ static int cuda_lines(const cuda_weight &w) {
+  return cuda_blocked(w.type) ? (w.rows + 7) / 8 * 8 : w.rows;
+}
+
+/* Which vector of the weight is number v of a line. */
+__host__ __device__ static int64_t cuda_vector_at(const cuda_weight &w, int64_t line, int v) {
+  if (!cuda_blocked(w.type)) return line * w.vectors + v;
+  return ((line / 8 * cuda_pieces(w) + v / 4) * 8 + line % 8) * 4 + v % 4;
+}
+
+/* Which scale is that of a vector, by cuda_vector_at. */
+__host__ __device__ static int64_t cuda_scale_at(const cuda_weight &w, int64_t vector) {
+  return w.type == TFM_Q8_0 ? vector / 2 : vector;
+}
+
+/* The line of a row, counted through all experts. */
+__device__ static int64_t cuda_line_of(const cuda_weight &w, int64_t row) {
+  return row + row / w.rows * (cuda_lines(w) - w.rows);
+}
 
 /* The types of files: how many values a block has, in how many bytes, and what it becomes here.
    Q5_0 loses nothing as Q8_0, nor F8 as BF16. What has two scales becomes F16, within half a unit
@@ -538,8 +588,14 @@ static cuda_weight cuda_weight_of(const tfm_weight_source *s) {
   return w;
 }
 
-static int64_t cuda_all_rows(const tfm_weight_source *s) {
-  return (int64_t)s->rows * (s->experts ? s->experts : 1);
+/* Vectors of all experts. */
+static int64_t cuda_all_vectors(const cuda_weight *w, int32_t experts) {
+  return cuda_vector_at(*w, (int64_t)cuda_lines(*w) * (experts ? experts : 1), 0);
+}
+
+static size_t cuda_scale_bytes(const cuda_weight *w, int32_t experts) {
+  if (!cuda_blocked(w->type)) return 0;
+  return (size_t)cuda_scale_at(*w, cuda_all_vectors(w, experts)) * 2;
 }
 
 static size_t cuda_larger(size_t a, size_t b) { return a > b ? a : b; }
@@ -554,9 +610,8 @@ static tfm_pack_size cuda_pack_size(tfm_dev *d, const tfm_weight_source *s) {
     if (!cuda_part_check(d, s, &s->parts[i])) return size;
   w = cuda_weight_of(s);
   size.host_bytes = cuda_align(sizeof w);
-  size.device_bytes = cuda_align((size_t)cuda_all_rows(s) * (size_t)w.vectors * 16);
-  if (cuda_blocked(w.type))
-    size.device_bytes += cuda_align((size_t)cuda_all_rows(s) * (size_t)(w.cols / 32) * 2);
+  size.device_bytes = cuda_align((size_t)cuda_all_vectors(&w, s->experts) * 16) +
+                      cuda_align(cuda_scale_bytes(&w, s->experts));
   return size;
 }
 
@@ -643,9 +698,8 @@ __device__ static float cuda_file_value(const uint8_t *line, tfm_type type, int6
                          : cuda_value_of_32(block, type, (int)(i % 32));
 }
 
-/* Bit position of value j of a block in its row's 16 bytes: in each word of eight, pairs lie 16
-   bits apart, so that one mask yields two neighbours. */
-__device__ static int cuda_nibble(int j) { return j / 8 * 32 + j % 8 / 2 * 4 + j % 2 * 16; }
+/* Bit position of value j of a block in its 16 bytes. */
+__device__ static int cuda_nibble(int j) { return j % 16 * 8 + j / 16 * 4; }
 
 /* 32 values become a block, with ggml's arithmetic. */
 __device__ static void cuda_quantise(const float *x, tfm_type type, uint8_t *to, __half *scale) {
@@ -664,8 +718,9 @@ __device__ static void cuda_quantise(const float *x, tfm_type type, uint8_t *to,
       ((int8_t *)to)[j] = (int8_t)(q >= -127.0f && q <= 127.0f ? q : 0.0f);
     } else {
       q = __fadd_rn(q, 8.5f);
-      word[cuda_nibble(j) / 32] |= (q >= 15.0f ? 15u : q >= 0.0f ? (uint32_t)q : q < 0.0f ? 0u : 8u)
-                                   << cuda_nibble(j) % 32;
+      word[cuda_nibble(j) / 32] |=
+          ((q >= 15.0f ? 15u : q >= 0.0f ? (uint32_t)q : q < 0.0f ? 0u : 8u) ^ 8u)
+          << cuda_nibble(j) % 32;
     }
   }
   if (type == TFM_Q4_0) *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
@@ -679,8 +734,8 @@ __device__ static void cuda_keep(const uint8_t *from, tfm_type type, uint8_t *to
   for (j = 0; j < 32 && type == TFM_Q8_0; j++) to[j] = from[2 + j];
   for (j = 0; j < 32 && type == TFM_Q5_0; j++) to[j] = (uint8_t)(cuda_q5(from + 2, j) - 16);
   if (type != TFM_Q4_0) return;
-  for (j = 0; j < 32; j++)
-    word[cuda_nibble(j) / 32] |= (uint32_t)cuda_q4(from + 2, j) << cuda_nibble(j) % 32;
+  for (j = 0; j < 4; j++)
+    word[j] = (cuda_u16(from + 2 + 4 * j) | cuda_u16(from + 4 + 4 * j) << 16) ^ 0x88888888u;
   *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
@@ -700,18 +755,16 @@ __global__ void cuda_pack_kernel(cuda_weight w, cuda_piece p, int64_t bytes) {
   if (p.transposed ? block * 32 >= p.first + p.lines : row >= p.first + p.lines) return;
   n = min(32, w.cols - block * 32);
   for (j = 0; j < 32; j++) x[j] = j < n ? cuda_piece_value(p, bytes, row, block * 32 + j) : 0.0f;
-  at = p.row + row;
+  at = cuda_vector_at(w, cuda_line_of(w, p.row + row), block * cuda_bits(w.type) / 4);
   if (p.keep) {
     cuda_keep(p.data + (row - p.first) * bytes + block * cuda_format_of(p.type).bytes, p.type,
-              w.data + at * w.vectors * 16 + (int64_t)block * cuda_bits(w.type) * 4,
-              w.scale + at * (w.cols / 32) + block);
+              w.data + at * 16, w.scale + cuda_scale_at(w, at));
   } else if (w.scale) {
-    cuda_quantise(x, w.type, w.data + at * w.vectors * 16 + (int64_t)block * cuda_bits(w.type) * 4,
-                  w.scale + at * (w.cols / 32) + block);
+    cuda_quantise(x, w.type, w.data + at * 16, w.scale + cuda_scale_at(w, at));
   } else {
     int64_t row_values = (int64_t)w.vectors * 128 / cuda_bits(w.type);
     for (j = 0; j < 32 && block * 32 + j < row_values; j++)
-      cuda_store(w.data, w.type, at * row_values + block * 32 + j, x[j]);
+      cuda_store(w.data, w.type, (p.row + row) * row_values + block * 32 + j, x[j]);
   }
 }
 
@@ -788,10 +841,10 @@ static void cuda_pack(tfm_dev *d, tfm_weight *w, const tfm_weight_source *s, voi
   w->roles = s->roles;
   w->host = host;
   w->device = device;
-  w->bytes = (uint64_t)cuda_all_rows(s) * (uint64_t)packed.vectors * 16;
+  w->bytes = (uint64_t)cuda_all_vectors(&packed, s->experts) * 16;
   packed.data = (uint8_t *)device;
   if (cuda_blocked(packed.type)) packed.scale = (__half *)(packed.data + cuda_align(w->bytes));
-  if (packed.scale) w->bytes += (uint64_t)cuda_all_rows(s) * (uint64_t)(s->cols / 32) * 2;
+  w->bytes += cuda_scale_bytes(&packed, s->experts);
   memcpy(host, &packed, sizeof packed);
   if (!cuda_enter(d)) return;
   for (i = 0; i < s->part_count; i++) {
@@ -802,15 +855,16 @@ static void cuda_pack(tfm_dev *d, tfm_weight *w, const tfm_weight_source *s, voi
 
 /* Value (row, col) of a packed weight. */
 __device__ static float cuda_value(const cuda_weight &w, int64_t row, int col) {
-  const uint8_t *data = w.data + row * w.vectors * 16;
+  const int values = 128 / cuda_bits(w.type);
+  const int64_t at = cuda_vector_at(w, cuda_line_of(w, row), col / values);
+  const uint8_t *data = w.data + at * 16;
   float scale;
   int bit;
-  if (!w.scale) return cuda_load(data, w.type, col);
-  scale = __half2float(w.scale[row * (w.cols / 32) + col / 32]);
-  if (w.type == TFM_Q8_0) return scale * (float)((const int8_t *)data)[col];
-  bit = cuda_nibble(col % 32);
-  return scale * (float)((int)(((const uint32_t *)data)[col / 32 * 4 + bit / 32] >> bit % 32 & 15) -
-                         8);
+  if (!w.scale) return cuda_load(data, w.type, col % values);
+  scale = __half2float(w.scale[cuda_scale_at(w, at)]);
+  if (w.type == TFM_Q8_0) return scale * (float)((const int8_t *)data)[col % values];
+  bit = cuda_nibble(col % values);
+  return scale * (float)((int)((data[bit / 8] >> bit % 8 & 15) ^ 8) - 8);
 }
 
 __global__ void cuda_unpack_kernel(tfm_mat y, cuda_weight w, int32_t first) {
@@ -916,17 +970,6 @@ __device__ static float cuda_crew_max(float v, float *room) { /* of v >= 0; NaN 
   return __uint_as_float(max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w))));
 }
 
-/* room: a float of shared memory for each warp. */
-__device__ static float cuda_block_sum(float v, float *room) {
-  int i;
-  v = cuda_warp_sum(v);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = v;
-  __syncthreads();
-  for (v = 0, i = 0; i < (int)blockDim.x / 32; i++) v += room[i];
-  return v;
-}
-
 /* ---- norm ---- */
 
 typedef struct cuda_norm {
@@ -944,7 +987,6 @@ __device__ __noinline__ float4 cuda_quad_slow(const float *x, int k, int n) {
   return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-/* Past the first cache, where older ones may lie. */
 __device__ __forceinline__ float4 cuda_quad(const float *x, int k, int n) {
   if (4 * k + 3 < n && (uintptr_t)x % 16 == 0) return __ldcg((const float4 *)x + k);
   return cuda_quad_slow<false>(x, k, n);
@@ -955,34 +997,109 @@ __device__ __forceinline__ float4 cuda_quad_const(const float *x, int k, int n) 
   return cuda_quad_slow<true>(x, k, n);
 }
 
-__device__ __forceinline__ float cuda_largest(float4 v) {
-  return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+/* Four values, or zeros; without a branch, so that several are asked for before one is used. */
+__device__ __forceinline__ float4 cuda_quad_if(const float *p, bool wanted) {
+  float4 v;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0;\n"
+               "mov.f32 %0, 0f00000000; mov.f32 %1, 0f00000000;\n"
+               "mov.f32 %2, 0f00000000; mov.f32 %3, 0f00000000;\n"
+               "@p ld.global.cg.v4.f32 {%0,%1,%2,%3}, [%4]; }"
+               : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+               : "l"(p), "r"((unsigned)wanted));
+  return v;
 }
 
-/* Normalises n values in shared memory, of which a thread has put there quads threadIdx.x + i *
-   CUDA_CREW, and reads no others; room: 16 floats. Returns mean and 1/deviation; top: the largest
-   value of the thread's. */
+/* Quads k, k + STRIDE, ... of a row of n values, zeros beyond it, past the first cache, where older
+   values may lie. */
+template <int STRIDE>
+__device__ __forceinline__ void cuda_quads(float4 (&v)[4], const float *x, int k, int n) {
+  const bool plain = (((unsigned)(uintptr_t)x >> 2 | (unsigned)n) & 3) == 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    v[i] = cuda_quad_if(x + 4 * (k + i * STRIDE), plain && 4 * (k + i * STRIDE) < n);
+  if (plain) return;
+#pragma unroll
+  for (int i = 0; i < 4; i++) v[i] = cuda_quad_slow<false>(x, k + i * STRIDE, n);
+}
+
+__device__ __forceinline__ float cuda_max(float a, float b) { /* NaN is largest */
+  float v;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(v) : "f"(a), "f"(b));
+  return v;
+}
+
+__device__ __forceinline__ float cuda_largest(float4 v) {
+  return cuda_max(cuda_max(fabsf(v.x), fabsf(v.y)), cuda_max(fabsf(v.z), fabsf(v.w)));
+}
+
+__device__ __forceinline__ float cuda_squares(float4 v) {
+  return __fmaf_rn(v.x, v.x, v.y * v.y) + __fmaf_rn(v.z, v.z, v.w * v.w);
+}
+
+/* Without what lies beyond the row, of which `left` values are to come. */
+__device__ __forceinline__ float4 cuda_within(float4 v, int left) {
+  return make_float4(left > 0 ? v.x : 0.0f, left > 1 ? v.y : 0.0f, left > 2 ? v.z : 0.0f,
+                     left > 3 ? v.w : 0.0f);
+}
+
+typedef struct cuda_found { float sum, top; } cuda_found; /* of a thread's values: top of |v| */
+
+/* Sixteen bytes on their way to shared memory, or the first of them and zeros. */
+__device__ __forceinline__ void cuda_copy_some(void *to, const void *from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               : : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes));
+}
+
+__device__ __forceinline__ void cuda_found_add(cuda_found &found, float4 v, bool mean) {
+  found.top = cuda_max(found.top, cuda_largest(v));
+  found.sum += mean ? (v.x + v.y) + (v.z + v.w) : cuda_squares(v);
+}
+
+/* A row of n values comes to `raw`, in shared memory, filled up with zeros to whole `quads`. A
+   thread has quads threadIdx.x + i * CUDA_CREW, and reads no others. All are asked for before the
+   first is looked at; loops are short, as few warps wait for every instruction. The sum is of
+   squares unless a mean comes first. */
+__device__ __forceinline__ cuda_found cuda_fetch(float4 *raw, const float *x, int n, int quads,
+                                                 bool mean) {
+  const bool aligned = (uintptr_t)x % 16 == 0;
+  cuda_found found = {0, 0};
+  int k = threadIdx.x;
+  if (quads <= CUDA_CREW) { /* as most threads have one */
+    if (k < quads) cuda_found_add(found, raw[k] = cuda_quad(x, k, n), mean);
+    return found;
+  }
+#pragma unroll 1
+  for (; k < quads; k += CUDA_CREW)
+    if (aligned) cuda_copy_some(raw + k, x + 4 * k, 4 * max(min(n - 4 * k, 4), 0));
+    else raw[k] = cuda_quad_slow<false>(x, k, n);
+  asm volatile("cp.async.wait_all;" : : : "memory");
+#pragma unroll 1
+  for (k = threadIdx.x; k < quads; k += CUDA_CREW) cuda_found_add(found, raw[k], mean);
+  return found;
+}
+
+/* Normalises n values that cuda_fetch has brought; room: 16 floats. Returns mean and 1/deviation;
+   top becomes that of the thread's new values. */
 __device__ static float2 cuda_normalise(float4 *x, int n, const cuda_norm &t, float *room,
-                                        float &top) {
+                                        cuda_found &found) {
   const int quads = (n + 3) / 4;
   const float each = 1.0f / (float)n;
-  float sum = 0, mean = 0, inverse;
+  float mean = 0, inverse;
   int k;
+  if (t.p.kind == TFM_NORM_LAYER) {
+    mean = cuda_crew_sum(found.sum, room) * each;
+    found.sum = 0;
 #pragma unroll 1
-  for (k = threadIdx.x; k < quads && t.p.kind == TFM_NORM_LAYER; k += CUDA_CREW)
-    sum += (x[k].x + x[k].y) + (x[k].z + x[k].w);
-  if (t.p.kind == TFM_NORM_LAYER) mean = cuda_crew_sum(sum, room) * each;
-#pragma unroll 1
-  for (sum = 0, k = threadIdx.x; k < quads; k += CUDA_CREW) {
-    float4 c = make_float4(x[k].x - mean, x[k].y - mean, x[k].z - mean, x[k].w - mean);
-    if (4 * k + 3 >= n) c.w = 0;
-    if (4 * k + 2 >= n) c.z = 0;
-    if (4 * k + 1 >= n) c.y = 0;
-    sum += __fmaf_rn(c.x, c.x, c.y * c.y) + __fmaf_rn(c.z, c.z, c.w * c.w);
+    for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
+      const float4 v = x[k];
+      found.sum += cuda_squares(cuda_within(
+          make_float4(v.x - mean, v.y - mean, v.z - mean, v.w - mean), n - 4 * k));
+    }
   }
-  inverse = rsqrtf(cuda_crew_sum(sum, room + 8) * each + t.p.eps);
+  inverse = rsqrtf(cuda_crew_sum(found.sum, room + 8) * each + t.p.eps);
+  found.top = 0;
 #pragma unroll 1
-  for (top = 0, k = threadIdx.x; k < quads; k += CUDA_CREW) {
+  for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
     const float4 w = cuda_quad_const(t.w, k, n);
     const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
     float4 v = x[k];
@@ -990,11 +1107,8 @@ __device__ static float2 cuda_normalise(float4 *x, int n, const cuda_norm &t, fl
     v.y = __fmaf_rn(__fmul_rn(v.y - mean, inverse), w.y + t.p.offset, b.y);
     v.z = __fmaf_rn(__fmul_rn(v.z - mean, inverse), w.z + t.p.offset, b.z);
     v.w = __fmaf_rn(__fmul_rn(v.w - mean, inverse), w.w + t.p.offset, b.w);
-    if (4 * k + 3 >= n) v.w = 0;
-    if (4 * k + 2 >= n) v.z = 0;
-    if (4 * k + 1 >= n) v.y = 0;
-    x[k] = v;
-    top = fmaxf(top, cuda_largest(v));
+    x[k] = v = cuda_within(v, n - 4 * k);
+    found.top = cuda_max(found.top, cuda_largest(v));
   }
   return make_float2(mean, inverse);
 }
@@ -1006,11 +1120,9 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat
   extern __shared__ __align__(16) float shared[];
   int groups = (int)gridDim.y, n = x.cols / groups, row = (int)blockIdx.x, g = (int)blockIdx.y, i;
   const float *from = (const float *)x.data + row * x.stride + g * n;
-  float *v = shared + 16, top;
-  float2 s;
-#pragma unroll 4
-  for (i = threadIdx.x; i < (n + 3) / 4; i += CUDA_CREW) ((float4 *)v)[i] = cuda_quad(from, i, n);
-  s = cuda_normalise((float4 *)v, n, t, shared, top);
+  float *v = shared + 16;
+  cuda_found found = cuda_fetch((float4 *)v, from, n, (n + 3) / 4, t.p.kind == TFM_NORM_LAYER);
+  float2 s = cuda_normalise((float4 *)v, n, t, shared, found);
   __syncthreads();
   for (i = threadIdx.x; i < n; i += CUDA_CREW) {
     const float *beside = (const float *)residual.data;
@@ -1120,29 +1232,29 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
    On the tensor cores, though x keeps its 24 bits: a row of x is taken apart into 16-bit columns
    whose sum it is (halves hi + lo, after a power of two has brought its largest value below 2^14;
    beside BF16 three of them), and every column is multiplied. Weights are fed in as they lie. Bytes
-   and nibbles, unsigned, are the smallest halves there are: a mask turns two of them into operands,
-   and their offset is taken off with the sum of the block's x. As a scale belongs to 32 values, the
-   columns of a block of formats with scales are zero beside the other blocks'. F32 weights are
-   multiplied without tensor cores, in the same order of things.
+   and nibbles are multiplied as whole numbers, by x as one of 31 bits in four columns of 8; as a
+   scale belongs to 32 values, the columns of a block are zero beside the other blocks'. F32 weights
+   are multiplied without tensor cores, in the same order of things.
 
    A tile is 8 units, a unit two rows of W that belong together: a pair that is rotated, a gate and
-   what it opens, or just neighbours. A piece is 64 bytes of each of the tile's 16 rows: lane 4g + t
-   has 16 bytes of both rows of unit g. A team of `split` warps shares a tile: each takes a stretch
-   of pieces, CUDA_AHEAD of them asked for before they are used, the first even before x is there.
-   The team's sums are added in order. So the bits of a row depend on the shape of W alone. */
+   what it opens, or rows eight apart. A piece is 64 bytes of each of the tile's 16 rows: lane
+   4g + t has 16 bytes of both rows of unit g. A team of `split` warps shares a tile: each takes a
+   stretch of pieces, CUDA_AHEAD of them asked for before they are used, the first even before x is
+   there. The team's sums are added in order: the bits of a row depend on the shape of W alone. */
 
-enum { CUDA_AHEAD = 8 }; /* pieces, at most */
+enum { CUDA_AHEAD = 8, CUDA_BLOCKS_AHEAD = 4 }; /* pieces; at most the first */
 
-/* values: in 16 bytes of W. parts: of a value of x. columns: that a row of x takes up. */
+/* values: in 16 bytes of W. parts: of a value of x. columns: over which a row's sum is spread. */
 template <int TYPE> struct cuda_operand {
+  static constexpr bool blocks = TYPE == TFM_Q8_0 || TYPE == TFM_Q4_0;
   static constexpr int values = TYPE == TFM_F32 ? 4 : TYPE == TFM_Q8_0 ? 16
                                                 : TYPE == TFM_Q4_0     ? 32 : 8;
-  static constexpr int parts = TYPE == TFM_F32 ? 1 : TYPE == TFM_BF16 ? 3 : 2;
-  static constexpr int columns = TYPE == TFM_F16 ? 2 : TYPE == TFM_BF16 || TYPE == TFM_Q8_0 ? 4 : 8;
-  static constexpr int size = TYPE == TFM_F32 ? 4 : 2;
+  static constexpr int parts = TYPE == TFM_F32 ? 1 : TYPE == TFM_F16 ? 2 : TYPE == TFM_BF16 ? 3 : 4;
+  static constexpr int columns = TYPE == TFM_F16 ? 2 : TYPE == TFM_BF16 ? 4 : 8;
+  static constexpr int size = TYPE == TFM_F32 ? 4 : blocks ? 1 : 2;
   static constexpr int bytes = 4 * values * parts * size; /* of x, beside a piece */
-  static constexpr bool blocks = TYPE == TFM_Q8_0 || TYPE == TFM_Q4_0;
-  static constexpr int ahead = blocks ? 4 : CUDA_AHEAD; /* as many as registers hold */
+  static constexpr int stride = blocks ? 32 : 4; /* vectors from a piece of a row to the next */
+  static constexpr int ahead = blocks ? CUDA_BLOCKS_AHEAD : CUDA_AHEAD; /* what registers hold */
 };
 
 static int cuda_piece_bytes(tfm_type type) {
@@ -1154,8 +1266,6 @@ static int cuda_piece_bytes(tfm_type type) {
     default: return cuda_operand<TFM_Q4_0>::bytes;
   }
 }
-
-__host__ __device__ static int cuda_pieces(const cuda_weight &w) { return (w.vectors + 3) / 4; }
 
 /* Values of a row, filled up to whole pieces. */
 __host__ __device__ static int cuda_values(const cuda_weight &w) {
@@ -1174,19 +1284,16 @@ typedef struct cuda_crew_room {
   float *factor; /* [M] what sums are to be multiplied by */
   float2 *part;  /* [2, CUDA_CREW_WARPS, most tiles of columns, 32] sums of a team's warps */
   float *raw;    /* [values] a row of x */
-  float *sums;   /* [M, blocks of 32 and of CUDA_AHEAD pieces more] of x, for formats in blocks */
+  char *zeros;   /* [32] */
   char *planes;  /* [pieces + CUDA_AHEAD, M, parts, 4 lanes' values] */
 } cuda_crew_room;
 
 enum { CUDA_PART_BYTES = 2 * CUDA_CREW_WARPS * 32 * 8 };
 
-__host__ __device__ static int cuda_sums(const cuda_weight &w) {
-  return cuda_values(w) / 32 + CUDA_AHEAD * 16 / cuda_bits(w.type);
-}
+enum { CUDA_ROOM_FLOATS = 40 };
 
 static size_t cuda_crew_bytes(const cuda_weight *w, int m) {
-  return 128 + (size_t)m * CUDA_PART_BYTES + sizeof(float) * (size_t)cuda_raw(*w) +
-         (cuda_blocked(w->type) ? sizeof(float) * (size_t)((cuda_sums(*w) + 3) / 4 * 4 * m) : 0) +
+  return sizeof(float) * (size_t)(CUDA_ROOM_FLOATS + cuda_raw(*w)) + (size_t)m * CUDA_PART_BYTES +
          (size_t)((cuda_pieces(*w) + CUDA_AHEAD) * m) * (size_t)cuda_piece_bytes(w->type);
 }
 
@@ -1195,10 +1302,10 @@ __device__ __forceinline__ cuda_crew_room cuda_crew_lay_out(float *shared, const
   cuda_crew_room r;
   r.room = shared;
   r.factor = shared + 24;
-  r.part = (float2 *)(shared + 32);
-  r.raw = shared + 32 + M * CUDA_PART_BYTES / 4;
-  r.sums = r.raw + cuda_raw(w);
-  r.planes = (char *)(r.sums + (cuda_operand<TYPE>::blocks ? (cuda_sums(w) + 3) / 4 * 4 * M : 0));
+  r.zeros = (char *)(shared + 32);
+  r.part = (float2 *)(shared + CUDA_ROOM_FLOATS);
+  r.raw = shared + CUDA_ROOM_FLOATS + M * CUDA_PART_BYTES / 4;
+  r.planes = (char *)(r.raw + cuda_raw(w));
   return r;
 }
 
@@ -1210,6 +1317,24 @@ __device__ __forceinline__ uint4 cuda_stream_load(const uint4 *p, bool wanted) {
                "@p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4]; }"
                : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "r"((unsigned)wanted));
   return v;
+}
+
+/* The same, but what is not wanted is anything. */
+__device__ __forceinline__ uint4 cuda_stream_maybe(const uint4 *p, bool wanted) {
+  uint4 v;
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0;\n"
+               "@p ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4]; }"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "r"((unsigned)wanted));
+  return v;
+}
+
+/* c [16, 8] += a [16, 32] b [32, 8] */
+__device__ __forceinline__ void cuda_mma8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                          uint32_t a3, uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, "
+      "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 /* c [16, 8] += a [16, 16] b [16, 8] */
@@ -1252,13 +1377,29 @@ template <bool BF> __device__ __forceinline__ uint32_t cuda_part2(float &a, floa
   return packed;
 }
 
-/* Byte of a column at which quad `within` of a piece lies. Q4_0's blocks are turned: eight lanes
-   read a block each, of two parts. */
+/* Byte of a column at which quad `within` of a piece lies. Q4_0's parts are turned against each
+   other: lanes read 16 bytes of two of them at a time. */
 template <int TYPE> __device__ __forceinline__ int cuda_plane_at(int part, int within) {
-  int at = part * cuda_operand<TYPE>::values * 8 + within * 8;
   if (TYPE == TFM_F32) return within * 16;
-  if (TYPE != TFM_Q4_0) return at;
-  return (at & ~48) | ((at + at / 128 * 16) & 48);
+  if (TYPE == TFM_Q4_0) return part * 128 + (within * 4 ^ part % 2 * 16);
+  if (TYPE == TFM_Q8_0) return part * 64 + within * 4;
+  return part * cuda_operand<TYPE>::values * 8 + within * 8;
+}
+
+/* Four values as whole numbers, in digits of 8 bits with a sign, the highest first: of every digit
+   the four. */
+__device__ __forceinline__ void cuda_digits(uint32_t (&digit)[4], float4 v) {
+  const uint32_t half = 0x80808080u; /* brings each digit up by 128, and what it borrowed */
+  uint32_t x = ((uint32_t)__float2int_rn(v.x) + half) ^ half;
+  uint32_t y = ((uint32_t)__float2int_rn(v.y) + half) ^ half;
+  uint32_t z = ((uint32_t)__float2int_rn(v.z) + half) ^ half;
+  uint32_t w = ((uint32_t)__float2int_rn(v.w) + half) ^ half;
+  uint32_t xy = __byte_perm(x, y, 0x7362), zw = __byte_perm(z, w, 0x7362);
+  digit[0] = __byte_perm(xy, zw, 0x7632);
+  digit[1] = __byte_perm(xy, zw, 0x5410);
+  xy = __byte_perm(x, y, 0x5140), zw = __byte_perm(z, w, 0x5140);
+  digit[2] = __byte_perm(xy, zw, 0x7632);
+  digit[3] = __byte_perm(xy, zw, 0x5410);
 }
 
 /* Four values, k times four from the row's first, go to the planes. */
@@ -1266,17 +1407,22 @@ template <int TYPE, int M>
 __device__ __forceinline__ void cuda_plane_put(char *planes, int m, int k, float4 v) {
   constexpr int V = cuda_operand<TYPE>::values;
   char *to = planes + (k / V * M + m) * cuda_operand<TYPE>::bytes;
+  uint32_t digit[4];
   if (TYPE == TFM_F32) {
     *(float4 *)(to + cuda_plane_at<TYPE>(0, k % V)) = v;
     return;
   }
-  if (TYPE == TFM_Q4_0) v.z *= 0.0625f, v.w *= 0.0625f; /* the upper nibbles of a byte */
+  if (cuda_operand<TYPE>::blocks) cuda_digits(digit, v);
 #pragma unroll
   for (int part = 0; part < cuda_operand<TYPE>::parts; part++) {
-    uint2 q;
-    if (TYPE == TFM_Q8_0) q.x = cuda_part2<false>(v.x, v.z), q.y = cuda_part2<false>(v.y, v.w);
-    else q.x = cuda_part2<TYPE == TFM_BF16>(v.x, v.y), q.y = cuda_part2<TYPE == TFM_BF16>(v.z, v.w);
-    *(uint2 *)(to + cuda_plane_at<TYPE>(part, k % V)) = q;
+    char *at = to + cuda_plane_at<TYPE>(part, k % V);
+    if (cuda_operand<TYPE>::blocks) {
+      *(uint32_t *)at = digit[part];
+    } else {
+      uint2 q;
+      q.x = cuda_part2<TYPE == TFM_BF16>(v.x, v.y), q.y = cuda_part2<TYPE == TFM_BF16>(v.z, v.w);
+      *(uint2 *)at = q;
+    }
   }
 }
 
@@ -1286,48 +1432,61 @@ __device__ __forceinline__ void cuda_planes_end(const cuda_crew_room &r, const c
                                                 int m) {
   constexpr int V = cuda_operand<TYPE>::values;
   const int quads = cuda_pieces(w) * V, k = quads + (int)threadIdx.x;
+  if (threadIdx.x < 8) ((uint32_t *)r.zeros)[threadIdx.x] = 0;
   if (k >= quads + CUDA_AHEAD * V) return;
   cuda_plane_put<TYPE, M>(r.planes, m, k, make_float4(0, 0, 0, 0));
-  if (cuda_operand<TYPE>::blocks && k % 8 == 0) r.sums[m * cuda_sums(w) + k / 8] = 0;
 }
 
-/* x [cols], normalised, becomes row m of the planes. All threads, of which each has its own quads;
-   synchronised at the end. */
+/* Four quads of a row too wide to be kept. */
+template <typename USE>
+__device__ __forceinline__ void cuda_wide(const float *x, int n, int quads, USE use) {
+#pragma unroll 1
+  for (int k = threadIdx.x; k < quads; k += 4 * CUDA_CREW) {
+    float4 v[4];
+    cuda_quads<CUDA_CREW>(v, x, k, n);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (k + i * CUDA_CREW < quads) use(k + i * CUDA_CREW, v[i]);
+  }
+}
+
+/* x [cols], normalised, becomes row m of the planes; `most`: the largest of |x|, where that is
+   known. All threads, of which each has its own quads; synchronised at the end. */
 template <int TYPE, int M>
 __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_weight &w,
-                                            const float *x, const cuda_norm *norm, int m) {
+                                            const float *x, const cuda_norm *norm,
+                                            const float *most, int m) {
   constexpr int V = cuda_operand<TYPE>::values;
   constexpr bool scaled = TYPE != TFM_F32 && TYPE != TFM_BF16;
+  constexpr int bits = cuda_operand<TYPE>::blocks ? 29 : 13; /* of what is below the largest's */
   const bool kept = w.cols <= CUDA_RAW;
   const int quads = cuda_pieces(w) * V;
   float4 *raw = (float4 *)r.raw;
-  float top = 0, by = 1;
-  int e = 0, k;
-#pragma unroll 4
-  for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
-    float4 v = cuda_quad(x, k, w.cols);
-    if (kept) raw[k] = v;
-    top = fmaxf(top, cuda_largest(v));
-  }
-  if (norm) cuda_normalise(raw, w.cols, *norm, r.room, top);
+  cuda_found found = {0, 0};
+  float by = 1;
+  int e = 0;
+  auto put = [&](int k, float4 v) {
+    if (scaled) v.x *= by, v.y *= by, v.z *= by, v.w *= by;
+    cuda_plane_put<TYPE, M>(r.planes, m, k, v);
+  };
+  if (kept)
+    found = cuda_fetch(raw, x, w.cols, quads, norm && norm->p.kind == TFM_NORM_LAYER);
+  else if (!most)
+    cuda_wide(x, w.cols, quads, [&](int, float4 v) { cuda_found_add(found, v, true); });
+  if (norm) cuda_normalise(raw, w.cols, *norm, r.room, found);
   if (scaled) {
-    top = cuda_crew_max(top, r.room + 16);
-    if (top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
+    found.top = most ? __ldcg(most) : cuda_crew_max(found.top, r.room + 16);
+    if (found.top > 0 && found.top < INFINITY)
+      e = max(-100, (int)(__float_as_uint(found.top) >> 23) - 127 - bits);
     by = __uint_as_float((uint32_t)(127 - e) << 23);
   }
+  if (!kept) cuda_wide(x, w.cols, quads, put);
 #pragma unroll 1
-  for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
-    float4 v = kept ? raw[k] : cuda_quad(x, k, w.cols);
-    if (scaled) v.x *= by, v.y *= by, v.z *= by, v.w *= by;
-    if (cuda_operand<TYPE>::blocks) {
-      float sum = (v.x + v.y) + (v.z + v.w);
-      for (int i = 1; i < 8; i *= 2) sum += __shfl_xor_sync(0xffu << (threadIdx.x & 24), sum, i);
-      if (threadIdx.x % 8 == 0) r.sums[m * cuda_sums(w) + k / 8] = sum;
-    }
-    cuda_plane_put<TYPE, M>(r.planes, m, k, v);
+  for (int k = threadIdx.x; k < quads && kept; k += CUDA_CREW) put(k, raw[k]);
+  if (threadIdx.x == 0) {
+    float factor = scaled ? exp2f((float)(TYPE == TFM_Q4_0 ? e - 4 : e)) : 1.0f;
+    r.factor[m] = cuda_operand<TYPE>::blocks && !(found.top < INFINITY) ? NAN : factor;
   }
-  if (threadIdx.x == 0)
-    r.factor[m] = scaled ? exp2f((float)(cuda_operand<TYPE>::blocks ? e + 24 : e)) : 1.0f;
   __syncthreads();
 }
 
@@ -1362,11 +1521,11 @@ __device__ __forceinline__ void cuda_widen_q4(__half2 *h, uint4 q) {
                 sixteenth = __half2half2(__ushort_as_half(0x2c00)),
                 high = __half2half2(__ushort_as_half(0xd480)); /* -72 */
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
-    uint32_t w = word[i / 2] >> (i % 2 * 8), a = (w & 0x000f000fu) | base,
-             b = (w & 0x00f000f0u) | base;
-    h[2 * i] = __hsub2(*(__half2 *)&a, low);
-    h[2 * i + 1] = __hfma2(*(__half2 *)&b, sixteenth, high);
+  for (int i = 0; i < 8; i++) { /* two bytes, each in a half; their numbers become 0 to 15 */
+    uint32_t w = __byte_perm(word[i / 2] ^ 0x88888888u, 0, i % 2 ? 0x4342 : 0x4140);
+    uint32_t a = (w & 0x000f000fu) | base, b = (w & 0x00f000f0u) | base;
+    h[i] = __hsub2(*(__half2 *)&a, low);
+    h[8 + i] = __hfma2(*(__half2 *)&b, sixteenth, high);
   }
 }
 
@@ -1376,34 +1535,77 @@ typedef struct cuda_two { /* of a piece, a lane's bytes of both rows, and scales
 } cuda_two;
 
 /* A lane's column of one tile of eight columns: where its values lie in the planes. */
-typedef struct cuda_column { const char *x; const float *sums; bool there; } cuda_column;
+typedef struct cuda_column {
+  const char *x;
+  int step, turn; /* of blocks: bytes to the next 8 columns; to the second half of 32 values */
+  bool there;
+} cuda_column;
 
 template <int TYPE, int M>
-__device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, const cuda_weight &w,
-                                                      int n) {
+__device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, int n) {
   constexpr int V = cuda_operand<TYPE>::values, C = cuda_operand<TYPE>::columns;
   const int g = threadIdx.x / 4 % 8, t = threadIdx.x % 4, sub = (n * 8 + g) % C;
-  const int part = TYPE == TFM_F32 ? 0 : cuda_operand<TYPE>::blocks ? sub % 2 : sub;
-  const int m = TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
-  const int mine = min(n * (8 / C) + t * 2 / C, M - 1); /* whose sum this lane gets */
-  cuda_column c;
-  c.there = part < cuda_operand<TYPE>::parts;
-  if (TYPE == TFM_Q8_0) c.there = t / 2 == sub / 2;
-  if (TYPE == TFM_Q4_0) c.there = t == sub / 2;
-  c.x = r.planes + m * cuda_operand<TYPE>::bytes;
-  if (TYPE == TFM_F32) c.x += t * 16;
-  else c.x += c.there ? part * V * 8 + t * V * 2 : 0;
-  c.sums = r.sums + mine * cuda_sums(w) + t % (C / 2);
+  const int part = TYPE == TFM_Q4_0 ? g % 2 : TYPE == TFM_Q8_0 ? g % 4 : TYPE == TFM_F32 ? 0 : sub;
+  const int m = cuda_operand<TYPE>::blocks || TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
+  cuda_column c = {r.planes + m * cuda_operand<TYPE>::bytes, 256, 16, true};
+  if (TYPE == TFM_F32) {
+    c.x += t * 16;
+  } else if (cuda_operand<TYPE>::blocks) {
+    c.there = TYPE == TFM_Q8_0 ? t / 2 == g / 4 : t == g / 2;
+    c.x += cuda_plane_at<TYPE>(part, t * V / 4);
+    if (TYPE == TFM_Q4_0 && part) c.turn = -16;
+    if (!c.there) c.x = r.zeros, c.step = c.turn = 0;
+  } else {
+    c.there = part < cuda_operand<TYPE>::parts;
+    c.x += c.there ? part * V * 8 + t * V * 2 : 0;
+  }
   return c;
 }
 
-/* c += a piece by the columns. Of formats in blocks, c[0] and c[2] keep the scaled sums. */
+/* Whole numbers, exactly, and the blocks' scales: of both rows, c[0] and c[2]. A lane has two
+   digits of one block's sum. */
+template <int TYPE, int M>
+__device__ __forceinline__ void cuda_use_blocks(float (&c)[4], const cuda_two &q,
+                                                const cuda_column &col, int piece) {
+  const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
+  float sum_a, sum_b;
+  if constexpr (TYPE == TFM_Q8_0) {
+    const uint4 x = *(const uint4 *)(col.x + piece * M * col.step);
+    int v[4] = {0, 0, 0, 0};
+    cuda_mma8(v, a[0], b[0], a[1], b[1], x.x, x.y);
+    cuda_mma8(v, a[2], b[2], a[3], b[3], x.z, x.w);
+    sum_a = (float)(v[0] * 256 + v[1]);
+    sum_b = (float)(v[2] * 256 + v[3]);
+  } else { /* sixteen times the numbers */
+    const uint32_t mask = 0xf0f0f0f0u;
+    int v[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+      const char *at = col.x + (piece * M * 2 + n) * col.step;
+      const uint4 x = *(const uint4 *)at, y = *(const uint4 *)(at + col.turn);
+      cuda_mma8(v[n], a[0] << 4 & mask, b[0] << 4 & mask, a[1] << 4 & mask, b[1] << 4 & mask, x.x,
+                x.y);
+      cuda_mma8(v[n], a[2] << 4 & mask, b[2] << 4 & mask, a[3] << 4 & mask, b[3] << 4 & mask, x.z,
+                x.w);
+      cuda_mma8(v[n], a[0] & mask, b[0] & mask, a[1] & mask, b[1] & mask, y.x, y.y);
+      cuda_mma8(v[n], a[2] & mask, b[2] & mask, a[3] & mask, b[3] & mask, y.z, y.w);
+    }
+    sum_a = __fmaf_rn((float)(v[0][0] * 256 + v[0][1]), 65536.0f, (float)(v[1][0] * 256 + v[1][1]));
+    sum_b = __fmaf_rn((float)(v[0][2] * 256 + v[0][3]), 65536.0f, (float)(v[1][2] * 256 + v[1][3]));
+  }
+  c[0] = __fmaf_rn(__half2float(q.scale_a), sum_a, c[0]);
+  c[2] = __fmaf_rn(__half2float(q.scale_b), sum_b, c[2]);
+}
+
+/* c += a piece by the columns. */
 template <int TYPE, int M>
 __device__ __forceinline__ void cuda_use(float (&c)[4], const cuda_two &q, const cuda_column &col,
                                          int piece) {
   const char *x = col.x + piece * M * cuda_operand<TYPE>::bytes;
   const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
-  if constexpr (TYPE == TFM_F32) {
+  if constexpr (cuda_operand<TYPE>::blocks) {
+    cuda_use_blocks<TYPE, M>(c, q, col, piece);
+  } else if constexpr (TYPE == TFM_F32) {
     const float4 v = *(const float4 *)x;
     const float f[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -1411,41 +1613,12 @@ __device__ __forceinline__ void cuda_use(float (&c)[4], const cuda_two &q, const
       c[0] = __fmaf_rn(__uint_as_float(a[i]), f[i], c[0]);
       c[2] = __fmaf_rn(__uint_as_float(b[i]), f[i], c[2]);
     }
-  } else if constexpr (TYPE == TFM_F16 || TYPE == TFM_BF16) {
+  } else {
     uint4 v = make_uint4(0, 0, 0, 0);
     const uint32_t low[4] = {a[0], b[0], a[1], b[1]}, high[4] = {a[2], b[2], a[3], b[3]};
     if (col.there) v = *(const uint4 *)x;
     cuda_mma<TYPE == TFM_BF16>(c, low, v.x, v.y);
     cuda_mma<TYPE == TFM_BF16>(c, high, v.z, v.w);
-  } else {
-    constexpr int CHUNKS = TYPE == TFM_Q8_0 ? 2 : 4;
-    const float offset = TYPE == TFM_Q8_0 ? 0x1p-17f : 0x1p-21f; /* 128 and 8 smallest halves */
-    const int turn = (threadIdx.x & 3) / 2 + (threadIdx.x / 4 & 1) * 2; /* as cuda_plane_at */
-    float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0}, sum;
-#pragma unroll
-    for (int i = 0; i < CHUNKS; i++) {
-      uint4 v = make_uint4(0, 0, 0, 0);
-      uint32_t first[4], second[4];
-      if (col.there) v = *(const uint4 *)(x + (TYPE == TFM_Q4_0 ? (i + turn & 3) * 16 : i * 16));
-#pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const uint32_t *row = k % 2 ? b : a;
-        if (TYPE == TFM_Q8_0) {
-          first[k] = ((row[2 * i] >> k / 2 * 8) ^ 0x00800080u) & 0x00ff00ffu;
-          second[k] = ((row[2 * i + 1] >> k / 2 * 8) ^ 0x00800080u) & 0x00ff00ffu;
-        } else {
-          first[k] = row[i] & (k / 2 ? 0x00f000f0u : 0x000f000fu);
-          second[k] = row[i] >> 8 & (k / 2 ? 0x00f000f0u : 0x000f000fu);
-        }
-      }
-      cuda_mma<false>(even, first, v.x, v.y);
-      cuda_mma<false>(odd, second, v.z, v.w);
-    }
-    sum = col.sums[piece * (TYPE == TFM_Q8_0 ? 2 : 4)];
-    c[0] = __fmaf_rn(__half2float(q.scale_a),
-                     __fmaf_rn(-offset, sum, (even[0] + even[1]) + (odd[0] + odd[1])), c[0]);
-    c[2] = __fmaf_rn(__half2float(q.scale_b),
-                     __fmaf_rn(-offset, sum, (even[2] + even[3]) + (odd[2] + odd[3])), c[2]);
   }
 }
 
@@ -1464,29 +1637,37 @@ typedef struct cuda_cursor { /* where a warp is */
 
 template <int TYPE>
 __device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w, int piece) {
-  const int t = threadIdx.x % 4, blocks = w.cols / 32;
+  const int t = threadIdx.x % 4;
+  int64_t a, b;
   at.piece = piece;
-  at.a = (const uint4 *)w.data + (int64_t)at.unit.a * w.vectors + piece * 4 + t;
-  at.b = (const uint4 *)w.data + (int64_t)at.unit.b * w.vectors + piece * 4 + t;
-  if (!cuda_operand<TYPE>::blocks) return;
-  at.scale_a = w.scale + (int64_t)at.unit.a * blocks +
-               (TYPE == TFM_Q8_0 ? piece * 2 + t % 2 : piece * 4 + t);
-  at.scale_b = at.scale_a + (int64_t)(at.unit.b - at.unit.a) * blocks;
+  if (cuda_operand<TYPE>::blocks) { /* cuda_vector_at */
+    const int64_t line = (int64_t)cuda_pieces(w) * 32;
+    a = at.unit.a / 8 * line + piece * 32 + at.unit.a % 8 * 4 + t;
+    b = at.unit.b / 8 * line + piece * 32 + at.unit.b % 8 * 4 + t;
+    at.scale_a = w.scale + (TYPE == TFM_Q8_0 ? a / 2 : a);
+    at.scale_b = w.scale + (TYPE == TFM_Q8_0 ? b / 2 : b);
+  } else {
+    a = (int64_t)at.unit.a * w.vectors + piece * 4 + t;
+    b = (int64_t)at.unit.b * w.vectors + piece * 4 + t;
+  }
+  at.a = (const uint4 *)w.data + a;
+  at.b = (const uint4 *)w.data + b;
 }
 
 /* Piece number `ahead` of those at the cursor; `left`: this lane's vectors from the cursor on. */
 template <int TYPE>
-__device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_weight &w, const cuda_cursor &at,
-                                         int left, int ahead) {
-  q.a = cuda_stream_load(at.a + 4 * ahead, 4 * ahead < left);
-  q.b = cuda_stream_load(at.b + 4 * ahead, 4 * ahead < left);
-  if (cuda_operand<TYPE>::blocks) {
-    const int each = TYPE == TFM_Q8_0 ? 2 : 4, t = threadIdx.x % 4;
-    /* lane t's scale is of another lane's bytes: the block whose sum it gets */
-    bool there = 4 * ahead + (TYPE == TFM_Q8_0 ? t % 2 * 2 - t : 0) < left;
+__device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int left, int ahead) {
+  constexpr int stride = cuda_operand<TYPE>::stride, scales = TYPE == TFM_Q8_0 ? 16 : 32;
+  const bool there = 4 * ahead < left;
+  if constexpr (cuda_operand<TYPE>::blocks) { /* what is not there counts zero times */
+    q.a = cuda_stream_maybe(at.a + stride * ahead, there);
+    q.b = cuda_stream_maybe(at.b + stride * ahead, there);
     q.scale_a = q.scale_b = __ushort_as_half(0);
-    if (there) q.scale_a = __ldg(at.scale_a + ahead * each);
-    if (there) q.scale_b = __ldg(at.scale_b + ahead * each);
+    if (there) q.scale_a = __ldg(at.scale_a + scales * ahead);
+    if (there) q.scale_b = __ldg(at.scale_b + scales * ahead);
+  } else {
+    q.a = cuda_stream_load(at.a + stride * ahead, there);
+    q.b = cuda_stream_load(at.b + stride * ahead, there);
   }
 }
 
@@ -1524,7 +1705,7 @@ __device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int 
 template <int TYPE, int M, typename UNIT, typename READY, typename DONE>
 __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_room &r, int units,
                                           int split, UNIT unit, READY ready, DONE done) {
-  constexpr int C = cuda_operand<TYPE>::columns, N = TYPE == TFM_F32 ? M : (M * C + 7) / 8;
+  constexpr int C = cuda_operand<TYPE>::columns, N = (M * C + 7) / 8;
   const int warp = threadIdx.x / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
   const int tiles = (units + 7) / 8, step = (int)gridDim.x * (CUDA_CREW_WARPS / split);
   const int begin = warp % split * cuda_pieces(w) / split;
@@ -1541,10 +1722,10 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
   cuda_point<TYPE>(at, w, begin);
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
-    cuda_ask<TYPE>(q[i], w, at, at.tile < tiles ? vectors - 4 * begin : 0, i);
+    cuda_ask<TYPE>(q[i], at, at.tile < tiles ? vectors - 4 * begin : 0, i);
   ready(at.unit);
 #pragma unroll
-  for (int n = 0; n < N; n++) column[n] = cuda_column_of<TYPE, M>(r, w, n);
+  for (int n = 0; n < N; n++) column[n] = cuda_column_of<TYPE, M>(r, n);
   while (at.tile < tiles) {
     int left;
     next = at;
@@ -1560,12 +1741,15 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
     for (int i = 0; i < AHEAD; i++) {
 #pragma unroll
       for (int n = 0; n < N; n++) cuda_use<TYPE, M>(c[n], q[i], column[n], at.piece + i);
-      cuda_ask<TYPE>(q[i], w, next, left, i);
+      cuda_ask<TYPE>(q[i], next, left, i);
     }
     if (next.tile != at.tile) {
       float2 v[N];
 #pragma unroll
-      for (int n = 0; n < N; n++) v[n] = make_float2(c[n][0] + c[n][1], c[n][2] + c[n][3]);
+      for (int n = 0; n < N; n++) {
+        v[n] = make_float2(c[n][0] + c[n][1], c[n][2] + c[n][3]);
+        if (TYPE == TFM_Q8_0 && t % 2 == 0) v[n].x *= 65536.0f, v[n].y *= 65536.0f; /* digits */
+      }
       cuda_team_sum<C>(v, r.part, split, turn);
       turn ^= 1;
 #pragma unroll
@@ -1622,8 +1806,13 @@ __device__ static void cuda_epilogue(const tfm_mat &y, const tfm_epilogue &e, in
   *cuda_at(y, row, col) = v;
 }
 
-__device__ static cuda_unit cuda_neighbours(const float *bias, int u, int rows) {
-  int a = 2 * u, b = min(2 * u + 1, rows - 1);
+/* Units of a matrix whose rows are as good as any: row 8 of a tile's 16 belongs to row 0, ... */
+__host__ __device__ static int cuda_plain_units(int rows) {
+  return rows / 16 * 8 + (rows % 16 < 8 ? rows % 16 : 8);
+}
+
+__device__ static cuda_unit cuda_plain_unit(const float *bias, int u, int rows) {
+  int a = u / 8 * 16 + u % 8, b = a + 8 < rows ? a + 8 : a;
   return {a, b, bias ? __ldg(bias + a) : 0.0f, bias ? __ldg(bias + b) : 0.0f, 0, 0};
 }
 
@@ -1641,25 +1830,25 @@ cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int firs
   const cuda_crew_room r = cuda_crew_lay_out<TYPE, M>(shared, w);
   int count = min(M, x.rows - first);
   if (experts.expert) {
-    int64_t base = (int64_t)experts.expert[blockIdx.y] * w.rows;
-    w.data += base * w.vectors * 16;
-    w.scale += base * (w.cols / 32);
+    int64_t base = cuda_vector_at(w, (int64_t)experts.expert[blockIdx.y] * cuda_lines(w), 0);
+    w.data += base * 16;
+    w.scale += cuda_scale_at(w, base);
     first = (int)blockIdx.y;
     count = 1;
   }
-  auto unit = [&](int u) { return cuda_neighbours(e.bias, u, w.rows); };
+  auto unit = [&](int u) { return cuda_plain_unit(e.bias, u, w.rows); };
   auto ready = [&](cuda_unit &) {
 #pragma unroll 1
     for (int m = 0; m < count; m++) {
       cuda_planes_end<TYPE, M>(r, w, m);
-      cuda_planes<TYPE, M>(r, w, cuda_at(x, (first + m) / experts.share, 0), NULL, m);
+      cuda_planes<TYPE, M>(r, w, cuda_at(x, (first + m) / experts.share, 0), NULL, NULL, m);
     }
   };
   auto done = [&](const cuda_unit &u, int m, float2 v) {
     if (m < count) cuda_epilogue(y, e, first + m, u.a, v.x, u.bias_a);
     if (m < count && u.b != u.a) cuda_epilogue(y, e, first + m, u.b, v.y, u.bias_b);
   };
-  cuda_dots<TYPE, M>(w, r, (w.rows + 1) / 2, split, unit, ready, done);
+  cuda_dots<TYPE, M>(w, r, cuda_plain_units(w.rows), split, unit, ready, done);
 }
 
 typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int, int,
@@ -1682,7 +1871,7 @@ static cuda_matmul_function cuda_matmul_choose(tfm_type type, int m) {
 /* As many rows at a time as shared memory holds. */
 static void cuda_matmul_small(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
                               const tfm_epilogue *e) {
-  int units = (w->rows + 1) / 2, blocks = cuda_crew_blocks(d, w);
+  int units = cuda_plain_units(w->rows), blocks = cuda_crew_blocks(d, w);
   int split = cuda_split(w, units, blocks);
   dim3 grid(cuda_crews(units, split, blocks));
   cuda_experts none = {NULL, 1};
@@ -1770,7 +1959,7 @@ static void cuda_matmul_moe(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *
                             const tfm_routing *r, bool spread) {
   const cuda_weight *packed = cuda_packed(w);
   cuda_experts experts = {r->expert, spread ? r->top_k : 1};
-  int units = (packed->rows + 1) / 2, blocks = cuda_crew_blocks(d, packed);
+  int units = cuda_plain_units(packed->rows), blocks = cuda_crew_blocks(d, packed);
   int split = cuda_split(packed, units, blocks);
   tfm_epilogue plain;
   memset(&plain, 0, sizeof plain);
@@ -2250,11 +2439,11 @@ __device__ __forceinline__ void cuda_scores(float (&s)[B][DEEP], cuda_heads<B> &
 
 /* The warp's share of keys first to last; ready() is called by all warps, when the first keys have
    been asked for. */
-template <int B, int L, int TYPE, typename READY>
+template <int B, int L, int TYPE, int DEEP, typename READY>
 __device__ __forceinline__ void cuda_attend_warp(cuda_heads<B> &of, const cuda_attn &a,
                                                  const float *q, int seq, int head, int first,
                                                  int last, READY ready) {
-  constexpr int DEEP = B == 4 ? 4 : 8, KEYS = 32 / L * DEEP;
+  constexpr int KEYS = 32 / L * DEEP;
   int from = first + (int)threadIdx.x / 32 * KEYS;
   bool began = false;
 #pragma unroll 1
@@ -2287,13 +2476,12 @@ __device__ __forceinline__ void cuda_attend_warp(cuda_heads<B> &of, const cuda_a
   }
 }
 
-/* Of the block's warps, in order. */
-template <int B, int L>
-__device__ __forceinline__ cuda_sum cuda_warps_sum(const cuda_sum (*warps)[B][8 * L], int i) {
+/* Of the block's warps, in order: of(k) is warp k's. */
+template <typename OF> __device__ __forceinline__ cuda_sum cuda_warps_sum(OF of) {
   cuda_sum one[CUDA_CREW_WARPS], all = {0, 0, -INFINITY};
 #pragma unroll
   for (int k = 0; k < CUDA_CREW_WARPS; k++) {
-    one[k] = warps[k][i / (8 * L)][i % (8 * L)];
+    one[k] = of(k);
     all.max = fmaxf(all.max, one[k].max);
   }
 #pragma unroll
@@ -2371,8 +2559,24 @@ __device__ __forceinline__ bool cuda_attend_meet(cuda_sum (&all)[EACH], const cu
   return true;
 }
 
+typedef struct cuda_row_keys { int pos, seq, first, stretches; } cuda_row_keys;
+
+/* What a block has to attend to, when what went before is complete; false: nothing. */
+__device__ __forceinline__ bool cuda_row_keys_of(cuda_row_keys &k, const cuda_attn &a, int row,
+                                                 int head) {
+  k.pos = __ldcg(a.rows.pos + row);
+  k.seq = __ldcg(a.rows.seq + row);
+  if (k.seq >= 0) /* the page's number comes near */
+    asm volatile("" : : "l"(cuda_kv_at(a.kv, k.seq, min(k.pos, (int)threadIdx.x / 32 * 32), head)));
+  cuda_follow();
+  if (k.seq < 0) return false;
+  k.first = a.p.window > 0 && k.pos >= a.p.window ? k.pos - a.p.window + 1 : 0;
+  k.stretches = (k.pos - k.first) / CUDA_STRETCH + 1;
+  return (int)blockIdx.z < k.stretches;
+}
+
 /* Up to B heads of a row, and all stretches or one. */
-template <int B, int L, int TYPE>
+template <int B, int L, int TYPE, int DEEP>
 __device__ __forceinline__ void cuda_attend_one(const cuda_attn &a, const cuda_stretches &s,
                                                 int row) {
   constexpr int EACH = (B * 8 * L + CUDA_CREW - 1) / CUDA_CREW;
@@ -2382,47 +2586,37 @@ __device__ __forceinline__ void cuda_attend_one(const cuda_attn &a, const cuda_s
   const int head = (int)blockIdx.y / blocks, in_group = (int)blockIdx.y % blocks * B;
   const int heads = min(B, a.group - in_group), query_head = head * a.group + in_group;
   __shared__ __align__(16) float q[B * 8 * L];
-  int pos, seq, first, stretches, stretch;
-  float mine[EACH];
-  auto ready = [&]() {
+  cuda_row_keys keys;
+  auto ready = [&]() { /* keys are on their way */
 #pragma unroll
-    for (int e = 0; e < EACH; e++)
-      if ((int)threadIdx.x + e * CUDA_CREW < B * 8 * L) q[threadIdx.x + e * CUDA_CREW] = mine[e];
+    for (int e = 0; e < EACH; e++) {
+      const int i = (int)threadIdx.x + e * CUDA_CREW, h = i / (8 * L), c = i % (8 * L);
+      const int64_t at = row * a.q.stride + (query_head + h) * a.kv.width + c;
+      if (i >= B * 8 * L) continue;
+      q[i] = h < heads && c < a.kv.width ? cuda_load(a.q.data, a.q.type, at) * a.p.scale : 0.0f;
+    }
     __syncthreads();
   };
-  pos = __ldcg(a.rows.pos + row);
-  seq = __ldcg(a.rows.seq + row);
-  if (seq >= 0) /* the page's number comes near */
-    asm volatile("" : : "l"(cuda_kv_at(a.kv, seq, min(pos, (int)threadIdx.x / 32 * 32), head)));
-  cuda_follow();
-  if (seq < 0) return;
-  first = a.p.window > 0 && pos >= a.p.window ? pos - a.p.window + 1 : 0;
-  stretches = (pos - first) / CUDA_STRETCH + 1;
-  if ((int)blockIdx.z >= stretches) return;
-#pragma unroll
-  for (int e = 0; e < EACH; e++) {
-    const int i = (int)threadIdx.x + e * CUDA_CREW, h = i / (8 * L), c = i % (8 * L);
-    const int64_t at = row * a.q.stride + (query_head + h) * a.kv.width + c;
-    mine[e] = h < heads && c < a.kv.width ? cuda_load(a.q.data, a.q.type, at) * a.p.scale : 0.0f;
-  }
+  if (!cuda_row_keys_of(keys, a, row, head)) return;
   for (int e = 0; e < EACH; e++) all[e] = {0, 0, -INFINITY};
-  for (stretch = (int)blockIdx.z; stretch < stretches; stretch += (int)gridDim.z) {
-    const int begin = first + stretch * CUDA_STRETCH;
+  for (int stretch = (int)blockIdx.z; stretch < keys.stretches; stretch += (int)gridDim.z) {
+    const int begin = keys.first + stretch * CUDA_STRETCH;
     cuda_heads<B> of = {};
     for (int h = 0; h < B; h++) of.max[h] = -INFINITY;
-    cuda_attend_warp<B, L, TYPE>(of, a, q, seq, head, begin, min(begin + CUDA_STRETCH - 1, pos),
-                                 ready);
+    cuda_attend_warp<B, L, TYPE, DEEP>(of, a, q, keys.seq, head, begin,
+                                       min(begin + CUDA_STRETCH - 1, keys.pos), ready);
     cuda_heads_put<B, L>(warps, of);
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
       const int i = (int)threadIdx.x + e * CUDA_CREW;
-      if (i < B * 8 * L) cuda_take_in(all[e], cuda_warps_sum<B, L>(warps, i));
+      auto of_warp = [&](int k) { return warps[k][i / (8 * L)][i % (8 * L)]; };
+      if (i < B * 8 * L) cuda_take_in(all[e], cuda_warps_sum(of_warp));
     }
     __syncthreads();
   }
-  if (gridDim.z > 1 && stretches > 1 &&
-      !cuda_attend_meet<B, L, EACH>(all, s, (int64_t)row * gridDim.y + blockIdx.y, stretches))
+  if (gridDim.z > 1 && keys.stretches > 1 &&
+      !cuda_attend_meet<B, L, EACH>(all, s, (int64_t)row * gridDim.y + blockIdx.y, keys.stretches))
     return;
 #pragma unroll
   for (int e = 0; e < EACH; e++) {
@@ -2432,26 +2626,222 @@ __device__ __forceinline__ void cuda_attend_one(const cuda_attn &a, const cuda_s
 }
 
 /* A block takes rows one after the other. */
-template <int B, int L, int TYPE>
+template <int B, int L, int TYPE, int DEEP>
 __global__ void __launch_bounds__(CUDA_CREW, 2)
 cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
   cuda_launch_next();
   for (int i = (int)blockIdx.x; i < cuda_attn_rows(a); i += (int)gridDim.x) {
-    cuda_attend_one<B, L, TYPE>(a, s, cuda_attn_row(a, i));
+    cuda_attend_one<B, L, TYPE, DEEP>(a, s, cuda_attn_row(a, i));
+    __syncthreads();
+  }
+}
+
+/* ---- attn: of caches of 16 bits and heads of 64 or 128, on the tensor cores ----
+   As W is by the rows of x: sixteen keys are multiplied by q, of which each of four heads has two
+   columns, the parts of its values; then the values, turned, by the scores' exponentials, again in
+   two parts. Lane 4g + t has keys g and g + 8, and of the values keys 2t, 2t + 1, 2t + 8, 2t + 9 at
+   columns 8g to 8g + 7; its sums are head t's. Stretches and warps are merged as above. */
+
+template <int D> struct cuda_four { /* heads of a lane's: o columns 64c + 8g + 2i, and the next */
+  float o[D / 16][4], top, sum;
+};
+
+template <int D> struct cuda_sixteen { uint4 k[D / 32][2], v[D / 64][4]; }; /* of a lane */
+
+/* Keys from `from` on; beyond `last`, the last's. */
+template <int D>
+__device__ __forceinline__ void cuda_sixteen_ask(cuda_sixteen<D> &x, const tfm_kv &kv, int seq,
+                                                 int head, int from, int last) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const bool one = from / kv.page_tokens == min(from + 15, last) / kv.page_tokens;
+  const int64_t base = cuda_kv_at(kv, seq, from, head);
+  auto at = [&](int i) {
+    const int j = min(from + i, last);
+    return one ? base + (int64_t)(j - from) * D : cuda_kv_at(kv, seq, j, head);
+  };
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint16_t *from16 = (const uint16_t *)kv.k + at(g + 8 * i) + t * 8;
+#pragma unroll
+    for (int j = 0; j < D / 32; j++) x.k[j][i] = __ldcg((const uint4 *)(from16 + j * 32));
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint16_t *from16 = (const uint16_t *)kv.v + at(2 * t + i % 2 + i / 2 * 8) + g * 8;
+#pragma unroll
+    for (int c = 0; c < D / 64; c++) x.v[c][i] = __ldcg((const uint4 *)(from16 + c * 64));
+  }
+}
+
+/* Takes in sixteen keys, of which `left` are there. */
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_sixteen_use(cuda_four<D> &f, const cuda_sixteen<D> &x,
+                                                 const uint4 *q, float factor, float softcap,
+                                                 int left) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, from = 8 * t + g / 2;
+  float c[4] = {0, 0, 0, 0}, best = f.top, by, p[2], n[4];
+  uint32_t low, high;
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) {
+    const uint4 a = x.k[j][0], b = x.k[j][1], y = q[j * 4 + t];
+    const uint32_t front[4] = {a.x, b.x, a.y, b.y}, back[4] = {a.z, b.z, a.w, b.w};
+    cuda_mma<BF>(c, front, y.x, y.y);
+    cuda_mma<BF>(c, back, y.z, y.w);
+  }
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    p[i] = cuda_cap((c[2 * i] + c[2 * i + 1]) * factor, softcap) * 1.44269504f;
+    if (g + 8 * i >= left) p[i] = -INFINITY;
+    best = fmaxf(best, p[i]);
+  }
+#pragma unroll
+  for (int i = 4; i < 32; i *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, i));
+  by = exp2f(f.top - best);
+  f.top = best;
+  p[0] = exp2f(p[0] - best);
+  p[1] = exp2f(p[1] - best);
+  f.sum = __fmaf_rn(f.sum, by, p[0] + p[1]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) n[i] = __shfl_sync(~0u, p[i / 2], from + i % 2 * 4);
+  low = cuda_part2<BF>(n[0], n[1]);
+  high = cuda_part2<BF>(n[2], n[3]);
+  if (g % 2) low = cuda_pack2<BF>(n[0], n[1]), high = cuda_pack2<BF>(n[2], n[3]);
+#pragma unroll
+  for (int m = 0; m < D / 16; m++) {
+    uint32_t w[4], a[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = ((const uint32_t *)&x.v[m / 4][i])[m % 4];
+    a[0] = __byte_perm(w[0], w[1], 0x5410), a[1] = __byte_perm(w[0], w[1], 0x7632);
+    a[2] = __byte_perm(w[2], w[3], 0x5410), a[3] = __byte_perm(w[2], w[3], 0x7632);
+#pragma unroll
+    for (int i = 0; i < 4; i++) f.o[m][i] *= by;
+    cuda_mma<BF>(f.o[m], a, low, high);
+  }
+}
+
+/* Shared memory of a block; pads against bank conflicts. */
+template <int D> struct cuda_four_room {
+  uint4 q[8][D / 8 + 1]; /* column 2h + part */
+  float out[CUDA_CREW_WARPS][4][D + 4], top[CUDA_CREW_WARPS][4], sum[CUDA_CREW_WARPS][4];
+  float room[8];
+};
+
+/* The parts of four heads' q, scaled so that halves hold them; returns what undoes that. */
+template <int D, bool BF>
+__device__ __forceinline__ float cuda_four_queries(cuda_four_room<D> &r, const cuda_attn &a,
+                                                   int row, int query_head, int heads) {
+  const int h = (int)threadIdx.x / (D / 2), pair = (int)threadIdx.x % (D / 2); /* D 64: half idle */
+  const int64_t at = row * a.q.stride + (query_head + h) * D + 2 * pair;
+  float x = 0, y = 0, top;
+  int e = 0;
+  if (h < heads) {
+    x = cuda_load(a.q.data, a.q.type, at) * a.p.scale;
+    y = cuda_load(a.q.data, a.q.type, at + 1) * a.p.scale;
+  }
+  top = cuda_crew_max(cuda_max(fabsf(x), fabsf(y)), r.room);
+  if (!BF && top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
+  x *= __uint_as_float((uint32_t)(127 - e) << 23);
+  y *= __uint_as_float((uint32_t)(127 - e) << 23);
+  if (h < 4) ((uint32_t *)r.q[2 * h])[pair] = cuda_part2<BF>(x, y);
+  if (h < 4) ((uint32_t *)r.q[2 * h + 1])[pair] = cuda_part2<BF>(x, y);
+  __syncthreads();
+  return exp2f((float)e);
+}
+
+template <int D>
+__device__ __forceinline__ void cuda_four_put(cuda_four_room<D> &r, cuda_four<D> &f) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int i = 4; i < 32; i *= 2) f.sum += __shfl_xor_sync(~0u, f.sum, i);
+#pragma unroll
+  for (int m = 0; m < D / 16; m++)
+    *(float2 *)&r.out[warp][t][m / 4 * 64 + 8 * g + m % 4 * 2] =
+        make_float2(f.o[m][0] + f.o[m][1], f.o[m][2] + f.o[m][3]);
+  if (g == 0) r.top[warp][t] = f.top, r.sum[warp][t] = f.sum;
+}
+
+/* Up to four heads of a row, and all stretches or one. */
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_four_one(const cuda_attn &a, const cuda_stretches &s,
+                                              cuda_four_room<D> &r, int row) {
+  constexpr int EACH = 4 * D / CUDA_CREW;
+  const int blocks = (a.group + 3) / 4, warp = (int)threadIdx.x / 32;
+  const int head = (int)blockIdx.y / blocks, in_group = (int)blockIdx.y % blocks * 4;
+  const int heads = min(4, a.group - in_group), query_head = head * a.group + in_group;
+  cuda_row_keys keys;
+  cuda_sum all[EACH];
+  cuda_sixteen<D> x;
+  float factor = 0;
+  bool began = false;
+  if (!cuda_row_keys_of(keys, a, row, head)) return;
+  for (int e = 0; e < EACH; e++) all[e] = {0, 0, -INFINITY};
+  for (int stretch = (int)blockIdx.z; stretch < keys.stretches; stretch += (int)gridDim.z) {
+    const int begin = keys.first + stretch * CUDA_STRETCH;
+    const int end = min(begin + CUDA_STRETCH - 1, keys.pos);
+    cuda_four<D> f = {};
+    f.top = -INFINITY;
+#pragma unroll 1
+    for (int from = begin + warp * 16;; from += CUDA_CREW_WARPS * 16) {
+      if (from <= end) cuda_sixteen_ask<D>(x, a.kv, keys.seq, head, from, end);
+      if (!began) { /* keys are on their way */
+        factor = cuda_four_queries<D, BF>(r, a, row, query_head, heads);
+        began = true;
+      }
+      if (from > end) break;
+      cuda_sixteen_use<D, BF>(f, x, r.q[threadIdx.x % 32 / 4], factor, a.p.softcap, end - from + 1);
+    }
+    cuda_four_put<D>(r, f);
+    __syncthreads();
+#pragma unroll
+    for (int e = 0; e < EACH; e++) {
+      const int i = (int)threadIdx.x + e * CUDA_CREW, h = i / D, c = i % D;
+      cuda_take_in(all[e], cuda_warps_sum([&](int k) {
+        return cuda_sum{r.out[k][h][c], r.sum[k][h], r.top[k][h]};
+      }));
+    }
+    __syncthreads();
+  }
+  if (gridDim.z > 1 && keys.stretches > 1 &&
+      !cuda_attend_meet<4, D / 8, EACH>(all, s, (int64_t)row * gridDim.y + blockIdx.y,
+                                        keys.stretches))
+    return;
+#pragma unroll
+  for (int e = 0; e < EACH; e++) {
+    const int i = (int)threadIdx.x + e * CUDA_CREW, h = i / D, c = i % D;
+    if (h < heads) cuda_attend_finish(a, row, query_head + h, c, all[e]);
+  }
+}
+
+/* A block takes rows one after the other. */
+template <int D, bool BF>
+__global__ void __launch_bounds__(CUDA_CREW, 2) cuda_four_kernel(cuda_attn a, cuda_stretches s) {
+  __shared__ cuda_four_room<D> r;
+  cuda_launch_next();
+  for (int i = (int)blockIdx.x; i < cuda_attn_rows(a); i += (int)gridDim.x) {
+    cuda_four_one<D, BF>(a, s, r, cuda_attn_row(a, i));
     __syncthreads();
   }
 }
 
 typedef void (*cuda_attend_function)(cuda_attn, cuda_stretches);
 
-template <int L, int TYPE> static cuda_attend_function cuda_attend_for(int b) {
-  return b == 4   ? cuda_attend_kernel<4, L, TYPE>
-         : b == 2 ? cuda_attend_kernel<2, L, TYPE> : cuda_attend_kernel<1, L, TYPE>;
+static cuda_attend_function cuda_four_for(tfm_type type, int width) {
+  bool bf = type == TFM_BF16;
+  if (width == 64) return bf ? cuda_four_kernel<64, true> : cuda_four_kernel<64, false>;
+  return bf ? cuda_four_kernel<128, true> : cuda_four_kernel<128, false>;
 }
 
-template <int TYPE> static cuda_attend_function cuda_attend_of(int b, int width) {
-  return width <= 64    ? cuda_attend_for<8, TYPE>(b)
-         : width <= 128 ? cuda_attend_for<16, TYPE>(b) : cuda_attend_for<32, TYPE>(b);
+/* The bits of a head depend on how many heads share the keys, not on how many a block takes. */
+template <int L, int TYPE> static cuda_attend_function cuda_attend_for(int b, int group) {
+  return b == 4      ? cuda_attend_kernel<4, L, TYPE, 4>
+         : b == 2    ? cuda_attend_kernel<2, L, TYPE, 8>
+         : group < 3 ? cuda_attend_kernel<1, L, TYPE, 8> : cuda_attend_kernel<1, L, TYPE, 4>;
+}
+
+template <int TYPE>
+static cuda_attend_function cuda_attend_of(int b, int group, int width) {
+  return width <= 64    ? cuda_attend_for<8, TYPE>(b, group)
+         : width <= 128 ? cuda_attend_for<16, TYPE>(b, group) : cuda_attend_for<32, TYPE>(b, group);
 }
 
 static bool cuda_attend_knows(const tfm_kv *kv) {
@@ -2462,30 +2852,36 @@ static int cuda_heads_at_once(int group) { return group >= 3 ? 4 : group; }
 
 static int cuda_lanes8(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
 
-/* For the rows: where some are left of tiles there are few as a rule. */
-static unsigned cuda_attn_blocks(const tfm_dev *d, const cuda_attn *a) {
-  int32_t n = a->rows.n, few = cuda_of(d)->processors;
+/* For the rows, each of which takes `heads` blocks: few are left of tiles as a rule. */
+static unsigned cuda_attn_blocks(const tfm_dev *d, const cuda_attn *a, unsigned heads) {
+  int32_t n = a->rows.n, few = (int32_t)(2 * (unsigned)cuda_of(d)->processors / heads) + 1;
   return (unsigned)(a->tiles.tile && n > few ? few : n);
 }
 
-/* Stretches of the longest row, when they are to be dealt out to blocks; else 1. */
-static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches *s,
+/* `b` heads a block; stretches of the longest row, where they are dealt out to blocks, or 1. */
+static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches *s, int b,
                             int stretches) {
-  int b = cuda_heads_at_once(a->group), width = a->kv.width;
-  dim3 grid(cuda_attn_blocks(d, a), (unsigned)a->kv.heads * cuda_blocks(a->group, b),
-            (unsigned)stretches);
+  int width = a->kv.width;
+  unsigned heads = (unsigned)a->kv.heads * cuda_blocks(a->group, b);
+  dim3 grid(cuda_attn_blocks(d, a, heads), heads, (unsigned)stretches);
   size_t shared = sizeof(cuda_sum) * (size_t)(CUDA_CREW_WARPS * b * cuda_lanes8(width));
-  cuda_run(d, a->kv.type == TFM_F16 ? cuda_attend_of<TFM_F16>(b, width)
-                                    : cuda_attend_of<TFM_BF16>(b, width),
+  if (width == 64 || width == 128) {
+    grid.y = (unsigned)a->kv.heads * cuda_blocks(a->group, 4);
+    cuda_run(d, cuda_four_for(a->kv.type, width), grid, CUDA_CREW, 0, *a, *s);
+    return;
+  }
+  cuda_run(d, a->kv.type == TFM_F16 ? cuda_attend_of<TFM_F16>(b, a->group, width)
+                                    : cuda_attend_of<TFM_BF16>(b, a->group, width),
            grid, CUDA_CREW, shared, *a, *s);
 }
 
 static void cuda_attn_run(tfm_dev *d, const cuda_attn *a) {
   cuda_stretches none = {NULL, NULL};
   int b = cuda_heads_at_once(a->group);
-  dim3 grid(cuda_attn_blocks(d, a), (unsigned)a->kv.heads, cuda_blocks(a->group, b));
+  dim3 grid(cuda_attn_blocks(d, a, (unsigned)a->kv.heads), (unsigned)a->kv.heads,
+            cuda_blocks(a->group, b));
   if (a->kv.table && cuda_attend_knows(&a->kv) && !a->p.probs && a->p.dropout.rate == 0)
-    cuda_attend_run(d, a, &none, 1);
+    cuda_attend_run(d, a, &none, b, 1);
   else
     cuda_run(d, b == 4 ? cuda_attn_kernel<4> : b == 2 ? cuda_attn_kernel<2> : cuda_attn_kernel<1>,
              grid, 128, sizeof(float) * cuda_tile_floats(b, a->kv.width), *a);
@@ -2499,18 +2895,68 @@ static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
 
 /* ---- sample ----
    As the reference, on probabilities relative to the largest, in [0, 1]; but masses are sums of
-   integers, p * 2^40 rounded, so that they do not depend on the order. A threshold is found digit
-   by digit of its bits, from histograms of 1024 bins. One block for a row. */
+   integers, p * 2^40 rounded, so that they do not depend on the order. A row is the work of a
+   cluster of blocks, each of which keeps a share of it in shared memory; every warp goes through a
+   stretch of its own. What a warp finds it tells all blocks (cuda_tell). A threshold is found digit
+   by digit of its bits: every block counts its share in bins, of which there are 32 to an octave,
+   then 512 to a bin, and 512 to each of these; the first block adds them up. */
 
-enum { CUDA_BINS = 1024 };
+enum {
+  CUDA_BINS = 1344,               /* 41 octaves of 32, one for 1, and up to whole warps */
+  CUDA_DIGIT = 9,                 /* bits of a digit below the bins */
+  CUDA_FLOOR = (127 - 41) << 23,  /* the bits of 2^-41, below which there is no mass */
+  CUDA_KEPT = 48 << 10,           /* values of a share that shared memory holds ... */
+  CUDA_KEPT_FEW = 8 << 10         /* ... where there are no clusters */
+};
 
-typedef struct cuda_choice { /* shared memory */
-  unsigned long long bin[CUDA_BINS];
-  unsigned long long warp[CUDA_WARPS];
-  float room[CUDA_WARPS];
-  unsigned long long found;
-  int digit;
+typedef struct cuda_choice { /* of a block, in shared memory */
+  __align__(16) uint32_t low[CUDA_BINS], high[CUDA_BINS]; /* halves of the bins' masses */
+  unsigned long long told[2][CUDA_CLUSTER * CUDA_WARPS];
+  unsigned long long warp[CUDA_WARPS], goal;
+  int found;
 } cuda_choice;
+
+typedef struct cuda_share { /* of a row of n values */
+  float *p;   /* [quads * 4] of this warp */
+  int n;
+  int begin;  /* the warp's first value */
+  int quads;  /* of every warp */
+  int turn;
+} cuda_share;
+
+/* Quads of a warp, when a row is shared by that many blocks. */
+__host__ __device__ static int cuda_share_quads(int n, int blocks) {
+  return (n + blocks * CUDA_WARPS * 4 - 1) / (blocks * CUDA_WARPS * 4);
+}
+
+__device__ static cuda_share cuda_share_of(float *kept, float *work, int n) {
+  cuda_share s;
+  s.n = n;
+  s.quads = cuda_share_quads(n, (int)gridDim.x);
+  s.begin = ((int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32) * s.quads * 4;
+  s.p = kept ? kept + threadIdx.x / 32 * s.quads * 4 : work + s.begin;
+  s.turn = 0;
+  return s;
+}
+
+/* All threads of the row's blocks have come here; what they stored is seen. */
+__device__ __forceinline__ void cuda_meet() {
+#if __CUDA_ARCH__ >= 900
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
+#else
+  __syncthreads();
+#endif
+}
+
+/* The same place in the shared memory of another block of the row. */
+template <typename T> __device__ __forceinline__ T *cuda_in_block(T *p, int block) {
+#if __CUDA_ARCH__ >= 900
+  return (T *)__cluster_map_shared_rank(p, (unsigned)block);
+#else
+  return p;
+#endif
+}
 
 /* Larger values first, then lower ids; NaN is below all. */
 __device__ static unsigned long long cuda_rank(float v, int id) {
@@ -2521,193 +2967,360 @@ __device__ static unsigned long long cuda_rank(float v, int id) {
   return (unsigned long long)bits << 32 | (uint32_t)~id;
 }
 
+__device__ static int cuda_rank_id(unsigned long long rank) { return (int)~(uint32_t)rank; }
+
+__device__ static float cuda_rank_value(unsigned long long rank) {
+  const uint32_t bits = (uint32_t)(rank >> 32);
+  return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
+}
+
+__device__ static unsigned long long cuda_warp_best(unsigned long long v) {
+  for (int i = 16; i; i /= 2) v = max(v, __shfl_xor_sync(~0u, v, i));
+  return v;
+}
+
+__device__ static unsigned long long cuda_warp_total(unsigned long long v) {
+  for (int i = 16; i; i /= 2) v += __shfl_xor_sync(~0u, v, i);
+  return v;
+}
+
 __device__ static unsigned long long cuda_block_best(unsigned long long v,
                                                      unsigned long long *room) {
-  int i;
-  for (i = 16; i; i /= 2) v = max(v, __shfl_xor_sync(~0u, v, i));
+  v = cuda_warp_best(v);
   __syncthreads();
   if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = v;
   __syncthreads();
-  for (i = 0; i < (int)blockDim.x / 32; i++) v = max(v, room[i]);
+  for (int i = 0; i < (int)blockDim.x / 32; i++) v = max(v, room[i]);
   return v;
 }
 
-__device__ static unsigned long long cuda_block_total(unsigned long long v, cuda_choice *c) {
-  int i;
-  for (i = 16; i; i /= 2) v += __shfl_xor_sync(~0u, v, i);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) c->warp[threadIdx.x / 32] = v;
-  __syncthreads();
-  for (v = 0, i = 0; i < CUDA_WARPS; i++) v += c->warp[i];
-  return v;
+/* What each warp of the row's blocks has found, in order: [gridDim.x * CUDA_WARPS]. */
+__device__ static const unsigned long long *cuda_tell(unsigned long long v, cuda_share &s,
+                                                      cuda_choice *c) {
+  const int lane = threadIdx.x % 32, mine = (int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32;
+  s.turn ^= 1; /* what was told before may still be read */
+  if (lane < (int)gridDim.x) *cuda_in_block(&c->told[s.turn][mine], lane) = v;
+  cuda_meet();
+  return c->told[s.turn];
 }
 
-__device__ static unsigned long long cuda_best_of(const float *x, int n, cuda_choice *c) {
-  unsigned long long best = 0;
-  for (int i = threadIdx.x; i < n; i += CUDA_THREADS) best = max(best, cuda_rank(__ldcg(x + i), i));
-  return cuda_block_best(best, c->warp);
+__device__ static unsigned long long cuda_row_best(unsigned long long v, cuda_share &s,
+                                                   cuda_choice *c) {
+  const unsigned long long *told = cuda_tell(cuda_warp_best(v), s, c);
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32) v = max(v, told[i]);
+  return cuda_warp_best(v);
 }
 
-__device__ static int cuda_rank_id(unsigned long long rank) { return (int)~(uint32_t)rank; }
+__device__ static float cuda_row_sum(float v, cuda_share &s, cuda_choice *c) {
+  const unsigned long long *told = cuda_tell(__float_as_uint(cuda_warp_sum(v)), s, c);
+  v = 0;
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32)
+    v += __uint_as_float((uint32_t)told[i]);
+  return cuda_warp_sum(v);
+}
+
+/* A thread's best of its values: in a loop only the float is compared. */
+typedef struct cuda_best { float top; unsigned long long rank; } cuda_best;
+
+__device__ __forceinline__ void cuda_best_of(cuda_best &b, float4 v, int id, int n) {
+  const float top = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)), of[4] = {v.x, v.y, v.z, v.w};
+  if (!(top > b.top) && b.rank >> 32) return;
+  b.top = fmaxf(b.top, top);
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (id + i < n) b.rank = max(b.rank, cuda_rank(of[i], id + i));
+}
+
+/* The row's best; the share is filled with the logits, and with -infinity where there is no number
+   or no logit. */
+__device__ static unsigned long long cuda_share_fill(const float *logits, cuda_share &s,
+                                                     cuda_choice *c) {
+  cuda_best best = {-INFINITY, 0};
+#pragma unroll 1
+  for (int k = threadIdx.x % 32; k < s.quads; k += 32 * 4) {
+    float4 v[4];
+    cuda_quads<32>(v, logits, s.begin / 4 + k, s.n);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int id = s.begin + 4 * (k + 32 * i), left = s.n - id;
+      if (k + 32 * i >= s.quads) continue;
+      cuda_best_of(best, v[i], id, s.n);
+      v[i].x = left > 0 && v[i].x == v[i].x ? v[i].x : -INFINITY;
+      v[i].y = left > 1 && v[i].y == v[i].y ? v[i].y : -INFINITY;
+      v[i].z = left > 2 && v[i].z == v[i].z ? v[i].z : -INFINITY;
+      v[i].w = left > 3 && v[i].w == v[i].w ? v[i].w : -INFINITY;
+      ((float4 *)s.p)[k + 32 * i] = v[i];
+    }
+  }
+  return cuda_row_best(best.rank, s, c);
+}
+
+/* The best after ids that were there already have been made less likely. */
+__device__ static unsigned long long cuda_penalise(const float *logits, float penalty, int pos,
+                                                   const int32_t *history, cuda_share &s,
+                                                   cuda_choice *c) {
+  cuda_best best = {-INFINITY, 0};
+  for (int i = threadIdx.x % 32; i < pos; i += 32) {
+    const int id = history[i], at = id - s.begin;
+    if (at < 0 || at >= 4 * s.quads) continue;
+    const float l = __ldcg(logits + id);
+    if (l == l) s.p[at] = l < 0 ? l * penalty : l / penalty;
+  }
+  __syncwarp();
+  for (int k = threadIdx.x % 32; k < s.quads; k += 32)
+    cuda_best_of(best, ((const float4 *)s.p)[k], s.begin + 4 * k, s.n);
+  return cuda_row_best(best.rank, s, c);
+}
+
+/* Logits become probabilities beside the largest's. */
+__device__ static void cuda_share_exp(const cuda_share &s, float top, float temperature) {
+#pragma unroll 2
+  for (int k = threadIdx.x % 32; k < s.quads; k += 32) {
+    float4 v = ((const float4 *)s.p)[k];
+    v.x = expf((v.x - top) / temperature);
+    v.y = expf((v.y - top) / temperature);
+    v.z = expf((v.z - top) / temperature);
+    v.w = expf((v.w - top) / temperature);
+    ((float4 *)s.p)[k] = v;
+  }
+}
 
 __device__ static unsigned long long cuda_mass(float p) {
   return (unsigned long long)__float2ull_rn(p * 1099511627776.0f);
 }
 
-__device__ static unsigned long long cuda_mass_of(const float *p, int n, float least,
-                                                  cuda_choice *c) {
-  unsigned long long sum = 0;
-  for (int i = threadIdx.x; i < n; i += CUDA_THREADS) sum += p[i] >= least ? cuda_mass(p[i]) : 0;
-  return cuda_block_total(sum, c);
+/* To a bin; two additions of 32 bits are faster than one of 64. */
+__device__ __forceinline__ void cuda_bin_add(cuda_choice *c, uint32_t bin, unsigned long long v) {
+  const uint32_t low = (uint32_t)v, old = atomicAdd(&c->low[bin], low);
+  const uint32_t high = (uint32_t)(v >> 32) + (old + low < low);
+  if (high) atomicAdd(&c->high[bin], high);
 }
 
-/* The highest bin from which on, upwards, there is at least `goal`; found: what lies above it. */
-__device__ static int cuda_bin_of(unsigned long long goal, cuda_choice *c) {
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, top = CUDA_BINS - 1 - 2 * (int)threadIdx.x;
-  unsigned long long a = c->bin[top], b = c->bin[top - 1], sum = a + b, before = 0;
-  int i;
-  for (i = 1; i < 32; i *= 2) {
+/* Of the share's elements >= least, those whose higher digits are `prefix`. */
+__device__ __forceinline__ void cuda_bins_fill(const cuda_share &s, float least, int digit,
+                                               uint32_t prefix, bool count, cuda_choice *c) {
+  const int shift = (2 - digit) * CUDA_DIGIT;
+#pragma unroll 2
+  for (int k = threadIdx.x % 32; k < s.quads; k += 32) {
+    const float4 v = ((const float4 *)s.p)[k];
+    const float of[4] = {v.x, v.y, v.z, v.w};
+    uint32_t key[4];
+    bool mine[4], some = false;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      key[i] = __float_as_uint(of[i]) - CUDA_FLOOR;
+      mine[i] = digit ? key[i] >> (shift + CUDA_DIGIT) == prefix
+                      : key[i] <= 0x3f800000u - CUDA_FLOOR;
+      some |= mine[i];
+    }
+    if (!some) continue;
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (mine[i] && of[i] >= least)
+        cuda_bin_add(c, digit ? key[i] >> shift & ((1 << CUDA_DIGIT) - 1) : key[i] >> shift,
+                     count ? 1ull : cuda_mass(of[i]));
+  }
+}
+
+__device__ static void cuda_tell_found(int found, cuda_choice *c) {
+  for (int i = 0; i < (int)gridDim.x; i++) *cuda_in_block(&c->found, i) = found;
+}
+
+/* The row's first block: the highest bin from which on, upwards, there is at least the goal, is
+   told to all; -1: there is none. The first digit's goal is `asked`, or that part of the whole.
+   A thread adds up four bins. */
+__device__ static void cuda_bin_find(int bins, double asked, cuda_choice *c) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, top = bins - 4 * (int)threadIdx.x - 1;
+  unsigned long long v[4] = {}, sum, before = 0, all = 0, goal;
+#pragma unroll 4
+  for (int block = 0; block < (int)gridDim.x && top > 0; block++) {
+    const uint4 low = *cuda_in_block((const uint4 *)&c->low[top - 3], block);
+    const uint4 high = *cuda_in_block((const uint4 *)&c->high[top - 3], block);
+    v[0] += low.w + ((unsigned long long)high.w << 32);
+    v[1] += low.z + ((unsigned long long)high.z << 32);
+    v[2] += low.y + ((unsigned long long)high.y << 32);
+    v[3] += low.x + ((unsigned long long)high.x << 32);
+  }
+  sum = (v[0] + v[1]) + (v[2] + v[3]);
+  for (int i = 1; i < 32; i *= 2) {
     unsigned long long other = __shfl_up_sync(~0u, sum, i);
     if (lane >= i) sum += other;
   }
   if (lane == 31) c->warp[warp] = sum;
-  if (threadIdx.x == 0) c->digit = 0, c->found = 0;
   __syncthreads();
-  for (i = 0; i < warp; i++) before += c->warp[i];
-  before += sum - a - b;
-  if (before < goal && before + a >= goal) c->digit = top, c->found = before;
-  else if (before + a < goal && before + a + b >= goal) c->digit = top - 1, c->found = before + a;
-  __syncthreads();
-  return c->digit;
-}
-
-/* The largest t such that the elements >= t, of those >= least, have at least `goal`. */
-__device__ static float cuda_threshold(const float *p, int n, float least, unsigned long long goal,
-                                       bool count, cuda_choice *c) {
-  uint32_t prefix = 0;
-  int shift, i;
-  for (shift = 20; shift >= 0; shift -= 10) {
-    __syncthreads();
-    for (i = threadIdx.x; i < CUDA_BINS; i += CUDA_THREADS) c->bin[i] = 0;
-    __syncthreads();
-    for (i = threadIdx.x; i < n; i += CUDA_THREADS) {
-      uint32_t bits = __float_as_uint(p[i]);
-      if (!(p[i] >= least) || (shift < 20 && bits >> (shift + 10) != prefix)) continue;
-      atomicAdd(&c->bin[bits >> shift & (CUDA_BINS - 1)], count ? 1ull : cuda_mass(p[i]));
-    }
-    __syncthreads();
-    prefix = prefix << 10 | (uint32_t)cuda_bin_of(goal, c);
-    goal -= c->found;
-    if (goal == 0) goal = 1;
+  for (int i = 0; i < CUDA_WARPS; i++) {
+    if (i < warp) before += c->warp[i];
+    all += c->warp[i];
   }
-  return __uint_as_float(prefix);
+  before += sum - ((v[0] + v[1]) + (v[2] + v[3]));
+  goal = bins < CUDA_BINS ? c->goal
+                          : (unsigned long long)(asked < 1 ? ceil((double)all * asked) : asked);
+  __syncthreads(); /* all have read it */
+#pragma unroll
+  for (int e = 0; e < 4; before += v[e++]) {
+    if (before >= goal || before + v[e] < goal) continue;
+    c->goal = goal - before;
+    cuda_tell_found(top - e, c);
+  }
+  if (threadIdx.x == 0 && all < goal) cuda_tell_found(-1, c);
 }
 
-__device__ static float cuda_least(const float *p, int n, const tfm_sampling &s, cuda_choice *c) {
+/* The largest t such that the elements >= t, of those >= least, are at least `asked`, or where that
+   is below 1 have that part of their mass; 0: all that have any. */
+__device__ static float cuda_threshold(const cuda_share &s, float least, double asked,
+                                       cuda_choice *c) {
+  uint32_t prefix = 0;
+  for (int digit = 0; digit < 3; digit++) {
+    const int bins = digit ? 1 << CUDA_DIGIT : CUDA_BINS;
+    for (int i = threadIdx.x; i < bins; i += CUDA_THREADS) c->low[i] = c->high[i] = 0;
+    __syncthreads();
+    cuda_bins_fill(s, least, digit, prefix, asked >= 1, c);
+    cuda_meet();
+    if (blockIdx.x == 0) cuda_bin_find(bins, asked, c);
+    cuda_meet();
+    if (c->found < 0) return 0;
+    prefix = prefix << CUDA_DIGIT | (uint32_t)c->found;
+  }
+  return __uint_as_float(prefix + CUDA_FLOOR);
+}
+
+__device__ static float cuda_least(const cuda_share &s, const tfm_sampling &how, cuda_choice *c) {
   float least = 0, t;
-  if (s.top_k > 0 && s.top_k < n)
-    least = cuda_threshold(p, n, 0, (unsigned long long)s.top_k, true, c);
-  if (s.top_p > 0 && s.top_p < 1) {
-    double goal = (double)cuda_mass_of(p, n, least, c) * (double)s.top_p;
-    t = cuda_threshold(p, n, least, (unsigned long long)ceil(goal), false, c);
+  if (how.top_k > 0 && how.top_k < s.n) least = cuda_threshold(s, least, (double)how.top_k, c);
+  if (how.top_p > 0 && how.top_p < 1) {
+    t = cuda_threshold(s, least, (double)how.top_p, c);
     if (t > least) least = t;
   }
-  if (s.min_p > least) least = s.min_p < 1 ? s.min_p : 1.0f;
+  if (how.min_p > least) least = how.min_p < 1 ? how.min_p : 1.0f;
   return least;
 }
 
-/* The first id where the running sum of what is left exceeds u of the whole. Each warp owns a
-   stretch; the one in which it happens goes through its own again. */
-__device__ static int cuda_draw(const float *p, int n, float least, float u, cuda_choice *c) {
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, each = (n + CUDA_WARPS - 1) / CUDA_WARPS;
-  int begin = min(warp * each, n), end = min(begin + each, n), i, k;
-  double goal = (double)cuda_mass_of(p, n, least, c) * (double)u;
-  unsigned long long mine = 0, before = 0;
-  for (i = begin + lane; i < end; i += 32) mine += p[i] >= least ? cuda_mass(p[i]) : 0;
-  for (i = 16; i; i /= 2) mine += __shfl_xor_sync(~0u, mine, i);
-  __syncthreads();
-  if (lane == 0) c->warp[warp] = mine;
-  if (threadIdx.x == 0) c->found = 0;
-  __syncthreads();
-  for (i = 0; i < warp; i++) before += c->warp[i];
-  if ((double)before <= goal && (double)(before + mine) > goal)
-    for (i = begin; i < end; i += 32) {
-      float v = i + lane < end ? p[i + lane] : 0.0f;
-      unsigned long long run = i + lane < end && v >= least ? cuda_mass(v) : 0, one = run;
-      uint32_t over;
-      for (k = 1; k < 32; k *= 2) {
-        unsigned long long other = __shfl_up_sync(~0u, run, k);
-        if (lane >= k) run += other;
-      }
-      over = __ballot_sync(~0u, one > 0 && (double)(before + run) > goal);
-      if (over && lane == 0) c->found = (unsigned long long)(i + __ffs((int)over) - 1);
-      if (over) break;
-      before += __shfl_sync(~0u, run, 31);
+/* What is left of a quad of the warp's. */
+__device__ __forceinline__ void cuda_left_of(unsigned long long (&m)[4], const cuda_share &s, int k,
+                                             float least) {
+  const float4 v = k < s.quads ? ((const float4 *)s.p)[k] : make_float4(-1, -1, -1, -1);
+  m[0] = v.x >= least ? cuda_mass(v.x) : 0;
+  m[1] = v.y >= least ? cuda_mass(v.y) : 0;
+  m[2] = v.z >= least ? cuda_mass(v.z) : 0;
+  m[3] = v.w >= least ? cuda_mass(v.w) : 0;
+}
+
+/* The id among the warp's at which the running sum, which is `before` at its begin, exceeds the
+   goal: one thread tells all. */
+__device__ static void cuda_draw_in(const cuda_share &s, float least, unsigned long long before,
+                                    double goal, cuda_choice *c) {
+  const int lane = threadIdx.x % 32;
+  for (int first = 0; first < s.quads; first += 32) {
+    unsigned long long m[4], run, sum;
+    uint32_t over;
+    int i;
+    cuda_left_of(m, s, first + lane, least);
+    run = sum = (m[0] + m[1]) + (m[2] + m[3]);
+    for (i = 1; i < 32; i *= 2) {
+      unsigned long long other = __shfl_up_sync(~0u, run, i);
+      if (lane >= i) run += other;
     }
-  __syncthreads();
-  return (int)c->found;
+    over = __ballot_sync(~0u, (double)(before + run) > goal);
+    if (over && lane == __ffs((int)over) - 1) {
+      before += run - sum;
+      for (i = 0; i < 3 && !((double)(before + m[i]) > goal); i++) before += m[i];
+      cuda_tell_found(s.begin + 4 * (first + lane) + i, c);
+    }
+    if (over) return;
+    before += __shfl_sync(~0u, run, 31);
+  }
 }
 
-/* work: n floats. All CUDA_THREADS threads; every one returns the choice. */
-__device__ static int cuda_choose(const float *logits, float *work, int n, const tfm_sampling &s,
+/* The first id where the running sum of what is left exceeds u of the whole. */
+__device__ static int cuda_draw(cuda_share &s, float least, float u, cuda_choice *c) {
+  const int lane = threadIdx.x % 32, me = (int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32;
+  unsigned long long m[4], mine = 0, before = 0, all = 0;
+  const unsigned long long *told;
+  double goal;
+#pragma unroll 2
+  for (int k = lane; k < s.quads; k += 32) {
+    cuda_left_of(m, s, k, least);
+    mine += (m[0] + m[1]) + (m[2] + m[3]);
+  }
+  mine = cuda_warp_total(mine);
+  told = cuda_tell(mine, s, c);
+  for (int i = lane; i < (int)gridDim.x * CUDA_WARPS; i += 32) {
+    before += i < me ? told[i] : 0;
+    all += told[i];
+  }
+  before = cuda_warp_total(before);
+  goal = (double)cuda_warp_total(all) * (double)u;
+  if ((double)before <= goal && (double)(before + mine) > goal)
+    cuda_draw_in(s, least, before, goal, c);
+  cuda_meet();
+  return c->found;
+}
+
+/* All threads of the row's blocks; every one returns the choice. */
+__device__ static int cuda_choose(const float *logits, cuda_share &s, const tfm_sampling &how,
                                   int pos, const int32_t *history, cuda_choice *c) {
-  bool penalised = s.repetition_penalty != 0 && s.repetition_penalty != 1;
-  unsigned long long best = cuda_best_of(logits, n, c);
-  float top = __ldcg(logits + cuda_rank_id(best)), least;
+  const bool penalised = how.repetition_penalty != 0 && how.repetition_penalty != 1;
+  unsigned long long best = cuda_share_fill(logits, s, c);
+  float top = cuda_rank_value(best);
   uint32_t word[4];
-  int i;
-  if (!(s.temperature > 0) && !penalised) return cuda_rank_id(best);
-  for (i = threadIdx.x; i < n; i += CUDA_THREADS) {
-    float l = __ldcg(logits + i);
-    work[i] = l == l ? l : -INFINITY;
-  }
-  __syncthreads();
-  for (i = threadIdx.x; i < pos && penalised; i += CUDA_THREADS) {
-    float l = __ldcg(logits + history[i]);
-    if (l == l) work[history[i]] = l < 0 ? l * s.repetition_penalty : l / s.repetition_penalty;
-  }
-  __syncthreads();
   if (penalised && top > -INFINITY) {
-    best = cuda_best_of(work, n, c);
-    top = work[cuda_rank_id(best)];
-    __syncthreads(); /* all have read it */
+    best = cuda_penalise(logits, how.repetition_penalty, pos, history, s, c);
+    top = cuda_rank_value(best);
   }
-  if (!(top > -INFINITY) || !(s.temperature > 0) || top == INFINITY) return cuda_rank_id(best);
-  for (i = threadIdx.x; i < n; i += CUDA_THREADS) work[i] = expf((work[i] - top) / s.temperature);
-  __syncthreads();
-  least = cuda_least(work, n, s, c);
-  cuda_philox(word, s.seed, (uint64_t)pos, s.sequence);
-  return cuda_draw(work, n, least, (float)(word[0] >> 8) * (1.0f / 16777216.0f), c);
+  if (!(top > -INFINITY) || !(how.temperature > 0) || top == INFINITY) return cuda_rank_id(best);
+  cuda_share_exp(s, top, how.temperature);
+  cuda_philox(word, how.seed, (uint64_t)pos, how.sequence);
+  return cuda_draw(s, cuda_least(s, how, c), (float)(word[0] >> 8) * (1.0f / 16777216.0f), c);
 }
 
-__device__ static float cuda_log_sum_exp(const float *x, int n, cuda_choice *c) {
-  float top = x[cuda_rank_id(cuda_best_of(x, n, c))], sum = 0;
-  int i;
+/* Nothing is kept of the row. */
+__device__ static float cuda_log_sum_exp(const float *x, cuda_share &s, cuda_choice *c) {
+  cuda_best best = {-INFINITY, 0};
+  float top, sum = 0;
+  for (int k = threadIdx.x % 32; k < s.quads; k += 32)
+    cuda_best_of(best, cuda_quad_slow<false>(x, s.begin / 4 + k, s.n), s.begin + 4 * k, s.n);
+  top = cuda_rank_value(cuda_row_best(best.rank, s, c));
   if (!(fabsf(top) < INFINITY)) return top;
-  for (i = threadIdx.x; i < n; i += CUDA_THREADS) sum += x[i] == x[i] ? expf(x[i] - top) : 0.0f;
-  return top + logf(cuda_block_sum(sum, c->room));
+  for (int i = s.begin + (int)threadIdx.x % 32; i < min(s.begin + 4 * s.quads, s.n); i += 32) {
+    const float l = __ldcg(x + i);
+    sum += l == l ? expf(l - top) : 0.0f;
+  }
+  return top + logf(cuda_row_sum(sum, s, c));
 }
 
-__global__ void __launch_bounds__(CUDA_THREADS) cuda_sample_kernel(int32_t *ids, float *logprobs,
-                                                                   tfm_mat logits, tfm_sampler s) {
+/* Shared memory that a share takes; 0: it lies in the row's scratch. */
+static size_t cuda_share_bytes(const tfm_dev *d, int n) {
+  const int quads = cuda_share_quads(n, cuda_of(d)->cluster) * CUDA_WARPS;
+  const bool many = cuda_of(d)->cluster > 1; /* such devices have more of it */
+  return 4 * quads <= (many ? CUDA_KEPT : CUDA_KEPT_FEW) ? sizeof(float4) * (size_t)quads : 0;
+}
+
+__global__ void __launch_bounds__(CUDA_THREADS, 2)
+cuda_sample_kernel(int32_t *ids, float *logprobs, tfm_mat logits, tfm_sampler s, bool kept) {
+  extern __shared__ __align__(16) float shared[];
   __shared__ cuda_choice c;
-  int row = (int)blockIdx.x, n = logits.cols, id;
+  const int row = (int)blockIdx.y, n = logits.cols;
   const float *l = cuda_at(logits, row, 0);
+  cuda_share share = cuda_share_of(kept ? shared : NULL, s.work + (int64_t)row * 2 * n, n);
   float all = 0;
+  int id;
   if (s.seq[row] < 0) return;
-  id = cuda_choose(l, s.work + (int64_t)row * 2 * n, n, s.params[row], s.pos[row],
+  id = cuda_choose(l, share, s.params[row], s.pos[row],
                    s.history + (int64_t)s.seq[row] * s.history_stride, &c);
-  if (logprobs) all = cuda_log_sum_exp(l, n, &c);
-  if (threadIdx.x) return;
+  if (logprobs) all = cuda_log_sum_exp(l, share, &c);
+  if (blockIdx.x || threadIdx.x) return;
   ids[row] = id;
   if (logprobs) logprobs[row] = l[id] - all;
 }
 
 static void cuda_sample(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits,
                         const tfm_sampler *s) {
+  const int cluster = cuda_of(d)->cluster;
+  const size_t kept = cuda_share_bytes(d, logits.cols);
   if (cuda_enter(d))
-    cuda_run(d, cuda_sample_kernel, dim3((unsigned)logits.rows), CUDA_THREADS, 0, ids, logprobs,
-             logits, *s);
+    cuda_run_clusters(d, cuda_sample_kernel, cluster,
+                      dim3((unsigned)cluster, (unsigned)logits.rows), CUDA_THREADS, kept, ids,
+                      logprobs, logits, *s, kept > 0);
 }
 
 /* Every element counts those before it. */
@@ -2735,8 +3348,10 @@ __global__ void cuda_top_kernel(int32_t *ids, float *logprobs, tfm_mat logits, i
 __global__ void __launch_bounds__(CUDA_THREADS) cuda_top_finish_kernel(float *logprobs,
                                                                        tfm_mat logits, int k) {
   __shared__ cuda_choice c;
-  float all = cuda_log_sum_exp(cuda_at(logits, blockIdx.x, 0), logits.cols, &c);
-  for (int i = threadIdx.x; i < k; i += CUDA_THREADS) logprobs[(int64_t)blockIdx.x * k + i] -= all;
+  const int row = (int)blockIdx.y;
+  cuda_share share = cuda_share_of(NULL, NULL, logits.cols);
+  const float all = cuda_log_sum_exp(cuda_at(logits, row, 0), share, &c);
+  for (int i = threadIdx.x; i < k; i += CUDA_THREADS) logprobs[(int64_t)row * k + i] -= all;
 }
 
 static void cuda_top(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, int32_t k) {
@@ -2744,7 +3359,7 @@ static void cuda_top(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, 
   cuda_run(d, cuda_top_kernel, dim3((unsigned)logits.rows, cuda_blocks(logits.cols, 256)), 256, 0,
            ids, logprobs, logits, (int)k);
   if (logprobs)
-    cuda_run(d, cuda_top_finish_kernel, dim3((unsigned)logits.rows), CUDA_THREADS, 0, logprobs,
+    cuda_run(d, cuda_top_finish_kernel, dim3(1, (unsigned)logits.rows), CUDA_THREADS, 0, logprobs,
              logits, (int)k);
 }
 
@@ -2762,7 +3377,9 @@ enum cuda_kind { CUDA_ADD, CUDA_UP, CUDA_GATED, CUDA_QKV, CUDA_LOGITS };
 typedef struct cuda_phase { /* what becomes of W norm(x) */
   cuda_weight w;
   int kind, split;
-  const float *x;
+  const float *x, *most; /* most: the largest of |x|, or NULL */
+  float *leaves_most;    /* the same of what the phase leaves, or NULL */
+  float *no_most;        /* becomes zero */
   cuda_norm norm;    /* w NULL: none */
   const float *bias;
   float *to;
@@ -2776,7 +3393,7 @@ typedef struct cuda_phase { /* what becomes of W norm(x) */
 } cuda_phase;
 
 __host__ __device__ static int cuda_units(const cuda_weight &w, int kind) {
-  return kind == CUDA_GATED ? w.rows / 2 : (w.rows + 1) / 2;
+  return kind == CUDA_GATED || kind == CUDA_QKV ? w.rows / 2 : cuda_plain_units(w.rows);
 }
 
 __device__ static cuda_unit cuda_unit_of(const cuda_phase &p, int u) {
@@ -2794,7 +3411,7 @@ __device__ static cuda_unit cuda_unit_of(const cuda_phase &p, int u) {
     v.a = head * p.kv.width + pair.x;
     v.b = head * p.kv.width + pair.y;
   } else {
-    return cuda_neighbours(p.bias, u, p.w.rows);
+    return cuda_plain_unit(p.bias, u, p.w.rows);
   }
   v.bias_a = p.bias ? __ldg(p.bias + v.a) : 0.0f;
   v.bias_b = p.bias ? __ldg(p.bias + v.b) : 0.0f;
@@ -2825,13 +3442,14 @@ __device__ static void cuda_finish_qkv(const cuda_phase &p, const cuda_unit &u, 
   cuda_store(is_k ? p.kv.k : p.kv.v, p.kv.type, at + u.b, v.y);
 }
 
-/* What the phases do with a sum of one row of W. */
-__device__ static void cuda_finish_row(const cuda_phase &p, int row, float v, float old,
+/* What the phases do with a sum of one row of W; how large it is then. */
+__device__ static float cuda_finish_row(const cuda_phase &p, int row, float v, float old,
                                        unsigned long long &best) {
   if (p.kind == CUDA_ADD) v += old;
   else if (p.kind == CUDA_UP) v = cuda_act(v, p.act);
   else best = max(best, cuda_rank(v = cuda_cap(v, p.softcap), row));
   __stcg(p.to + row, v);
+  return fabsf(v);
 }
 
 /* Brings a constant into the first cache. */
@@ -2846,6 +3464,7 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
   __shared__ unsigned long long bests[CUDA_CREW_WARPS];
   const cuda_crew_room r = cuda_crew_lay_out<TYPE, 1>(shared, p.w);
   unsigned long long best = 0;
+  float most = 0;
   int64_t kv_at = p.kind == CUDA_QKV ? cuda_kv_at(p.kv, __ldg(p.seq), __ldg(p.pos), 0) : 0;
   bool following = false;
   auto unit = [&](int u) {
@@ -2863,7 +3482,8 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
     cuda_follow();
     following = true;
     if (p.kind == CUDA_ADD) u.x = __ldcg(p.to + u.a), u.y = __ldcg(p.to + u.b);
-    cuda_planes<TYPE, 1>(r, p.w, p.x, p.norm.w ? &p.norm : NULL, 0);
+    if (p.no_most && blockIdx.x == 0 && threadIdx.x == 0) *p.no_most = 0;
+    cuda_planes<TYPE, 1>(r, p.w, p.x, p.norm.w ? &p.norm : NULL, p.most, 0);
   };
   auto done = [&](const cuda_unit &u, int, float2 v) {
     v.x += u.bias_a;
@@ -2871,13 +3491,19 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
     if (p.kind == CUDA_QKV) {
       cuda_finish_qkv(p, u, v, kv_at);
     } else if (p.kind == CUDA_GATED) {
-      __stcg(p.to + u.a, __fmul_rn(cuda_act(v.x, p.act), v.y));
+      v.x = __fmul_rn(cuda_act(v.x, p.act), v.y);
+      most = cuda_max(most, fabsf(v.x));
+      __stcg(p.to + u.a, v.x);
     } else {
-      cuda_finish_row(p, u.a, v.x, u.x, best);
-      if (u.b != u.a) cuda_finish_row(p, u.b, v.y, u.y, best);
+      most = cuda_max(most, cuda_finish_row(p, u.a, v.x, u.x, best));
+      if (u.b != u.a) most = cuda_max(most, cuda_finish_row(p, u.b, v.y, u.y, best));
     }
   };
   cuda_dots<TYPE, 1>(p.w, r, cuda_units(p.w, p.kind), p.split, unit, ready, done);
+  if (p.leaves_most) {
+    most = cuda_crew_max(most, r.room + 16);
+    if (threadIdx.x == 0) atomicMax((unsigned *)p.leaves_most, __float_as_uint(most));
+  }
   if (p.kind != CUDA_LOGITS) return;
   best = cuda_block_best(best, bests);
   if (threadIdx.x == 0) __stcg(p.best + blockIdx.x, best);
@@ -2895,6 +3521,7 @@ typedef struct cuda_end { /* of a token: the choice, and what the next one begin
   float embed_scale;
   int width, vocabulary, blocks, token; /* token: number of it in the call */
   float *x, *logits, *work;
+  bool kept; /* shared memory holds the logits */
   unsigned long long *best;
   int32_t *id, *pos, *sample_pos, *history;
   const int32_t *seq;
@@ -2902,41 +3529,45 @@ typedef struct cuda_end { /* of a token: the choice, and what the next one begin
   cuda_call *call;
 } cuda_end;
 
-/* All threads; every one returns the token. */
-__device__ static int cuda_end_choose(const cuda_end &s, int pos, cuda_choice *c) {
-  tfm_sampling how = *s.params;
+/* All threads of all blocks; every one returns the token. */
+__device__ static int cuda_end_choose(const cuda_end &s, int pos, float *kept, cuda_choice *c) {
+  const tfm_sampling how = *s.params;
   unsigned long long best = 0;
-  int i;
-  if (how.temperature > 0 || (how.repetition_penalty != 0 && how.repetition_penalty != 1))
-    return cuda_choose(s.logits, s.work, s.vocabulary, how, pos, s.history, c);
-  for (i = threadIdx.x; i < s.blocks; i += CUDA_THREADS) best = max(best, __ldcg(s.best + i));
+  if (how.temperature > 0 || (how.repetition_penalty != 0 && how.repetition_penalty != 1)) {
+    cuda_share share = cuda_share_of(s.kept ? kept : NULL, s.work, s.vocabulary);
+    return cuda_choose(s.logits, share, how, pos, s.history, c);
+  }
+  for (int i = threadIdx.x; i < s.blocks; i += CUDA_THREADS) best = max(best, __ldcg(s.best + i));
   return cuda_rank_id(cuda_block_best(best, c->warp));
 }
 
 /* What the token at `pos` begins with. */
 __device__ static void cuda_begin(const cuda_end &s, int id, int pos) {
-  for (int i = threadIdx.x; i < s.width; i += CUDA_THREADS)
+  for (int i = (int)(blockIdx.x * CUDA_THREADS + threadIdx.x); i < s.width;
+       i += (int)gridDim.x * CUDA_THREADS)
     __stcg(s.x + i, cuda_embedding(s.embed, s.positions, s.embed_scale, id,
                                    min(pos, s.positions.rows - 1), i));
 }
 
 __global__ void __launch_bounds__(CUDA_THREADS) cuda_begin_kernel(cuda_end s) {
   cuda_begin(s, *s.id, *s.pos);
+  if (blockIdx.x) return;
   if (threadIdx.x <= CUDA_TOKENS) s.call->pos[threadIdx.x] = *s.pos + (int)threadIdx.x;
   if (threadIdx.x == 0) s.call->seq = *s.seq;
 }
 
 __global__ void __launch_bounds__(CUDA_THREADS)
 cuda_end_kernel(const __grid_constant__ cuda_end s) {
+  extern __shared__ __align__(16) float shared[];
   __shared__ cuda_choice c;
   const int pos = s.call->pos[s.token] + 1;
   int32_t *ids = s.call->ids;
   int id;
   cuda_launch_next();
   cuda_follow();
-  id = cuda_end_choose(s, pos, &c);
+  id = cuda_end_choose(s, pos, shared, &c);
   cuda_begin(s, id, pos);
-  if (threadIdx.x) return;
+  if (blockIdx.x || threadIdx.x) return;
   *s.id = id;
   *s.pos = pos;
   *s.sample_pos = pos + 1;
@@ -2953,6 +3584,7 @@ typedef struct cuda_decoder {
   const tfm_kv *kv;
   const void *work;
   float *x, *q, *attn, *h;
+  float *h_most; /* the largest of |h| */
   cuda_stretches stretches;
   int stretch_count;
   cuda_end end;
@@ -2971,15 +3603,16 @@ static void *cuda_take(cuda_room *r, size_t count, size_t size) {
 static void cuda_decoder_lay_out(cuda_decoder *c, cuda_room *r, const tfm_net *net, int32_t context,
                                  int processors) {
   size_t inner = (size_t)(net->heads * net->head_width);
-  int group = net->kv_heads ? net->heads / net->kv_heads : 1, b = cuda_heads_at_once(group);
-  size_t of = b ? (size_t)net->kv_heads * cuda_blocks(group, b) : 0;
+  int group = net->kv_heads ? net->heads / net->kv_heads : 1; /* blocks have one head, or four */
+  size_t of = (size_t)net->kv_heads * cuda_blocks(group, 4) * 4;
   c->stretch_count = context / CUDA_STRETCH + 1;
   c->x = (float *)cuda_take(r, (size_t)net->width, sizeof(float));
   c->q = (float *)cuda_take(r, inner, sizeof(float));
   c->attn = (float *)cuda_take(r, inner, sizeof(float));
   c->h = (float *)cuda_take(r, (size_t)net->ffn_width, sizeof(float));
+  c->h_most = (float *)cuda_take(r, 1, sizeof(float));
   c->end.logits = (float *)cuda_take(r, (size_t)net->vocabulary, sizeof(float));
-  c->stretches.part = (float *)cuda_take(r, of * (size_t)(c->stretch_count * b),
+  c->stretches.part = (float *)cuda_take(r, of * (size_t)c->stretch_count,
                                          (size_t)cuda_lanes8(net->head_width) * 3 * sizeof(float));
   c->stretches.arrived = (unsigned *)cuda_take(r, of, sizeof(unsigned));
   c->end.best = (unsigned long long *)cuda_take(r, (size_t)processors * 2, sizeof *c->end.best);
@@ -3060,7 +3693,7 @@ static void cuda_decode_attend(tfm_dev *d, const cuda_decoder *c, const tfm_rows
   tfm_mat y = {c->attn, TFM_F32, 1, inner, inner}, q = {c->q, TFM_F32, 1, inner, inner};
   cuda_attn a = {y, q, c->kv[layer], *rows, NULL, net->layer[layer].attn,
                  net->heads / net->kv_heads, {}};
-  if (cuda_attend_knows(&a.kv)) cuda_attend_run(d, &a, &c->stretches, c->stretch_count);
+  if (cuda_attend_knows(&a.kv)) cuda_attend_run(d, &a, &c->stretches, 1, c->stretch_count);
   else cuda_attn_run(d, &a);
 }
 
@@ -3075,6 +3708,8 @@ static void cuda_decode_layer(tfm_dev *d, const cuda_decoder *c, const tfm_rows 
   qkv.norm.w = l->norm1, qkv.norm.b = l->norm1_bias, qkv.norm.p = net->norm;
   qkv.rope = l->rope, qkv.kv = c->kv[layer], qkv.heads = net->heads;
   qkv.pos = rows->pos, qkv.seq = rows->seq;
+  if (net->ffn_width > CUDA_RAW) /* too wide to be looked at twice */
+    qkv.no_most = up.leaves_most = c->h_most, down.most = c->h_most;
   up.norm.w = l->norm2, up.norm.b = l->norm2_bias, up.norm.p = net->norm;
   up.act = net->act;
   cuda_phase_run(d, &qkv, cuda_packed(&l->qkv));
@@ -3093,6 +3728,8 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   const cuda_weight *w = cuda_packed(&net->head);
   int units = cuda_units(*w, CUDA_LOGITS), blocks = cuda_crew_blocks(d, w);
   tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq};
+  const int cluster = cuda_of(d)->cluster;
+  const size_t kept = cuda_share_bytes(d, net->vocabulary);
   int32_t i;
   cuda_of(d)->chained = token > 0; /* a call's first kernel needs all of what was before */
   for (i = 0; i < net->layers; i++) cuda_decode_layer(d, c, &rows, i);
@@ -3102,7 +3739,8 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   cuda_phase_run(d, &head, w);
   end.blocks = (int)cuda_crews(units, cuda_split(w, units, blocks), blocks);
   end.token = token;
-  cuda_run(d, cuda_end_kernel, dim3(1), CUDA_THREADS, 0, end);
+  end.kept = kept > 0;
+  cuda_run_clusters(d, cuda_end_kernel, cluster, dim3((unsigned)cluster), CUDA_THREADS, kept, end);
   cuda_of(d)->chained = false;
 }
 
@@ -3188,23 +3826,6 @@ __device__ static bool cuda_run_begins(const tfm_rows &rows, int i) {
          rows.pos[i] != rows.pos[i - 1] + 1;
 }
 
-/* The largest of the threads' before this one; of none: 0. */
-__device__ static int cuda_largest_before(int v) {
-  __shared__ int room[CUDA_LISTED / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int before;
-  for (int k = 1; k < 32; k *= 2) {
-    const int other = __shfl_up_sync(~0u, v, k);
-    if (lane >= k) v = max(v, other);
-  }
-  if (lane == 31) room[warp] = v;
-  before = __shfl_up_sync(~0u, v, 1);
-  if (lane == 0) before = 0;
-  __syncthreads();
-  for (int k = 0; k < warp; k++) before = max(before, room[k]);
-  return before;
-}
-
 /* The tile whose last row sees most keys first; of equal ones, that of earlier rows. */
 __device__ static void cuda_tiles_sort(const cuda_tiles &to) {
   __shared__ long long key[CUDA_LISTED];
@@ -3219,21 +3840,32 @@ __device__ static void cuda_tiles_sort(const cuda_tiles &to) {
   if (i < n) to.tile[rank] = mine;
 }
 
-/* One block, whose threads look for beginnings in a stretch of rows each. */
+/* One block, whose warps look for beginnings in a stretch of rows each: all but a stretch's first
+   end a run that began there. */
 __global__ void __launch_bounds__(CUDA_LISTED) cuda_tiles_kernel(cuda_tiles to, tfm_rows rows) {
-  const int each = rows.n / CUDA_LISTED + 1, from = (int)threadIdx.x * each;
-  int first = -1, last = 0, before;
+  __shared__ int latest[CUDA_LISTED / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int each = (rows.n / CUDA_LISTED + 1) * 32, from = warp * each;
+  int first = 0, last = -1;
   if (threadIdx.x < 2) to.count[threadIdx.x] = 0;
   __syncthreads();
-#pragma unroll 8
-  for (int i = from; i < min(from + each, rows.n + 1); i++)
-    if (cuda_run_begins(rows, i)) {
-      if (first >= 0) cuda_tiles_cut(to, rows, last, i);
-      else first = i;
-      last = i;
-    }
-  before = cuda_largest_before(last);
-  if (first > 0) cuda_tiles_cut(to, rows, before, first);
+#pragma unroll 4
+  for (int begin = from; begin < from + each; begin += 32) {
+    const int i = begin + lane;
+    const bool begins = i <= rows.n && cuda_run_begins(rows, i);
+    const unsigned all = __ballot_sync(~0u, begins), below = all & ((1u << lane) - 1);
+    const int before = below ? begin + 31 - __clz((int)below) : last;
+    if (begins && before >= 0) cuda_tiles_cut(to, rows, before, i);
+    else if (begins) first = i;
+    if (all) last = begin + 31 - __clz((int)all);
+  }
+  if (lane == 0) latest[warp] = last;
+  __syncthreads();
+  if (first > 0) {
+    last = 0;
+    for (int k = 0; k < warp; k++) last = max(last, latest[k]);
+    cuda_tiles_cut(to, rows, last, first);
+  }
   __syncthreads();
   cuda_tiles_sort(to);
 }
@@ -3692,15 +4324,17 @@ template <int D> __device__ __forceinline__ void cuda_settle_out(cuda_rows64<D> 
   for (int h = 0; h < cuda_hopper<D>::outs; h++) cuda_settle(t.o[h]);
 }
 
-template <int D, bool BF>
+/* Of the first N keys of a tile. */
+template <int D, bool BF, int N>
 __device__ __forceinline__ void cuda_ask_scores(cuda_rows64<D> &t, const cuda_rings &r, int use) {
   typedef cuda_hopper<D> shape;
+  float (&s)[N / 2] = *(float (*)[N / 2])t.s;
   const uint32_t q = r.q + t.half * 64 * 128, k = r.k + use % shape::stages * shape::tile_bytes;
   cuda_settle(t.s);
   cuda_products_begin();
 #pragma unroll
   for (int i = 0; i < D / 16; i++)
-    cuda_wgmma<BF>(t.s, cuda_matrix_at(q + i / 4 * CUDA_TILE * 128 + i % 4 * 32, 16),
+    cuda_wgmma<BF>(s, cuda_matrix_at(q + i / 4 * CUDA_TILE * 128 + i % 4 * 32, 16),
                    cuda_matrix_at(k + i / 4 * shape::keys * 128 + i % 4 * 32, 16), i > 0);
   cuda_products_end();
 }
@@ -3723,15 +4357,14 @@ __device__ __forceinline__ void cuda_ask_values(cuda_rows64<D> &t, const cuda_ri
   cuda_products_end();
 }
 
-/* Of one of the thread's two rows. */
-template <int D, bool MASK>
+/* Of one of the thread's two rows, and N keys. */
+template <int D, int N, bool MASK>
 __device__ __forceinline__ void cuda_row_exp(cuda_rows64<D> &t, int r, float scale, int key,
                                              int window) {
-  constexpr int N = cuda_hopper<D>::keys / 8;
   const int pos = t.pos + 8 * r;
   float best = t.top[r], base, sum[2] = {0, 0};
 #pragma unroll
-  for (int i = 0; i < 2 * N; i++) {
+  for (int i = 0; i < N / 4; i++) {
     float &v = t.s[i / 2 * 4 + 2 * r + i % 2];
     const int at = key + i / 2 * 8 + i % 2;
     if (MASK && (at > pos || pos - at >= window)) v = -INFINITY;
@@ -3744,7 +4377,7 @@ __device__ __forceinline__ void cuda_row_exp(cuda_rows64<D> &t, int r, float sca
   t.by[r] = cuda_exp2(__fmaf_rn(t.top[r], scale, -base));
   t.top[r] = best;
 #pragma unroll
-  for (int i = 0; i < 2 * N; i++) {
+  for (int i = 0; i < N / 4; i++) {
     float &v = t.s[i / 2 * 4 + 2 * r + i % 2];
     v = cuda_exp2(__fmaf_rn(v, scale, -base));
     sum[i % 2] += v;
@@ -3753,32 +4386,33 @@ __device__ __forceinline__ void cuda_row_exp(cuda_rows64<D> &t, int r, float sca
 }
 
 /* Scores become powers of two. */
-template <int D>
+template <int D, int N>
 __device__ __forceinline__ void cuda_exponentials(cuda_rows64<D> &t, const cuda_hopper_attn &h,
                                                   int tile) {
-  constexpr int N = cuda_hopper<D>::keys;
   const int window = h.a.p.window > 0 ? h.a.p.window : INT32_MAX;
-  const int first = tile * N, key = first + (int)threadIdx.x % 4 * 2;
+  const int first = tile * cuda_hopper<D>::keys, key = first + (int)threadIdx.x % 4 * 2;
   if (h.cap != 0) {
 #pragma unroll
     for (int i = 0; i < N / 2; i++) t.s[i] = tanhf(t.s[i] * h.cap);
   }
   if (first + N - 1 > t.first || t.first + 63 - first >= window) {
-    cuda_row_exp<D, true>(t, 0, h.scale, key, window);
-    cuda_row_exp<D, true>(t, 1, h.scale, key, window);
+    cuda_row_exp<D, N, true>(t, 0, h.scale, key, window);
+    cuda_row_exp<D, N, true>(t, 1, h.scale, key, window);
   } else {
-    cuda_row_exp<D, false>(t, 0, h.scale, key, window);
-    cuda_row_exp<D, false>(t, 1, h.scale, key, window);
+    cuda_row_exp<D, N, false>(t, 0, h.scale, key, window);
+    cuda_row_exp<D, N, false>(t, 1, h.scale, key, window);
   }
 }
 
-/* o follows the rows' maxima; p is the scores, which are exponentials now. */
-template <int D, bool BF> __device__ __forceinline__ void cuda_probabilities(cuda_rows64<D> &t) {
+/* p is the first N scores, which are exponentials now, and zeros. */
+template <int D, bool BF, int N>
+__device__ __forceinline__ void cuda_probabilities(cuda_rows64<D> &t) {
 #pragma unroll
   for (int i = 0; i < cuda_hopper<D>::keys / 4; i++)
-    t.p[i] = cuda_pack2<BF>(t.s[2 * i], t.s[2 * i + 1]);
+    t.p[i] = i < N / 4 ? cuda_pack2<BF>(t.s[2 * i], t.s[2 * i + 1]) : 0;
 }
 
+/* o follows the rows' maxima. */
 template <int D> __device__ __forceinline__ void cuda_follow_top(cuda_rows64<D> &t) {
   if (!__any_sync(~0u, t.by[0] != 1 || t.by[1] != 1)) return;
 #pragma unroll
@@ -3834,31 +4468,41 @@ __device__ __forceinline__ void cuda_rows64_store(cuda_rows64<D> &t, const cuda_
   }
 }
 
+/* The last tile of keys, of which N are visible to some row. */
+template <int D, bool BF, int N>
+__device__ __forceinline__ void cuda_attend_last(cuda_rows64<D> &t, const cuda_hopper_attn &h,
+                                                 const cuda_rings &r, const cuda_piece_of &m,
+                                                 int use) {
+  cuda_turn_wait(t.half);
+  cuda_ask_scores<D, BF, N>(t, r, use);
+  cuda_turn_pass(t.half);
+  cuda_products_wait<0>();
+  cuda_settle(t.s);
+  cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_K_EMPTY, use));
+  if (m.high == m.low) cuda_barrier_arrive(r.barriers + CUDA_Q_EMPTY * 8);
+  cuda_exponentials<D, N>(t, h, m.high);
+  cuda_probabilities<D, BF, N>(t);
+}
+
 /* A piece of work, whose first tile of keys is use number `use` of the rings. */
 template <int D, bool BF>
 __device__ __forceinline__ void cuda_attend64(cuda_rows64<D> &t, const cuda_hopper_attn &h,
                                               const cuda_rings &r, const cuda_piece_of &m,
                                               int use) {
-  const int tiles = m.high - m.low + 1, from = m.pos + m.rows - m.high * cuda_hopper<D>::keys;
+  constexpr int N = cuda_hopper<D>::keys;
+  const int tiles = m.high - m.low + 1, from = m.pos + m.rows - m.high * N;
   t.first = m.pos + t.half * 64;
   t.pos = t.first + (int)threadIdx.x / 32 % 4 * 16 + (int)threadIdx.x % 32 / 4;
   t.top[0] = t.top[1] = -INFINITY;
   t.sum[0] = t.sum[1] = 0;
   cuda_ring_wait<D>(r, CUDA_K_FULL, use, 0);
-  cuda_turn_wait(t.half);
-  cuda_ask_scores<D, BF>(t, r, use);
-  cuda_turn_pass(t.half);
-  cuda_products_wait<0>();
-  cuda_settle(t.s);
-  cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_K_EMPTY, use));
-  if (tiles == 1) cuda_barrier_arrive(r.barriers + CUDA_Q_EMPTY * 8);
-  cuda_exponentials<D>(t, h, m.high);
-  cuda_probabilities<D, BF>(t);
-  if (from < cuda_hopper<D>::keys) cuda_clear_values<D>(t, r, use, from);
+  if (t.first + 63 < m.high * N + 64) cuda_attend_last<D, BF, 64>(t, h, r, m, use);
+  else cuda_attend_last<D, BF, N>(t, h, r, m, use);
+  if (from < N) cuda_clear_values<D>(t, r, use, from);
   for (int i = 1; i < tiles; i++) {
     cuda_ring_wait<D>(r, CUDA_K_FULL, use + i, 0);
     cuda_turn_wait(t.half);
-    cuda_ask_scores<D, BF>(t, r, use + i);
+    cuda_ask_scores<D, BF, N>(t, r, use + i);
     cuda_ring_wait<D>(r, CUDA_V_FULL, use + i - 1, 0);
     cuda_ask_values<D, BF>(t, r, use + i - 1, i > 1);
     cuda_turn_pass(t.half);
@@ -3866,13 +4510,13 @@ __device__ __forceinline__ void cuda_attend64(cuda_rows64<D> &t, const cuda_hopp
     cuda_settle(t.s);
     cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_K_EMPTY, use + i));
     if (i == tiles - 1) cuda_barrier_arrive(r.barriers + CUDA_Q_EMPTY * 8);
-    cuda_exponentials<D>(t, h, m.high - i);
+    cuda_exponentials<D, N>(t, h, m.high - i);
     cuda_products_wait<0>();
     cuda_settle_out(t);
     cuda_settle(t.p);
     cuda_barrier_arrive(cuda_ring_at<D>(r, CUDA_V_EMPTY, use + i - 1));
     cuda_follow_top(t);
-    cuda_probabilities<D, BF>(t);
+    cuda_probabilities<D, BF, N>(t);
   }
   cuda_ring_wait<D>(r, CUDA_V_FULL, use + tiles - 1, 0);
   cuda_turn_wait(t.half);
@@ -4197,20 +4841,21 @@ __global__ void cuda_glu8_kernel(tfm_mat y, tfm_mat x, const float *bias, tfm_ac
 
 /* Rows of a quantised weight, 16 bytes a thread, as halves. */
 __global__ void cuda_widen_kernel(__half *to, cuda_weight w, int first, int rows) {
-  int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / w.vectors;
+  int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, row = i / w.vectors, at;
   int v = (int)(i % w.vectors), k;
   uint4 q;
   if (row >= rows) return;
-  q = ((const uint4 *)w.data)[(first + row) * w.vectors + v];
+  at = cuda_vector_at(w, first + row, v);
+  q = ((const uint4 *)w.data)[at];
   if (w.type == TFM_Q8_0) {
-    float f[16], scale = __half2float(w.scale[(first + row) * (w.cols / 32) + v / 2]);
+    float f[16], scale = __half2float(w.scale[cuda_scale_at(w, at)]);
     cuda_widen<TFM_Q8_0>(f, q);
 #pragma unroll
     for (k = 0; k < 8; k++)
       ((__half2 *)(to + row * w.cols + v * 16))[k] =
           __floats2half2_rn(f[2 * k] * scale, f[2 * k + 1] * scale);
   } else {
-    __half2 h[16], scale = __half2half2(w.scale[(first + row) * (w.cols / 32) + v]);
+    __half2 h[16], scale = __half2half2(w.scale[cuda_scale_at(w, at)]);
     cuda_widen_q4(h, q);
 #pragma unroll
     for (k = 0; k < 16; k++)

@@ -120,8 +120,7 @@ static const struct argp_child tool_model_child[] = {{&tool_model_argp, 0, "Mode
 
 /* For the parent parser's ARGP_KEY_ARG: the one positional argument. */
 static inline error_t tool_only_argument(struct argp_state *state, char *arg, const char **path) {
-  if (*path)
-    argp_error(state, "expected one %s, found another: \"%s\"", state->root_argp->args_doc, arg);
+  if (*path) argp_error(state, "expected one argument, found another: \"%s\"", arg);
   *path = arg;
   return 0;
 }
@@ -144,7 +143,7 @@ static inline char *tool_read_all(FILE *f, size_t *bytes) {
     n += fread(text + n, 1, room - n, f);
   } while (n == room);
   if (n == room || ferror(f) || !text) {
-    fprintf(stderr, TOOL ": the input cannot be read to its end\n");
+    fprintf(stderr, TOOL ": the input cannot be read to its end: %s\n", strerror(errno));
     free(text);
     return NULL;
   }

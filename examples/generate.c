@@ -194,10 +194,11 @@ static void note(const char *text) { fprintf(stderr, TOOL ": %s\n", text); }
 static bool add_message(conversation *c, tfm_role role, const char *text, bool front) {
   char *own = strdup(text);
   if (own && c->count == c->room) {
-    tfm_message *grown =
-        (tfm_message *)realloc(c->message, (c->room = 2 * c->room + 8) * sizeof *grown);
+    size_t room = 2 * c->room + 8;
+    tfm_message *grown = (tfm_message *)realloc(c->message, room * sizeof *grown);
     if (!grown) return free(own), false;
     c->message = grown;
+    c->room = room;
   }
   if (!own) return false;
   if (front) memmove(c->message + 1, c->message, c->count * sizeof *c->message);
@@ -272,9 +273,11 @@ static bool say(conversation *c, tfm_decoder *state, int32_t id) {
   int64_t n = tfm_decode_next(c->tokenizer, state, id, c->piece, c->piece_bytes);
   if (n < 0) return false;
   if (c->answer_bytes + (size_t)n + 1 > c->answer_room) {
-    char *grown = (char *)realloc(c->answer, c->answer_room = 2 * (c->answer_room + (size_t)n + 1));
+    size_t room = 2 * (c->answer_room + (size_t)n + 1);
+    char *grown = (char *)realloc(c->answer, room);
     if (!grown) return false;
     c->answer = grown;
+    c->answer_room = room;
   }
   memcpy(c->answer + c->answer_bytes, c->piece, (size_t)n + 1);
   c->answer_bytes += (size_t)n;

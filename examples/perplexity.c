@@ -46,6 +46,10 @@ static error_t set_option(int key, char *arg, struct argp_state *state) {
   case ARGP_KEY_INIT: state->child_inputs[0] = &o->model; return 0;
   case ARGP_KEY_ARG: return tool_only_argument(state, arg, &o->path);
   case ARGP_KEY_NO_ARGS: argp_error(state, "expected a MODEL: a folder or a file"); return 0;
+  case ARGP_KEY_END:
+    if (o->context && o->stride > o->context)
+      argp_error(state, "--stride: expected at most the context of %d", (int)o->context);
+    return 0;
   default: return ARGP_ERR_UNKNOWN;
   }
 }
@@ -161,7 +165,7 @@ int main(int argc, char **argv) {
   status = tfm_model_describe(m, &info);
   if (status == TFM_OK) {
     if (!o.context) o.context = info.context < 1024 ? info.context : 1024;
-    if (!o.stride || o.stride > o.context) o.stride = o.context;
+    if (!o.stride || o.stride > o.context) o.stride = o.context; /* the default's */
     engine.context = o.context;
     engine.threads = o.model.threads;
     engine.cache = o.cache;

@@ -60,7 +60,6 @@ class Sampling(Structure):
 
 IDS, FLOATS = np.ctypeslib.ndpointer(np.int32, flags="C"), np.ctypeslib.ndpointer(np.float32, flags="C")
 CALLS = {  # name: result, arguments
-    "tfm_version": (c_char_p, []),
     "tfm_error": (c_char_p, []),
     "tfm_model_load": (c_void_p, [c_char_p, POINTER(ModelConfig)]),
     "tfm_model_free": (None, [c_void_p]),
@@ -79,18 +78,25 @@ CALLS = {  # name: result, arguments
 }
 
 
+def _open():
+    named, here = os.environ.get("LIBTRANSFORMER"), os.path.dirname(os.path.abspath(__file__))
+    places = [os.path.join(here, "libtransformer.so"), os.path.join(here, "..", "build", "libtransformer.so")]
+    path = named or next(filter(os.path.exists, places), "libtransformer.so")
+    try:
+        return ctypes.CDLL(path)
+    except OSError as error:
+        raise Error(f"{error}; build it with `make lib-shared`, or set LIBTRANSFORMER to its path") from None
+
+
 def _load():
-    here = os.path.dirname(os.path.abspath(__file__))
-    names = [os.environ.get("LIBTRANSFORMER", ""), os.path.join(here, "libtransformer.so")]
-    names += [os.path.join(here, "..", "build", "libtransformer.so")]
-    found = [name for name in names if name and os.path.exists(name)]
-    library = ctypes.CDLL(found[0] if found else "libtransformer.so")
-    for name, (result, arguments) in CALLS.items():
-        call = getattr(library, name)
-        call.restype, call.argtypes = result, arguments
+    library = _open()
+    library.tfm_version.restype = c_char_p
     version = library.tfm_version().decode()
     if version.rsplit(".", 1)[0] != VERSION:
         raise Error(f"libtransformer.so is version {version}, expected {VERSION}; use the transformer.py beside it")
+    for name, (result, arguments) in CALLS.items():
+        call = getattr(library, name)
+        call.restype, call.argtypes = result, arguments
     return library
 
 
@@ -179,6 +185,8 @@ class Session:
     def generate(self, prompt, max_tokens=None, **sampling):
         """Feeds the prompt; yields text as it comes. Keywords: temperature, top_k, top_p, min_p, seed, ..."""
         how, tokens = Sampling(**sampling), 0
+        if "\0" in prompt:
+            raise Error("the prompt has a NUL, which would end it; remove it")
         _check(_library.tfm_feed_text(self.pointer, self._model.tokenizer.pointer, prompt.encode()))
         while max_tokens is None or tokens < max_tokens:
             token = _library.tfm_next(self.pointer, byref(how))

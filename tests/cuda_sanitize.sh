@@ -21,6 +21,7 @@ for test in pack other_block matmul_epilogue matmul_rows cast embed norm rope at
   check memcheck test_kernels "$test"
 done
 check memcheck test_session a_batch_is_each_alone
+check memcheck test_session decoding_far
 for test in matmul_rows norm attn_rows sample; do check racecheck test_kernels "$test"; done
 wait
 

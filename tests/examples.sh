@@ -55,6 +55,10 @@ check "hello, usage" fails_with 2 "usage" build/hello
 check "hello, no such model" fails_with 1 "^hello: .*no/such" build/hello no/such prompt
 check "cpp, no such model" fails_with 1 "^cpp: .*no/such" build/cpp no/such prompt
 check "a number that is none" fails_with 2 "expected a whole number" build/generate $tiny -n many
+check "two models" fails_with 2 "found another" build/generate $tiny $tiny
+check "a context of 1e9" fails_with 1 "the model's 256" build/generate $tiny -c 1000000000
+check "no template of that name" fails_with 1 "expected none, chatml" build/generate $tiny --chat \
+  --template nonsense
 check "an unknown type" fails_with 2 "q8_0" build/generate $tiny -w q9
 
 # Prompts in a batch go on as each does alone, whoever is beside them and however many.
@@ -338,6 +342,9 @@ check "perplexity, no such text" fails_with 1 "^perplexity: no/such cannot be op
 check "perplexity tells that once" eval '[ "$(wc -l < "$work/err")" = 1 ]'
 check "perplexity, nothing to predict" fails_with 1 "fewer than 2 tokens" build/perplexity $tiny
 check "perplexity, a window of one" fails_with 2 "from 2 to" build/perplexity $tiny -c 1
+check "perplexity, a stride beyond it" fails_with 2 "at most the context" build/perplexity $tiny \
+  -c 64 -s 65
+check "perplexity of a folder" fails_with 1 "Is a directory" build/perplexity $tiny -f tests
 check "perplexity, too long a context" fails_with 1 "model's 256" build/perplexity $tiny -c 9999
 check "perplexity, a model cut off" fails_with 1 "cut off" build/perplexity "$work/cut"
 
@@ -359,6 +366,13 @@ check "convert, into itself" keeps "is what is to be converted" build/convert "$
 check "convert, a type no folder has" keeps "cannot hold" build/convert $tiny "$work/c" -t q8_0 -f
 check "convert --force" status 0 build/convert $tiny "$work/c.gguf" --force -t q8_0
 check "convert, no such type" fails_with 2 "q8_0" build/convert $tiny "$work/d" --type q9
+check "convert, experts to GGUF" status 0 build/convert tests/data/models/mixtral-b "$work/e.gguf"
+check "convert, experts back" status 0 build/convert "$work/e.gguf" "$work/e"
+check "convert, what GGUF cannot tell" fails_with 1 "no word for" build/convert \
+  tests/data/models/qwen2moe-a "$work/q.gguf"
+check "convert, that is not written" test ! -e "$work/q.gguf" -a ! -e "$work/q.gguf.part"
+check "convert, a file of something else" fails_with 1 "not recognised" build/convert README.md \
+  "$work/q"
 check "convert, no OUT" fails_with 2 "MODEL and OUT" build/convert $tiny
 check "convert, no such model" fails_with 1 "no/such" build/convert no/such "$work/d"
 

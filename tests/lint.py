@@ -26,7 +26,7 @@ PUBLIC_FUNCTIONS = 60
 # Lines of a section, blank lines and comments counted. Raise one with a reason rather than squeeze.
 BUDGETS = {
     "vocabulary": 1080, "chat": 520,
-    "api": 700, "backend": 520, "base": 930, "objects": 100, "json": 480, "unicode": 880,
+    "api": 700, "backend": 520, "base": 940, "objects": 100, "json": 480, "unicode": 880,
     "gguf": 520, "steps": 740, "tokenizer": 4100,
     "formats": 800, "families": 2000, "device": 480,
     "kernels": 1900, "gradients": 1100, "forward": 450, "engine": 740, "session": 620,

@@ -7,6 +7,7 @@ It makes what it needs: the shared library, build/tokenize, build/logits and bui
 import os
 import subprocess
 import sys
+import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, os.path.join(ROOT, "examples"))
@@ -35,6 +36,21 @@ def run(tool, *args, text=""):
     return subprocess.run(command, input=text.encode(), check=True, capture_output=True).stdout
 
 
+def imported(library):
+    """What the module says when it is imported with this library."""
+    command = [sys.executable, os.path.join(ROOT, "examples", "transformer.py"), TINY, "a"]
+    return subprocess.run(command, env={**os.environ, "LIBTRANSFORMER": library}, capture_output=True, text=True).stderr
+
+
+def old_library(folder):
+    """That has nothing but a version."""
+    source, library = os.path.join(folder, "old.c"), os.path.join(folder, "old.so")
+    with open(source, "w", encoding="ascii") as f:
+        f.write('const char *tfm_version(void) { return "0.0.9"; }\n')
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
 def main():
     model = transformer.Model(TINY, device="ref")
     ids = model.tokenizer.encode(PROMPT)
@@ -47,12 +63,20 @@ def main():
     command = ["-d", "ref", "-p", "Once", "-n", "20", "-t", "0.7", "-s", "3", "--no-prompt"]
     theirs = run("generate", TINY, *command).decode(errors="replace")
     check("generated text", theirs.rstrip("\n") == ours and len(ours) > 5)
-    for call in [lambda: transformer.Model("/nowhere"), lambda: model.session().logits([-1])]:
+    for call in [
+        lambda: transformer.Model("/nowhere"),
+        lambda: model.session().logits([-1]),
+        lambda: next(model.session().generate("a\0b")),
+        lambda: model.tokenizer.decode([1 << 30]),
+    ]:
         try:
             call()
             check("errors are raised", False)
         except transformer.Error as error:
             check("errors are sentences", len(str(error)) > 20)
+    with tempfile.TemporaryDirectory() as folder:
+        check("no library is told", "make lib-shared" in imported(os.path.join(folder, "none.so")))
+        check("an old library is told", "version 0.0.9, expected 0.1" in imported(old_library(folder)))
     print(f"{counts[0]} passed, {counts[1]} failed, 0 skipped")
     return counts[1] != 0
 

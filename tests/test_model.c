@@ -400,6 +400,73 @@ TEST(every_config_field_matters) {
          (double)least);
 }
 
+/* What nearly every config.json has: its number times `by`, and `plus`, or `to` for the text `from`
+   must be noticed. */
+static const struct common_field {
+  const char *key;
+  double by, plus;
+  const char *from, *to;
+} common_fields[] = {
+  {"num_hidden_layers", 1, -1, NULL, NULL}, {"hidden_size", 1, 2, NULL, NULL},
+  {"intermediate_size", 1, 1, NULL, NULL}, {"moe_intermediate_size", 1, 1, NULL, NULL},
+  {"num_attention_heads", 1, 1, NULL, NULL}, {"num_key_value_heads", 1, 1, NULL, NULL},
+  {"head_dim", 1, 2, NULL, NULL}, {"vocab_size", 1, 1, NULL, NULL},
+  {"rms_norm_eps", 1, 0.01, NULL, NULL}, {"rope_theta", 2, 0, NULL, NULL},
+  {"n_layer", 1, -1, NULL, NULL}, {"n_embd", 1, 2, NULL, NULL}, {"n_head", 1, 1, NULL, NULL},
+  {"n_positions", 1, 1, NULL, NULL}, {"layer_norm_epsilon", 1, 0.01, NULL, NULL},
+  {"hidden_act", 1, 0, "silu", "gelu"}, {"hidden_act", 1, 0, "gelu_pytorch_tanh", "relu"},
+  {"hidden_activation", 1, 0, "gelu_pytorch_tanh", "relu"},
+  {"activation_function", 1, 0, "gelu_new", "silu"},
+  {"tie_word_embeddings", 1, 0, "true", "false"},
+};
+
+/* Where a model has the key with a number, or with `from`: what stands there, and what shall. */
+static bool common_change(const char *config, const struct common_field *f, char *from, char *to,
+                          size_t size) {
+  const char *at, *value;
+  char *end;
+  double number;
+  snprintf(from, size, "\"%s\": ", f->key);
+  at = strstr(config, from);
+  value = at ? at + strlen(from) : "";
+  number = strtod(value, &end);
+  if (f->from) {
+    const char *quote = *value == '"' ? "\"" : "";
+    snprintf(to, size, "\"%s\": %s%s%s", f->key, quote, f->to, quote);
+    snprintf(from, size, "\"%s\": %s%s%s", f->key, quote, f->from, quote);
+    return at && strstr(config, from) == at;
+  }
+  if (end == value) return false; /* not there, or null */
+  snprintf(from, size, "%.*s", (int)(end - at), at);
+  snprintf(to, size, "\"%s\": %.17g", f->key, number * f->by + f->plus);
+  return true;
+}
+
+TEST(common_config_fields_matter) { /* in every model that has them */
+  char path[300], from[100], to[100];
+  size_t i, k, changes = 0;
+  for (i = 0; i < sizeof cases / sizeof *cases; i++) {
+    golden g = golden_open(cases[i]);
+    blob config;
+    snprintf(path, sizeof path, "%s/config.json", g.folder);
+    config = blob_read(path);
+    for (k = 0; k < sizeof common_fields / sizeof *common_fields; k++) {
+      if (!common_change((const char *)config.data, &common_fields[k], from, to, sizeof from))
+        continue;
+      if (!strcmp(cases[i], "qwen3moe-b") && !strcmp(common_fields[k].key, "intermediate_size"))
+        continue; /* it has no layer without experts */
+      if (mutated_distance(&g, from, to) <= GOLDEN_BOUND) {
+        fprintf(stderr, "%s: %s -> %s changes nothing\n", cases[i], from, to);
+        test_fail(__FILE__, __LINE__, "a field that does not matter");
+      }
+      changes++;
+    }
+    free(config.data);
+    golden_close(&g);
+  }
+  printf("  %d changes\n", (int)changes);
+}
+
 /* A head in the file is used even where the config calls it tied, as transformers 5 does. */
 TEST(a_head_in_the_file_is_used) {
   static const char *const models[] = {"gpt2-b", "llama-a"};

@@ -9,7 +9,8 @@ if ! command -v compute-sanitizer > /dev/null; then
   exit 0
 fi
 logs=$(mktemp -d) || exit 1
-trap 'rm -rf "$logs"' EXIT
+trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$logs"' EXIT
+trap 'exit 1' INT TERM # ends what it began
 
 check() { # check TOOL PROGRAM TEST
   TABLE=cuda timeout 300 compute-sanitizer --tool "$1" --error-exitcode 9 "$bin/$2" "$3" \

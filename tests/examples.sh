@@ -219,7 +219,7 @@ moods=(build/classify examples/classify.tsv)
 classifies() { # far better than chance on texts that it never saw, and the same when loaded
   status 0 "${moods[@]}" -o "$work/mood" -t "What a wonderful day!" -j 1 &&
     python3 -c 'import re, sys
-found = re.search(r"held out: .*accuracy ([0-9.]+) \(negative \d+ of \d+, pos", sys.argv[1])
+found = re.search(r"held out: .*accuracy ([0-9.]+) \(\w+ \d+ of \d+, \w+ \d+ of", sys.argv[1])
 assert found and float(found[1]) >= 0.75, sys.argv[1]' "$(cat "$work/err")" &&
     grep -q "^positive.0\.[0-9]*.What a wonderful day!$" "$work/out" &&
     mv "$work/out" "$work/told" &&

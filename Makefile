@@ -28,11 +28,14 @@ TESTS    = $(UNITS:%=$B/%) $(UNITS:%=$B/asan/%) $B/simd/test_kernels $B/simd/tes
 REPLAYS  = $(FUZZERS:%=$B/asan/%)
 LIBRARY  = $B/libtransformer.a
 
-# Programs that see only the public functions link them; the rest bring the header's code along,
-# for its private parts, and a linker takes nothing from the library that a program has itself.
+# Programs that see only the public functions link them. The rest bring the header's code along, for
+# its private parts, some of them no more than they use of it; a linker takes nothing from the
+# library that a program has itself.
 LINKED   = $(EXAMPLES) $(foreach t,convert session,$B/test_$t $B/asan/test_$t) \
            $(filter-out %_json,$(REPLAYS))
+PARTS    = $(foreach t,chat data tokenizer vocabulary,$B/test_$t $B/asan/test_$t)
 $(LINKED): CODE = -DTFM_LINKED
+$(PARTS): CODE = -DTFM_STATIC
 
 # What the tools are linked with. A companion that declines its kernels is passed over at run time.
 USE      = -DTFM_USE_CPU

@@ -1,7 +1,6 @@
 /* Conversations: texts and ids against goldens of the published templates (make_chat_goldens.py),
    messages that try to be more than text, how templates are found. */
 #define TRANSFORMER_IMPLEMENTATION
-#define TFM_STATIC /* compiles what is used here, which is little */
 #include "../transformer.h"
 
 #include "files.h"

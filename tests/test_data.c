@@ -1,7 +1,6 @@
 /* Texts to sequences: documents and folders, the cache and when it is made anew, the order of
    sequences, what is held out; failures of memory, files and the disk. */
 #define TRANSFORMER_IMPLEMENTATION
-#define TFM_STATIC /* compiles what is used here, which is little */
 #include "../transformer.h"
 #include "files.h"
 

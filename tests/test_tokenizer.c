@@ -1,7 +1,6 @@
 /* Tokenizers: golden ids and texts of the reference, bad files, awkward texts, failing memory. The
    goldens are made by make_tokenizer_goldens.py; ../shared/data is used where it is there. */
 #define TRANSFORMER_IMPLEMENTATION
-#define TFM_STATIC /* compiles what is used here, which is little */
 #include "../transformer.h"
 
 #include "files.h"

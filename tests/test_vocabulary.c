@@ -1,7 +1,6 @@
 /* Vocabularies built from text and saved, and texts encoded in batches: against goldens of the
    reference (make_vocabulary_goldens.py), for any number of threads, with failing memory. */
 #define TRANSFORMER_IMPLEMENTATION
-#define TFM_STATIC /* compiles what is used here, which is little */
 #include "../transformer.h"
 
 #include "files.h"

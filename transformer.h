@@ -556,7 +556,8 @@ typedef struct tfm_generate_config {
   const char *const *stop; /* [stop_count] strings that end the text; they are not output */
   size_t stop_count;
   /* Text as it comes, whole characters; false stops. A possible beginning of a stop string is held
-     back until it is decided. */
+     back until it is decided. It may use and free other objects; this session, its tokenizer and
+     its model only after tfm_generate has returned. */
   bool (*on_text)(void *user, const char *text, size_t bytes);
   void *user;
 } tfm_generate_config;

@@ -1039,6 +1039,42 @@ TEST(callbacks_may_call_the_library) {
   tfm_model_free(m);
 }
 
+/* While a session says its text, another one of its model is made, used and freed; so is the one
+   that it was given. */
+typedef struct freeing {
+  tfm_session *other;
+  const tfm_model *m;
+  int calls;
+} freeing;
+
+static bool free_the_other(void *user, const char *text, size_t bytes) {
+  freeing *f = (freeing *)user;
+  (void)text, (void)bytes;
+  f->calls++;
+  tfm_session_free(f->other);
+  f->other = tfm_session_create(f->m, NULL);
+  CHECK_EQ_INT(tfm_feed(f->other, prompt, PROMPT), TFM_OK);
+  return f->calls < 3;
+}
+
+TEST(callbacks_may_free_other_objects) {
+  tfm_model *m = model_open(TINY);
+  tfm_tokenizer *t = tfm_tokenizer_load(TINY, NULL);
+  tfm_session *s = tfm_session_create(m, NULL);
+  freeing f = {tfm_session_create(m, NULL), m, 0};
+  tfm_generate_config c;
+  memset(&c, 0, sizeof c);
+  c.max_tokens = 20;
+  c.on_text = free_the_other;
+  c.user = &f;
+  CHECK(tfm_generate(s, t, "Once", &c) >= 3);
+  CHECK_EQ_INT(f.calls, 3);
+  tfm_session_free(f.other);
+  tfm_session_free(s);
+  tfm_tokenizer_free(t);
+  tfm_model_free(m);
+}
+
 /* Loaded and run in a process that is set up otherwise: how far from `want`, [13, V]. */
 static float farthest(const float *want) {
   tfm_model *m = model_open(LLAMA);

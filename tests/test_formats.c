@@ -261,7 +261,7 @@ TEST(safetensors_length) {
   put(&b, NULL, 7);
   expect_safetensors(b, CONFIG, TFM_E_FORMAT, "7 bytes, expected 8 at least");
   expect_safetensors(safetensors("", 0), CONFIG, TFM_E_FORMAT, "expected an object");
-  for (i = 0; i < COUNT(lengths); i++) {
+  for (i = 0; i < TFMI_COUNT(lengths); i++) {
     b.at = NULL;
     b.n = 0;
     put_int(&b, lengths[i], 8);
@@ -339,7 +339,7 @@ TEST(safetensors_header) {
     {"}}", "}", TFM_E_FORMAT, "expected ',' or '}'"},
   };
   int i;
-  for (i = 0; i < COUNT(cases); i++)
+  for (i = 0; i < TFMI_COUNT(cases); i++)
     expect_header(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
 }
 
@@ -525,9 +525,9 @@ static char *index_text(void) { /* every tensor of HEADER but the norm in a, the
   char *text = (char *)calloc(1, 2000);
   int i;
   strcpy(text, "{\"metadata\":{\"total_size\":608},\"weight_map\":{");
-  for (i = 0; i < COUNT(names); i++)
+  for (i = 0; i < TFMI_COUNT(names); i++)
     sprintf(text + strlen(text), "%s\"model.%s.weight\":\"%s.safetensors\"", i ? "," : "", names[i],
-            i == COUNT(names) - 1 ? "b" : "a");
+            i == TFMI_COUNT(names) - 1 ? "b" : "a");
   return strcat(text, "}}");
 }
 
@@ -551,7 +551,7 @@ TEST(shards) {
   };
   int i;
   char *index = index_text();
-  for (i = 0; i < COUNT(cases); i++) {
+  for (i = 0; i < TFMI_COUNT(cases); i++) {
     char *text = edit(index, cases[i].from, cases[i].to);
     expect_index(text, cases[i].status, cases[i].part);
     free(text);
@@ -771,7 +771,7 @@ TEST(config_numbers) {
       {"\"bos_token_id\": 1}", "\"bos_token_id\": 1", TFM_E_FORMAT, "found the end of the text"},
   };
   int i;
-  for (i = 0; i < COUNT(cases); i++)
+  for (i = 0; i < TFMI_COUNT(cases); i++)
     expect_config(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
 }
 
@@ -822,7 +822,7 @@ TEST(config_refusals) {
     {"\"silu\"", "\"silu\", \"attention_bias\": true", TFM_E_FORMAT, "q_proj.bias is missing"},
   };
   int i;
-  for (i = 0; i < COUNT(cases); i++)
+  for (i = 0; i < TFMI_COUNT(cases); i++)
     expect_config(cases[i].from, cases[i].to, cases[i].status, cases[i].part);
 }
 
@@ -893,27 +893,25 @@ TEST(tokenizer_beside_a_padded_header) { /* the model's file is known as one, wh
 
 /* ---- GGUF ---- */
 
-enum { GGUF_U32 = 4, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STRING, GGUF_ARRAY, GGUF_U64 };
-
 static void gguf_text(bytes *b, const char *text) {
   put_int(b, strlen(text), 8);
   put_text(b, text);
 }
 static void gguf_u32(bytes *b, const char *key, uint32_t value) {
   gguf_text(b, key);
-  put_int(b, GGUF_U32, 4);
+  put_int(b, TFMI_GGUF_U32, 4);
   put_int(b, value, 4);
 }
 static void gguf_f32(bytes *b, const char *key, float value) {
   uint32_t bits;
   memcpy(&bits, &value, 4);
   gguf_text(b, key);
-  put_int(b, GGUF_F32, 4);
+  put_int(b, TFMI_GGUF_F32, 4);
   put_int(b, bits, 4);
 }
 static void gguf_string(bytes *b, const char *key, const char *value) {
   gguf_text(b, key);
-  put_int(b, GGUF_STRING, 4);
+  put_int(b, TFMI_GGUF_STRING, 4);
   gguf_text(b, value);
 }
 static void gguf_tensor(bytes *b, const char *name, uint64_t cols, uint64_t rows, uint32_t type,
@@ -961,7 +959,7 @@ static const struct gguf_row {
 };
 
 static bytes gguf_model(const gguf_change *c) {
-  int n = COUNT(gguf_rows), i;
+  int n = TFMI_COUNT(gguf_rows), i;
   uint64_t offset = 0;
   bytes b = gguf_begin((uint64_t)(n - (c->drop != NULL)),
                        8u + (c->scaling != NULL) + (c->real != NULL));
@@ -1049,7 +1047,7 @@ TEST(gguf_models) {
        "name has 65 bytes, expected 1 to 64"},
   };
   int i;
-  for (i = 0; i < COUNT(cases); i++)
+  for (i = 0; i < TFMI_COUNT(cases); i++)
     expect_gguf(gguf_model(&cases[i].change), cases[i].status, cases[i].part);
 }
 
@@ -1061,17 +1059,17 @@ static bytes gguf_vocabulary(const char *architecture, const char *pre, int add)
   if (pre) gguf_string(&b, "tokenizer.ggml.pre", pre);
   gguf_u32(&b, "tokenizer.ggml.bos_token_id", 1);
   gguf_text(&b, "tokenizer.ggml.tokens");
-  put_int(&b, GGUF_ARRAY, 4), put_int(&b, GGUF_STRING, 4), put_int(&b, 2, 8);
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_STRING, 4), put_int(&b, 2, 8);
   gguf_text(&b, "a");
   gguf_text(&b, "<s>");
   gguf_text(&b, "tokenizer.ggml.token_type");
-  put_int(&b, GGUF_ARRAY, 4), put_int(&b, GGUF_I32, 4), put_int(&b, 2, 8);
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_I32, 4), put_int(&b, 2, 8);
   put_int(&b, 1, 4), put_int(&b, 3, 4);
   gguf_text(&b, "tokenizer.ggml.merges");
-  put_int(&b, GGUF_ARRAY, 4), put_int(&b, GGUF_STRING, 4), put_int(&b, 0, 8);
+  put_int(&b, TFMI_GGUF_ARRAY, 4), put_int(&b, TFMI_GGUF_STRING, 4), put_int(&b, 0, 8);
   if (add >= 0) {
     gguf_text(&b, "tokenizer.ggml.add_bos_token");
-    put_int(&b, GGUF_BOOL, 4), put_int(&b, (uint64_t)add, 1);
+    put_int(&b, TFMI_GGUF_BOOL, 4), put_int(&b, (uint64_t)add, 1);
   }
   return b;
 }
@@ -1175,12 +1173,9 @@ static void expect_vocabulary(const char *architecture, const char *pre, tfm_sta
 }
 
 TEST(gguf_names_of_splitting) { /* each can be compiled; without a name only GPT-2's is certain */
-  static const char *const names[] = {
-    "gpt-2", "phi-2", "mpt", "olmo", "starcoder", "refact", "smollm", "command-r", "llama-bpe",
-    "llama3", "llama-v3", "smaug-bpe", "dbrx", "qwen2", "deepseek-r1-qwen", "gpt-4o", "llama4",
-    "tekken", "deepseek-v3"};
   int i;
-  for (i = 0; i < COUNT(names); i++) expect_vocabulary("llama", names[i], TFM_OK);
+  for (i = 0; i < TFMI_COUNT(tfmi_gguf_pres); i++)
+    expect_vocabulary("llama", tfmi_gguf_pres[i].name, TFM_OK);
   expect_vocabulary("gpt2", NULL, TFM_OK);
   expect_vocabulary("gpt2", "default", TFM_OK);
   expect_vocabulary("llama", NULL, TFM_E_UNSUPPORTED);
@@ -1193,20 +1188,20 @@ TEST(gguf_header) {
   static const uint32_t versions[] = {0, 1, 2, 4, 0x03000000};
   static const uint64_t counts[] = {UINT64_C(1) << 63, UINT64_C(1) << 61, UINT64_MAX, 3};
   int i;
-  for (i = 0; i < COUNT(old); i++) {
+  for (i = 0; i < TFMI_COUNT(old); i++) {
     bytes b = {NULL, 0};
     put_text(&b, old[i]);
     put(&b, NULL, 39);
     expect_gguf(b, TFM_E_UNSUPPORTED, "an old GGML file");
   }
-  for (i = 0; i < COUNT(versions); i++) {
+  for (i = 0; i < TFMI_COUNT(versions); i++) {
     bytes b = {NULL, 0};
     put_text(&b, "GGUF");
     put_int(&b, versions[i], 4);
     put(&b, NULL, 16);
     expect_gguf(b, TFM_E_UNSUPPORTED, i == 4 ? "big-endian" : "expected 3");
   }
-  for (i = 0; i < COUNT(counts); i++) {
+  for (i = 0; i < TFMI_COUNT(counts); i++) {
     bytes b = gguf_begin(0, counts[i]);
     put(&b, NULL, 19);
     expect_gguf(b, TFM_E_FORMAT, "keys are announced");
@@ -1227,8 +1222,8 @@ static void expect_value(uint32_t type, uint32_t element, uint64_t n, size_t roo
   bytes b = gguf_begin(0, 1);
   gguf_text(&b, "key");
   put_int(&b, type, 4);
-  if (type == GGUF_ARRAY) put_int(&b, element, 4);
-  if (type == GGUF_ARRAY || type == GGUF_STRING) put_int(&b, n, 8);
+  if (type == TFMI_GGUF_ARRAY) put_int(&b, element, 4);
+  if (type == TFMI_GGUF_ARRAY || type == TFMI_GGUF_STRING) put_int(&b, n, 8);
   put(&b, NULL, room);
   expect_gguf(b, status, part);
 }
@@ -1236,27 +1231,27 @@ static void expect_value(uint32_t type, uint32_t element, uint64_t n, size_t roo
 TEST(gguf_values) {
   bytes b;
   expect_value(13, 0, 0, 99, TFM_E_FORMAT, "key key has type 13, expected 0 to 12");
-  expect_value(GGUF_STRING, 0, UINT64_C(1) << 63, 99, TFM_E_FORMAT, "a string needs");
-  expect_value(GGUF_STRING, 0, 100, 99, TFM_E_FORMAT, "a string needs 100 bytes");
-  expect_value(GGUF_STRING, 0, 99, 99, TFM_E_FORMAT, "it is a vocabulary");
-  expect_value(GGUF_ARRAY, GGUF_STRING, UINT64_C(1) << 62, 99, TFM_E_FORMAT,
+  expect_value(TFMI_GGUF_STRING, 0, UINT64_C(1) << 63, 99, TFM_E_FORMAT, "a string needs");
+  expect_value(TFMI_GGUF_STRING, 0, 100, 99, TFM_E_FORMAT, "a string needs 100 bytes");
+  expect_value(TFMI_GGUF_STRING, 0, 99, 99, TFM_E_FORMAT, "it is a vocabulary");
+  expect_value(TFMI_GGUF_ARRAY, TFMI_GGUF_STRING, UINT64_C(1) << 62, 99, TFM_E_FORMAT,
                "array elements are announced");
-  expect_value(GGUF_ARRAY, GGUF_U64, UINT64_C(1) << 61, 99, TFM_E_FORMAT,
+  expect_value(TFMI_GGUF_ARRAY, TFMI_GGUF_U64, UINT64_C(1) << 61, 99, TFM_E_FORMAT,
                "array elements are announced");
-  expect_value(GGUF_ARRAY, GGUF_ARRAY, 1, 99, TFM_E_UNSUPPORTED, "an array of arrays");
-  expect_value(GGUF_ARRAY, 13, 1, 99, TFM_E_FORMAT, "an array of type 13");
-  expect_value(GGUF_U64, 0, 0, 7, TFM_E_FORMAT, "a value needs 8 bytes");
+  expect_value(TFMI_GGUF_ARRAY, TFMI_GGUF_ARRAY, 1, 99, TFM_E_UNSUPPORTED, "an array of arrays");
+  expect_value(TFMI_GGUF_ARRAY, 13, 1, 99, TFM_E_FORMAT, "an array of type 13");
+  expect_value(TFMI_GGUF_U64, 0, 0, 7, TFM_E_FORMAT, "a value needs 8 bytes");
   b = gguf_begin(0, 1);
   gguf_text(&b, "key");
-  put_int(&b, GGUF_BOOL, 4);
+  put_int(&b, TFMI_GGUF_BOOL, 4);
   put_int(&b, 2, 2);
   expect_gguf(b, TFM_E_FORMAT, "key key is a bool of value 2");
 }
 
 TEST(gguf_keys) {
   static const struct { uint32_t type, value; } alignments[] = {
-    {GGUF_U32, 0}, {GGUF_U32, 3}, {GGUF_U32, 1}, {GGUF_U32, 0x80000000},
-    {GGUF_F32, 32}, {GGUF_I32, 32}};
+    {TFMI_GGUF_U32, 0}, {TFMI_GGUF_U32, 3}, {TFMI_GGUF_U32, 1}, {TFMI_GGUF_U32, 0x80000000},
+    {TFMI_GGUF_F32, 32}, {TFMI_GGUF_I32, 32}};
   int i;
   bytes b = gguf_begin(0, 2);
   gguf_u32(&b, "a", 1);
@@ -1271,7 +1266,7 @@ TEST(gguf_keys) {
   put(&b, "a\0b", 3);
   put(&b, NULL, 8);
   expect_gguf(b, TFM_E_FORMAT, "\"a?b\" contains a NUL");
-  for (i = 0; i < COUNT(alignments); i++) {
+  for (i = 0; i < TFMI_COUNT(alignments); i++) {
     b = gguf_begin(0, 1);
     gguf_text(&b, "general.alignment");
     put_int(&b, alignments[i].type, 4);
@@ -1350,7 +1345,7 @@ TEST(gguf_scales_that_are_no_numbers) {
 TEST(gguf_ranks) {
   static const uint32_t ranks[] = {0, 5, UINT32_MAX};
   int i;
-  for (i = 0; i < COUNT(ranks); i++) {
+  for (i = 0; i < TFMI_COUNT(ranks); i++) {
     bytes b = gguf_begin(1, 0);
     gguf_text(&b, "a");
     put_int(&b, ranks[i], 4);
@@ -1518,7 +1513,7 @@ TEST(plan_equals_load) {
     "tests/data/models/tiny", "../shared/data/stories260K/stories260K.gguf",
     "../shared/data/stories260K/stories260K.bin"};
   int i, k, found = 0;
-  for (i = 0; i < COUNT(paths); i++)
+  for (i = 0; i < TFMI_COUNT(paths); i++)
     for (k = 0; k < 6; k++) {
       tfm_model_config c = test_config();
       c.host.io = NULL;

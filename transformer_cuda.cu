@@ -4181,48 +4181,38 @@ __device__ __forceinline__ uint64_t cuda_matrix_at(uint32_t at, uint32_t panel) 
   "{ .reg .pred p; setp.ne.b32 p, " add ", 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." \
   type "." type " {" out "}, " a ", " b ", p, 1, 1, " turned "; }"
 
+#define CUDA_WGMMA_OF(n, out, a, b, add, turned, ...) \
+  do { \
+    if (BF) asm volatile(CUDA_WGMMA(n, "bf16", out, a, b, add, turned) : __VA_ARGS__); \
+    else asm volatile(CUDA_WGMMA(n, "f16", out, a, b, add, turned) : __VA_ARGS__); \
+  } while (0)
+
 /* c [64, 128] = a b^T, or c += a b^T where `add`: a [64, 16], b [128, 16] in shared memory. */
 template <bool BF>
 __device__ __forceinline__ void cuda_wgmma(float (&c)[64], uint64_t a, uint64_t b, int add) {
-  if (BF)
-    asm volatile(CUDA_WGMMA("128", "bf16", CUDA_64, "%64", "%65", "%66", "0, 0")
-                 : CUDA_IN64(c) : "l"(a), "l"(b), "r"(add));
-  else
-    asm volatile(CUDA_WGMMA("128", "f16", CUDA_64, "%64", "%65", "%66", "0, 0")
-                 : CUDA_IN64(c) : "l"(a), "l"(b), "r"(add));
+  CUDA_WGMMA_OF("128", CUDA_64, "%64", "%65", "%66", "0, 0", CUDA_IN64(c) : "l"(a), "l"(b),
+                "r"(add));
 }
 
 /* The same for b [64, 16]. */
 template <bool BF>
 __device__ __forceinline__ void cuda_wgmma(float (&c)[32], uint64_t a, uint64_t b, int add) {
-  if (BF)
-    asm volatile(CUDA_WGMMA("64", "bf16", CUDA_32, "%32", "%33", "%34", "0, 0")
-                 : CUDA_IN32(c) : "l"(a), "l"(b), "r"(add));
-  else
-    asm volatile(CUDA_WGMMA("64", "f16", CUDA_32, "%32", "%33", "%34", "0, 0")
-                 : CUDA_IN32(c) : "l"(a), "l"(b), "r"(add));
+  CUDA_WGMMA_OF("64", CUDA_32, "%32", "%33", "%34", "0, 0", CUDA_IN32(c) : "l"(a), "l"(b),
+                "r"(add));
 }
 
 /* With a in registers, and b [16, 128]. */
 template <bool BF>
 __device__ __forceinline__ void cuda_wgmma(float (&c)[64], const uint32_t *a, uint64_t b, int add) {
-  if (BF)
-    asm volatile(CUDA_WGMMA("128", "bf16", CUDA_64, "{%64, %65, %66, %67}", "%68", "%69", "1")
-                 : CUDA_IN64(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-  else
-    asm volatile(CUDA_WGMMA("128", "f16", CUDA_64, "{%64, %65, %66, %67}", "%68", "%69", "1")
-                 : CUDA_IN64(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+  CUDA_WGMMA_OF("128", CUDA_64, "{%64, %65, %66, %67}", "%68", "%69", "1", CUDA_IN64(c) : "r"(a[0]),
+                "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
 /* And b [16, 64]. */
 template <bool BF>
 __device__ __forceinline__ void cuda_wgmma(float (&c)[32], const uint32_t *a, uint64_t b, int add) {
-  if (BF)
-    asm volatile(CUDA_WGMMA("64", "bf16", CUDA_32, "{%32, %33, %34, %35}", "%36", "%37", "1")
-                 : CUDA_IN32(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-  else
-    asm volatile(CUDA_WGMMA("64", "f16", CUDA_32, "{%32, %33, %34, %35}", "%36", "%37", "1")
-                 : CUDA_IN32(c) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+  CUDA_WGMMA_OF("64", CUDA_32, "{%32, %33, %34, %35}", "%36", "%37", "1", CUDA_IN32(c) : "r"(a[0]),
+                "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
 __device__ __forceinline__ float cuda_exp2(float v) {

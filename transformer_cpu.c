@@ -30,9 +30,9 @@
    attention works on, lie in tfm_dev.work.
 
    Where the processor has AMX, a device asks Linux once, for the whole process, to save its tiles.
-   Then training in BF16 is multiplied by them, and so are 16 rows of x or more by weights of every
-   type but F32: prompts and batches. Both factors are rounded to BF16 for it, so the bits of a row
-   depend on whether it is one of many; while tfm_dev.deterministic is set, vectors multiply all. */
+   Then training in BF16 is multiplied by them, and so are prompts, that is many rows of x by weights
+   of every type but F32. Both factors are rounded to BF16 for it, so the bits of a row depend on
+   whether it is one of many; while tfm_dev.deterministic is set, vectors multiply all. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 
@@ -80,10 +80,11 @@ enum {
   CPU_SUMS = 16,          /* floats before a piece's sum of values: largest score, sum, unused */
   CPU_PARTS = 4 << 20,    /* bytes of such sums at most */
   CPU_TILE_BYTES = 208 << 10, /* of each thread: keys, values, sums; or sums and panels */
-  CPU_TILED_LEAST = 16,   /* prompts by AMX: rows of x that are worth it, */
+  CPU_TILED_FLOATS = 16,  /* prompts by AMX: rows of x from which on it is faster than vectors, */
+  CPU_TILED_BLOCKS = 40,  /* where W is in blocks; */
   CPU_TILED_ROWS = 256,   /* rows at a time, */
-  CPU_TILED_COLS = 2048,  /* columns of a panel, multiples of 256, */
-  CPU_TILED_PANELS = 16,  /* panels whose sums wait for more columns: each thread has room */
+  CPU_TILED_COLS = 1024,  /* columns of a panel, multiples of 256, */
+  CPU_TILED_PANELS = 32,  /* panels whose sums wait for more columns: each thread has room */
   CPU_TILED_BYTES = 2 * 64 * CPU_TILED_COLS +
                     4 * CPU_TILED_ROWS * (CPU_TILED_PANELS * CPU_ROWS + CPU_ALIGN / 4),
   CPU_DEPTH = 512,        /* training: terms of a sum that are added in registers, */
@@ -195,10 +196,9 @@ static int32_t cpu_quantised_rows(int32_t rows, int32_t cols) {
   return cpu_even_part(rows, CPU_SCRATCH / (int64_t)cpu_quantised_bytes(cols));
 }
 
-/* Tiles of bf16 of so many rows of x, whole 32s of them. */
+/* Tiles of bf16 of so many rows of x, whole 16s of them. */
 static size_t cpu_tiled_bytes(int32_t rows, int32_t cols) {
-  size_t whole = ((size_t)rows + CPU_ROWS - 1) / CPU_ROWS * CPU_ROWS;
-  return whole * cpu_align(2 * (size_t)cols);
+  return ((size_t)rows + 15) / 16 * 16 * cpu_align(2 * (size_t)cols);
 }
 
 /* tfm_dev.work: a tile for each thread, then quantised activations, or what training packs. */
@@ -817,12 +817,12 @@ static bool cpu_is_quantised(const tfm_weight *w) { /* at least a part of it */
   return false;
 }
 
-/* Whether AMX is to multiply a weight, at least a part of it, by so many rows: from where on it is
-   faster than vectors. */
+/* Whether AMX is to multiply a weight, at least a part of it, by so many rows. */
 static bool cpu_in_tiles(const tfm_dev *d, const tfm_weight *w, int32_t rows) {
   const cpu_weight *packed = cpu_weight_of(w);
   int32_t i;
-  if (!d->state || d->deterministic || rows < CPU_TILED_LEAST) return false;
+  if (!d->state || d->deterministic) return false;
+  if (rows < (cpu_is_quantised(w) ? CPU_TILED_BLOCKS : CPU_TILED_FLOATS)) return false;
   for (i = 0; i < packed->stripes; i++)
     if (packed->stripe[i].type != TFM_F32) return true;
   return false;
@@ -1376,18 +1376,16 @@ CPU_INLINE void cpu_sums_begin(const float *out, size_t row, bool more, const bo
   }
   _tile_loadd(0, at, row);
   _tile_loadd(1, at + 64, row);
-  if (!both) return;
-  _tile_loadd(2, below, row);
-  _tile_loadd(3, below + 64, row);
+  if (both) _tile_loadd(2, below, row);
+  if (both) _tile_loadd(3, below + 64, row);
 }
 
 CPU_INLINE void cpu_sums_end(float *out, size_t row, const bool both) {
   uint8_t *at = (uint8_t *)out, *below = at + CPU_TILE_ROWS * row;
   _tile_stored(0, at, row);
   _tile_stored(1, at + 64, row);
-  if (!both) return;
-  _tile_stored(2, below, row);
-  _tile_stored(3, below + 64, row);
+  if (both) _tile_stored(2, below, row);
+  if (both) _tile_stored(3, below + 64, row);
 }
 
 /* Sums += 32 terms: rows of a times columns of b. */
@@ -1616,14 +1614,14 @@ CPU_INLINE void cpu_ahead_step(cpu_ahead *p, const int type) {
 typedef struct cpu_square { /* 32 rows of x, or 16, times 32 columns of y: steps of 32 terms */
   const uint8_t *x, *w;
   float *out;
-  size_t row; /* bytes from row to row of out */
+  size_t row, group; /* bytes from row to row of out, from 16 rows of x to the others */
   int32_t steps;
   bool more, both;
 } cpu_square;
 
 CPU_INLINE void cpu_square_of(const cpu_square *s, cpu_ahead *ahead, const int type,
                               const bool both) {
-  cpu_walk a = {s->x, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE}, b = {s->w, a.next, a.step};
+  cpu_walk a = {s->x, s->group, CPU_TILE_SIZE}, b = {s->w, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE};
   cpu_ahead p = *ahead;
   int32_t i;
   cpu_sums_begin(s->out, s->row, s->more, both);
@@ -1688,25 +1686,25 @@ static cpu_part cpu_part_at(const cpu_tiles *p, int32_t i) {
   return part;
 }
 
-/* The part is multiplied by all rows, while the next is unpacked. */
+/* The part is multiplied by all rows, while the next is unpacked. Lines of y are asked for where
+   there are few columns: with more, memory has enough to do. */
 static void cpu_tiles_part(const cpu_tiles *p, const cpu_part *now, cpu_ahead *next) {
   const cpu_product *t = p->t;
-  const bool ends = now->k + now->cols == t->x.cols;
-  const size_t block = cpu_tiled_bytes(CPU_ROWS, t->x.cols);
   int32_t row, left;
   cpu_square s;
   s.w = p->room[0];
   s.row = p->row;
+  s.group = cpu_tiled_bytes(CPU_TILE_ROWS, t->x.cols);
   s.steps = (now->cols + CPU_TERMS - 1) / CPU_TERMS;
   s.more = now->k > 0;
   for (row = 0; row < t->rows; row += CPU_ROWS) {
     left = (t->rows - row + CPU_ROWS - 1) / CPU_ROWS * s.steps;
     next->units = ((next->cols + 31) / 32 * 8 - next->unit + left - 1) / left;
-    next->rows = ends ? cpu_min(CPU_ROWS, t->rows - row) : 0;
+    next->rows = p->parts == 1 ? cpu_min(CPU_ROWS, t->rows - row) : 0;
     next->lines = (2 * next->rows + s.steps - 1) / s.steps;
     next->line = 0;
     next->y = cpu_row(t->y, t->first + row) + p->col + now->panel * CPU_ROWS;
-    s.x = t->quantised + (size_t)(row / CPU_ROWS) * block + (size_t)now->k * (2 * CPU_ROWS);
+    s.x = t->quantised + (size_t)(row / CPU_TILE_ROWS) * s.group + (size_t)now->k * CPU_ROWS;
     s.out = p->sums + now->slot * CPU_ROWS + (size_t)row * (p->row / sizeof *p->sums);
     s.both = t->rows - row > CPU_TILE_ROWS;
     cpu_squares[p->stripe->type](&s, next);
@@ -1765,16 +1763,16 @@ static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int
   _tile_release();
 }
 
-/* Rows of x as tiles of bf16: [rows / 32][cols / 32][32][32]. */
+/* Rows of x as tiles of bf16: [rows / 16][cols / 32][16][32]. */
 static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_product *t = (const cpu_product *)context;
-  const size_t block = cpu_tiled_bytes(CPU_ROWS, t->x.cols);
+  const size_t group = cpu_tiled_bytes(CPU_TILE_ROWS, t->x.cols);
   int32_t i, col;
   (void)worker;
   for (i = begin; i < end; i++) {
     const float *x = cpu_row(t->x, t->first + i);
-    uint8_t *to = t->quantised + (size_t)(i / CPU_ROWS) * block + i % CPU_ROWS * 64;
-    for (col = 0; col < t->x.cols; col += CPU_TERMS, to += 2 * CPU_TILE_SIZE)
+    uint8_t *to = t->quantised + (size_t)(i / CPU_TILE_ROWS) * group + i % CPU_TILE_ROWS * 64;
+    for (col = 0; col < t->x.cols; col += CPU_TERMS, to += CPU_TILE_SIZE)
       _mm512_store_si512(to, cpu_pairs_along(x + col, t->x.cols - col));
   }
 }

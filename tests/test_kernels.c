@@ -17,7 +17,7 @@ static double length_of_terms(const float *x, const float *w, int n) {
 /* Whether the tuned CPU table may multiply so many rows by a weight of a type in tiles of BF16. */
 static bool in_tiles(const device *t, tfm_type type, int rows) {
   return !strcmp(t->b->name, "cpu") && t->d.has_bf16 && !t->d.deterministic && type != TFM_F32 &&
-         rows >= 16;
+         rows >= (type < TFM_Q8_0 ? 16 : 40);
 }
 
 /* What the tuned CPU table may be off by in products of so many rows. In tiles both factors are
@@ -340,7 +340,7 @@ TEST(matmul_rows_are_independent) { on_tables(test_bits); }
 
 /* What tiles make of rows: whatever the threads, and whatever other rows there are. */
 static void tiles_bits(device *t, tfm_type type, int rows, int n, int k) {
-  const int some = 21, first = rows - some;
+  const int some = 43, first = rows - some;
   weight w = weight_new(t, n, k, 0, type, TFM_TYPE_DEFAULT, false, 2, 0);
   matrix x = matrix_new(t, rows, k, 3), y = matrix_new(t, rows, n, 0),
          z = matrix_new(t, some, n, 0);
@@ -365,7 +365,7 @@ static void tiles_bits(device *t, tfm_type type, int rows, int n, int k) {
 }
 
 static void test_tiles(device *t) {
-  static const int ms[] = {16, 17, 37, 70}, ks[] = {1, 15, 34, 83};
+  static const int ms[] = {16, 17, 40, 70}, ks[] = {1, 15, 34, 83};
   int i, j;
   if (strcmp(t->b->name, "cpu") || !t->d.has_bf16) return;
   t->d.deterministic = false;
@@ -374,12 +374,12 @@ static void test_tiles(device *t) {
   for (i = 1; i < 3; i++)
     for (j = 0; j < 4; j++) matmul_plain(t, 19, 9, ks[j], types[i], 1, 1);
   for (i = 0; i < TFMI_COUNT(more_types); i++)
-    matmul_plain(t, 16 + 3 * i, 45, 512, more_types[i], 3, i % 4);
+    matmul_plain(t, 40 + 3 * i, 45, 512, more_types[i], 3, i % 4);
   for (i = 2; i < 5; i++) matmul_plain(t, 290, 40, 160, types[i], 1, 1); /* rows in parts */
   tiles_bits(t, TFM_F16, 290, 70, 83);
   tiles_bits(t, TFM_Q6_K, 52, 70, 256);
-  tiles_bits(t, TFM_Q8_0, 40, 620, 2400); /* columns in parts, and more panels than wait */
-  matmul_plain(t, 16, 620, 2400, TFM_Q4_0, 1, 0);
+  matmul_plain(t, 19, 70, 2400, TFM_BF16, 1, 0); /* columns in parts, */
+  tiles_bits(t, TFM_Q8_0, 44, 1100, 1056);       /* and more panels than wait */
   t->d.deterministic = true;
 }
 TEST(matmul_in_tiles) { on_tables(test_tiles); }

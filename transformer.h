@@ -474,9 +474,8 @@ typedef struct tfm_engine_config {
   int32_t page_tokens; /* positions per cache page; 0: 64. context: one page, contiguous */
   /* of the cache, shared by the sequences; 0: enough for all at full context */
   int32_t pages;
-  /* of keys and values: F32, F16, BF16; or Q8_0, on cpu and ref, with heads of a multiple of 32
-     values. 0: the device's activation type, but on a GPU that of weights of 16 bits or fewer:
-     BF16, else F16 */
+  /* of keys and values: F32, F16, BF16; or Q8_0, with heads of a multiple of 32 values. 0: the
+     device's activation type, but on a GPU that of weights of 16 bits or fewer: BF16, else F16 */
   tfm_type cache;
   int32_t threads;     /* workers; 0: one per core */
   tfm_tap tap;         /* NULL: none. Slows everything down */
@@ -852,6 +851,7 @@ typedef struct tfm_dev {
      and of matmul_dx, matmul_dw, moe_dx and moe_dw. */
   bool has_bf16;
   tfm_type products; /* TFM_BF16, or 0: of the operands as they are */
+  tfm_type cache;    /* an engine's; set before work_bytes */
 } tfm_dev;
 
 /* Keeps the first failure until sync. printf-like. By the thread that called the entry only. */
@@ -961,7 +961,8 @@ typedef struct tfm_rows { /* the tokens of one forward pass */
 
 /* Keys and values of one layer: pages of page_tokens positions, page p at offset p * K *
    page_tokens * D, laid out [K, page_tokens, D]; table[seq, position / page_tokens] is a page
-   number. A contiguous cache is the one-page case. table NULL: no cache; k and v are the rows of
+   number. A contiguous cache is the one-page case. How a vector of Q8_0 lies in its D / 32 * 34
+   bytes is the table's own. table NULL: no cache; k and v are the rows of
    this very call, as views [T, K*D] of key_rows and value_rows; the rows of a sequence then lie
    together in ascending positions, and row r sees those before it of its own seq. */
 typedef struct tfm_kv {
@@ -1067,7 +1068,7 @@ typedef struct tfm_run_ahead {
 
 /* ---- The table ---- */
 
-#define TFM_BACKEND_ABI 3
+#define TFM_BACKEND_ABI 4
 
 struct tfm_backend {
   uint32_t abi; /* TFM_BACKEND_ABI */
@@ -16782,6 +16783,7 @@ static void tfmi_lay_out_device(tfm_engine *e, tfmi_arena *a) {
   if (c->tap)
     e->d_probs = (float *)tfmi_take(a, rows * context, (uint64_t)net->heads * sizeof(float));
   e->d_frequencies = (float *)tfmi_take(a, (uint64_t)net->head_width, sizeof(float));
+  e->dev.cache = c->cache;
   e->dev.work =
       tfmi_take(a, table->work_bytes(&e->dev, net, e->rows, c->sequences, c->context), 1);
   tfmi_take_cache(e, a);
@@ -16883,10 +16885,13 @@ static tfm_status tfmi_engine_configure(tfm_engine *e) {
     return tfmi_report(TFM_E_UNSUPPORTED,
                        "tfm_engine_config.cache is %s; expected F32, F16, BF16 or Q8_0",
                        tfm_type_name(c->cache));
-  if (c->cache == TFM_Q8_0 && (net->head_width % 32 != 0 || e->dev.table->half_cache))
+  if (c->cache == TFM_Q8_0 && net->head_width % 32 != 0)
     return tfmi_report(TFM_E_UNSUPPORTED, "tfm_engine_config.cache is Q8_0, which needs heads of a "
-                       "multiple of 32 values, found %d, and a device that computes on the host, "
-                       "found %s; choose F16", (int)net->head_width, e->dev.table->name);
+                       "multiple of 32 values, found %d; choose F16", (int)net->head_width);
+  if (c->cache == TFM_Q8_0 && e->dev.table->half_cache && e->dev.override_mask)
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_engine_config.cache is Q8_0, which lies otherwise on "
+                       "%s than on ref, whose entries are to read it; choose F16",
+                       e->dev.table->name);
   if (c->tap && (e->dev.table->activation != TFM_F32 || e->dev.table->residual != TFM_F32))
     return tfmi_report(TFM_E_UNSUPPORTED,
                        "tap: device %s has activations of type %s; a tap needs F32 throughout",

@@ -672,18 +672,19 @@ static void test_attn(device *t) {
     {5, 5, 20, 1, 1, 20, 0, TFM_F16, false, NONE}, {6, 2, 24, 8, 0, 70, 0, TFM_F32, true, NONE},
     {3, 3, 48, 8, 13, 70, 2, TFM_F32, true, NONE},
     {4, 2, 64, 9, 0, 70, 0, TFM_Q8_0, false, NONE},
-    {3, 1, 96, 5, 17, 50, 0, TFM_Q8_0, false, NONE}};
+    {3, 1, 96, 5, 17, 50, 0, TFM_Q8_0, false, NONE},
+    {5, 1, 128, 16, 0, 90, 0, TFM_Q8_0, false, NONE},
+    {2, 1, 256, 7, 0, 40, 2, TFM_Q8_0, false, NONE}};
   int i;
   for (i = 0; i < TFMI_COUNT(cases); i++) {
-    if (cases[i].cache == TFM_Q8_0 && t->b->half_cache) continue; /* the engine refuses it */
     attn_with(t, cases[i], false, SEQS);
     attn_with(t, cases[i], true, SEQS);
   }
 }
 TEST(attn) { on_tables(test_attn); }
 
-/* Prompts on a GPU's tensor cores, keys and all of 16 bits: tiles of up to 128 rows of a sequence,
-   and rows left over. Pages that are no multiple of 8 are not for Hopper's way. */
+/* Prompts on a GPU's tensor cores, keys and all of 16 bits, or keys of 8: tiles of up to 128 rows of
+   a sequence, and rows left over. Pages that are no multiple of 8 are not for Hopper's way. */
 static void test_attn_halves(device *t) {
   static const attention cases[] = {
     {4, 2, 64, 16, 0, 215, 0, TFM_F16, false, TFM_F16},
@@ -698,21 +699,30 @@ static void test_attn_halves(device *t) {
     {3, 3, 80, 24, 0, 130, 0, TFM_F16, false, TFM_F16},
     {2, 1, 96, 128, 33, 200, 0, TFM_BF16, false, TFM_BF16},
     {4, 2, 256, 64, 0, 215, 0, TFM_BF16, false, TFM_BF16},
-    {2, 2, 200, 40, 61, 180, 2, TFM_F16, false, TFM_F16}};
-  size_t bytes;
+    {2, 2, 200, 40, 61, 180, 2, TFM_F16, false, TFM_F16},
+    {4, 2, 64, 16, 0, 215, 0, TFM_Q8_0, false, TFM_F16},
+    {2, 1, 128, 5, 50, 150, 0, TFM_Q8_0, false, TFM_BF16},
+    {2, 2, 96, 64, 0, 129, 1.5f, TFM_Q8_0, false, TFM_F16},
+    {2, 1, 256, MAX_T, 0, 130, 0, TFM_Q8_0, false, TFM_BF16}};
   tfm_net net;
   int i;
   if (strcmp(t->b->name, "cuda")) return;
   memset(&net, 0, sizeof net);
   net.width = net.ffn_width = 64;
-  bytes = t->b->work_bytes(&t->d, &net, SEQS * MAX_T, SEQS, MAX_T);
-  t->d.work = t->b->alloc(&t->d, bytes);
   for (i = 0; i < 4 * TFMI_COUNT(cases); i++) {
+    const attention *a = &cases[i / 4];
+    size_t bytes;
+    net.kv_heads = a->kv_heads;
+    net.head_width = a->width;
+    t->d.cache = a->cache;
+    bytes = t->b->work_bytes(&t->d, &net, SEQS * MAX_T, SEQS, MAX_T);
+    t->d.work = t->b->alloc(&t->d, bytes);
     t->d.deterministic = i % 2;
-    attn_with(t, cases[i / 4], true, i % 4 < 2 ? 1 : SEQS);
+    attn_with(t, *a, true, i % 4 < 2 ? 1 : SEQS);
+    t->b->sync(&t->d);
+    t->b->release(&t->d, t->d.work, bytes);
   }
   t->d.deterministic = false;
-  t->b->release(&t->d, t->d.work, bytes);
   t->d.work = NULL;
 }
 TEST(attn_of_halves) { on_tables(test_attn_halves); }

@@ -903,6 +903,12 @@ __device__ static float cuda_act(float v, tfm_act act) {
   return v;
 }
 
+__device__ __forceinline__ float cuda_exp2(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
 __device__ static float cuda_cap(float v, float cap) { return cap != 0 ? cap * tanhf(v / cap) : v; }
 
 __device__ static void cuda_philox(uint32_t word[4], uint64_t key, uint64_t low, uint64_t high) {
@@ -3075,7 +3081,9 @@ static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
    cluster of blocks, each of which keeps a share of it in shared memory; every warp goes through a
    stretch of its own. What a warp finds it tells all blocks (cuda_tell). A threshold is found digit
    by digit of its bits: every block counts its share in bins, of which there are 32 to an octave,
-   then 512 to a bin, and 512 to each of these; the first block adds them up. */
+   then 512 to a bin, and 512 to each of these; then every block adds up what all have of groups of 32
+   bins, and of the group that matters the bins. A bin's mass is the sum of its numbers' fractions,
+   whole numbers, as they all have one exponent. */
 
 enum {
   CUDA_BINS = 1344,               /* 41 octaves of 32, one for 1, and up to whole warps */
@@ -3085,19 +3093,24 @@ enum {
   CUDA_KEPT_FEW = 8 << 10         /* ... where there are no clusters */
 };
 
+enum { CUDA_ALL_BINS = CUDA_BINS + (1 << CUDA_DIGIT) }; /* of one digit, and of the next */
+
 typedef struct cuda_choice { /* of a block, in shared memory */
-  __align__(16) uint32_t low[CUDA_BINS], high[CUDA_BINS]; /* halves of the bins' masses */
+  uint32_t low[CUDA_ALL_BINS], high[CUDA_ALL_BINS]; /* halves of the bins' sums */
+  unsigned long long group[2][CUDA_BINS / 32];      /* masses of 32 bins, by turns */
   unsigned long long told[2][CUDA_CLUSTER * CUDA_WARPS];
   unsigned long long warp[CUDA_WARPS], goal;
   int found;
 } cuda_choice;
 
 typedef struct cuda_share { /* of a row of n values */
-  float *p;   /* [quads * 4] of this warp */
+  float *p;      /* [quads * 4] of this warp */
   int n;
-  int begin;  /* the warp's first value */
-  int quads;  /* of every warp */
+  int begin;     /* the warp's first value */
+  int quads;     /* of every warp */
   int turn;
+  bool raw;      /* logits still: probabilities are powers of two of (p - top) * by */
+  float top, by;
 } cuda_share;
 
 /* Quads of a warp, when a row is shared by that many blocks. */
@@ -3112,17 +3125,28 @@ __device__ static cuda_share cuda_share_of(float *kept, float *work, int n) {
   s.begin = ((int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32) * s.quads * 4;
   s.p = kept ? kept + threadIdx.x / 32 * s.quads * 4 : work + s.begin;
   s.turn = 0;
+  s.raw = true;
   return s;
 }
 
-/* All threads of the row's blocks have come here; what they stored is seen. */
-__device__ __forceinline__ void cuda_meet() {
+/* All threads of the row's blocks have come to cuda_arrive; what they stored before is seen. */
+__device__ __forceinline__ void cuda_arrive() {
 #if __CUDA_ARCH__ >= 900
   __cluster_barrier_arrive();
+#endif
+}
+
+__device__ __forceinline__ void cuda_arrived() {
+#if __CUDA_ARCH__ >= 900
   __cluster_barrier_wait();
 #else
   __syncthreads();
 #endif
+}
+
+__device__ __forceinline__ void cuda_meet() {
+  cuda_arrive();
+  cuda_arrived();
 }
 
 /* The same place in the shared memory of another block of the row. */
@@ -3144,11 +3168,6 @@ __device__ static unsigned long long cuda_rank(float v, int id) {
 }
 
 __device__ static int cuda_rank_id(unsigned long long rank) { return (int)~(uint32_t)rank; }
-
-__device__ static float cuda_rank_value(unsigned long long rank) {
-  const uint32_t bits = (uint32_t)(rank >> 32);
-  return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
-}
 
 __device__ static unsigned long long cuda_warp_best(unsigned long long v) {
   for (int i = 16; i; i /= 2) v = max(v, __shfl_xor_sync(~0u, v, i));
@@ -3195,47 +3214,56 @@ __device__ static float cuda_row_sum(float v, cuda_share &s, cuda_choice *c) {
   return cuda_warp_sum(v);
 }
 
-/* A thread's best of its values: in a loop only the float is compared. */
-typedef struct cuda_best { float top; unsigned long long rank; } cuda_best;
-
-__device__ __forceinline__ void cuda_best_of(cuda_best &b, float4 v, int id, int n) {
-  const float top = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)), of[4] = {v.x, v.y, v.z, v.w};
-  if (!(top > b.top) && b.rank >> 32) return;
-  b.top = fmaxf(b.top, top);
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (id + i < n) b.rank = max(b.rank, cuda_rank(of[i], id + i));
+__device__ static float cuda_row_max(float v, cuda_share &s, cuda_choice *c) {
+  const unsigned long long *told = cuda_tell(__float_as_uint(cuda_warp_max(v)), s, c);
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32)
+    v = fmaxf(v, __uint_as_float((uint32_t)told[i]));
+  return cuda_warp_max(v);
 }
 
-/* The row's best; the share is filled with the logits, and with -infinity where there is no number
-   or no logit. */
-__device__ static unsigned long long cuda_share_fill(const float *logits, cuda_share &s,
-                                                     cuda_choice *c) {
-  cuda_best best = {-INFINITY, 0};
+__device__ __forceinline__ float cuda_top4(float4 v) {
+  return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
+}
+
+/* Without what is no number, or none of the `left` that there are: -infinity. */
+__device__ __forceinline__ float4 cuda_numbers(float4 v, int left) {
+  return make_float4(left > 0 ? fmaxf(v.x, -INFINITY) : -INFINITY,
+                     left > 1 ? fmaxf(v.y, -INFINITY) : -INFINITY,
+                     left > 2 ? fmaxf(v.z, -INFINITY) : -INFINITY,
+                     left > 3 ? fmaxf(v.w, -INFINITY) : -INFINITY);
+}
+
+/* use(k, v) for the warp's quads of a row. */
+template <typename USE>
+__device__ __forceinline__ void cuda_row_quads(const float *row, const cuda_share &s, USE use) {
 #pragma unroll 1
   for (int k = threadIdx.x % 32; k < s.quads; k += 32 * 4) {
     float4 v[4];
-    cuda_quads<32>(v, logits, s.begin / 4 + k, s.n);
+    cuda_quads<32>(v, row, s.begin / 4 + k, s.n);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int id = s.begin + 4 * (k + 32 * i), left = s.n - id;
-      if (k + 32 * i >= s.quads) continue;
-      cuda_best_of(best, v[i], id, s.n);
-      v[i].x = left > 0 && v[i].x == v[i].x ? v[i].x : -INFINITY;
-      v[i].y = left > 1 && v[i].y == v[i].y ? v[i].y : -INFINITY;
-      v[i].z = left > 2 && v[i].z == v[i].z ? v[i].z : -INFINITY;
-      v[i].w = left > 3 && v[i].w == v[i].w ? v[i].w : -INFINITY;
-      ((float4 *)s.p)[k + 32 * i] = v[i];
-    }
+    for (int i = 0; i < 4; i++)
+      if (k + 32 * i < s.quads)
+        use(k + 32 * i, cuda_numbers(v[i], s.n - s.begin - 4 * (k + 32 * i)));
   }
-  return cuda_row_best(best.rank, s, c);
 }
 
-/* The best after ids that were there already have been made less likely. */
-__device__ static unsigned long long cuda_penalise(const float *logits, float penalty, int pos,
-                                                   const int32_t *history, cuda_share &s,
-                                                   cuda_choice *c) {
-  cuda_best best = {-INFINITY, 0};
+/* The share is filled with the logits; returns the row's largest. Nothing is told to a block before
+   it has begun. */
+__device__ static float cuda_share_fill(const float *logits, cuda_share &s, cuda_choice *c) {
+  float top = -INFINITY;
+  cuda_arrive();
+  cuda_row_quads(logits, s, [&](int k, float4 v) {
+    top = fmaxf(top, cuda_top4(v));
+    ((float4 *)s.p)[k] = v;
+  });
+  cuda_arrived();
+  return cuda_row_max(top, s, c);
+}
+
+/* The largest after ids that were there already have been made less likely. */
+__device__ static float cuda_penalise(const float *logits, float penalty, int pos,
+                                      const int32_t *history, cuda_share &s, cuda_choice *c) {
+  float top = -INFINITY;
   for (int i = threadIdx.x % 32; i < pos; i += 32) {
     const int id = history[i], at = id - s.begin;
     if (at < 0 || at >= 4 * s.quads) continue;
@@ -3244,41 +3272,55 @@ __device__ static unsigned long long cuda_penalise(const float *logits, float pe
   }
   __syncwarp();
   for (int k = threadIdx.x % 32; k < s.quads; k += 32)
-    cuda_best_of(best, ((const float4 *)s.p)[k], s.begin + 4 * k, s.n);
-  return cuda_row_best(best.rank, s, c);
+    top = fmaxf(top, cuda_top4(((const float4 *)s.p)[k]));
+  return cuda_row_max(top, s, c);
 }
 
-/* Logits become probabilities beside the largest's. */
-__device__ static void cuda_share_exp(const cuda_share &s, float top, float temperature) {
-#pragma unroll 2
-  for (int k = threadIdx.x % 32; k < s.quads; k += 32) {
-    float4 v = ((const float4 *)s.p)[k];
-    v.x = expf((v.x - top) / temperature);
-    v.y = expf((v.y - top) / temperature);
-    v.z = expf((v.z - top) / temperature);
-    v.w = expf((v.w - top) / temperature);
-    ((float4 *)s.p)[k] = v;
+/* The first id that has the largest logit; where nothing is above -infinity, that has a number. */
+__device__ static int cuda_first_best(const float *logits, float top, cuda_share &s,
+                                      cuda_choice *c) {
+  unsigned long long best = 0;
+  for (int k = threadIdx.x % 32; k < 4 * s.quads; k += 32) {
+    const int id = s.begin + k;
+    const float l = id < s.n ? __ldcg(logits + id) : NAN;
+    if (top > -INFINITY ? s.p[k] == top : l == l) best = max(best, 1ull << 32 | (uint32_t)~id);
   }
+  best = cuda_row_best(best, s, c);
+  return best ? cuda_rank_id(best) : 0;
+}
+
+/* Quad k of the share's probabilities, beside the largest's. */
+__device__ __forceinline__ float4 cuda_share_quad(const cuda_share &s, int k) {
+  float4 v = ((const float4 *)s.p)[k];
+  if (!s.raw) return v;
+  v.x = cuda_exp2((v.x - s.top) * s.by);
+  v.y = cuda_exp2((v.y - s.top) * s.by);
+  v.z = cuda_exp2((v.z - s.top) * s.by);
+  v.w = cuda_exp2((v.w - s.top) * s.by);
+  return ((float4 *)s.p)[k] = v;
 }
 
 __device__ static unsigned long long cuda_mass(float p) {
   return (unsigned long long)__float2ull_rn(p * 1099511627776.0f);
 }
 
-/* To a bin; two additions of 32 bits are faster than one of 64. */
-__device__ __forceinline__ void cuda_bin_add(cuda_choice *c, uint32_t bin, unsigned long long v) {
-  const uint32_t low = (uint32_t)v, old = atomicAdd(&c->low[bin], low);
-  const uint32_t high = (uint32_t)(v >> 32) + (old + low < low);
-  if (high) atomicAdd(&c->high[bin], high);
+/* To a bin; two additions of 32 bits are faster than one of 64, and the second is rare. */
+__device__ __forceinline__ void cuda_bin_add(cuda_choice *c, int bin, uint32_t v) {
+  const uint32_t old = atomicAdd(&c->low[bin], v);
+  if (old + v < old) atomicAdd(&c->high[bin], 1u);
 }
 
-/* Of the share's elements >= least, those whose higher digits are `prefix`. */
-__device__ __forceinline__ void cuda_bins_fill(const cuda_share &s, float least, int digit,
-                                               uint32_t prefix, bool count, cuda_choice *c) {
+/* How far a number of that octave is above 2^-17, below which a fraction is not kept whole. */
+__device__ __forceinline__ int cuda_octave_shift(uint32_t octave) { return (int)octave - 24; }
+
+/* Of the share's elements >= least, those whose higher digits are `prefix`, to bins from `at` on. */
+__device__ __forceinline__ void cuda_bins_fill(cuda_share &s, float least, int digit,
+                                               uint32_t prefix, int at, bool count,
+                                               cuda_choice *c) {
   const int shift = (2 - digit) * CUDA_DIGIT;
 #pragma unroll 2
   for (int k = threadIdx.x % 32; k < s.quads; k += 32) {
-    const float4 v = ((const float4 *)s.p)[k];
+    const float4 v = cuda_share_quad(s, k);
     const float of[4] = {v.x, v.y, v.z, v.w};
     uint32_t key[4];
     bool mine[4], some = false;
@@ -3291,79 +3333,120 @@ __device__ __forceinline__ void cuda_bins_fill(const cuda_share &s, float least,
     }
     if (!some) continue;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 4; i++) {
+      const uint32_t bin = digit ? key[i] >> shift & ((1 << CUDA_DIGIT) - 1) : key[i] >> shift;
+      const uint32_t fraction = (key[i] & 0x7fffffu) | 0x800000u;
       if (mine[i] && of[i] >= least)
-        cuda_bin_add(c, digit ? key[i] >> shift & ((1 << CUDA_DIGIT) - 1) : key[i] >> shift,
-                     count ? 1ull : cuda_mass(of[i]));
+        cuda_bin_add(c, at + (int)bin,
+                     count ? 1 : fraction >> max(0, -cuda_octave_shift(key[i] >> 23)));
+    }
   }
+  s.raw = false;
 }
 
 __device__ static void cuda_tell_found(int found, cuda_choice *c) {
   for (int i = 0; i < (int)gridDim.x; i++) *cuda_in_block(&c->found, i) = found;
 }
 
-/* The row's first block: the highest bin from which on, upwards, there is at least the goal, is
-   told to all; -1: there is none. The first digit's goal is `asked`, or that part of the whole.
-   A thread adds up four bins. */
-__device__ static void cuda_bin_find(int bins, double asked, cuda_choice *c) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, top = bins - 4 * (int)threadIdx.x - 1;
-  unsigned long long v[4] = {}, sum, before = 0, all = 0, goal;
-#pragma unroll 4
-  for (int block = 0; block < (int)gridDim.x && top > 0; block++) {
-    const uint4 low = *cuda_in_block((const uint4 *)&c->low[top - 3], block);
-    const uint4 high = *cuda_in_block((const uint4 *)&c->high[top - 3], block);
-    v[0] += low.w + ((unsigned long long)high.w << 32);
-    v[1] += low.z + ((unsigned long long)high.z << 32);
-    v[2] += low.y + ((unsigned long long)high.y << 32);
-    v[3] += low.x + ((unsigned long long)high.x << 32);
-  }
-  sum = (v[0] + v[1]) + (v[2] + v[3]);
+__device__ __forceinline__ unsigned long long cuda_warp_run(unsigned long long v) { /* up to here */
   for (int i = 1; i < 32; i *= 2) {
-    unsigned long long other = __shfl_up_sync(~0u, sum, i);
-    if (lane >= i) sum += other;
+    const unsigned long long other = __shfl_up_sync(~0u, v, i);
+    if ((int)threadIdx.x % 32 >= i) v += other;
   }
-  if (lane == 31) c->warp[warp] = sum;
-  __syncthreads();
-  for (int i = 0; i < CUDA_WARPS; i++) {
-    if (i < warp) before += c->warp[i];
-    all += c->warp[i];
+  return v;
+}
+
+/* Of lanes whose values, one after the other, follow `before`: that with which there is the goal, or
+   32. `before` is then what comes before it. */
+__device__ __forceinline__ int cuda_warp_reach(unsigned long long v, unsigned long long goal,
+                                               unsigned long long &before) {
+  const unsigned long long run = before + cuda_warp_run(v);
+  const uint32_t there = __ballot_sync(~0u, run >= goal);
+  const int lane = there ? __ffs((int)there) - 1 : 31;
+  before = __shfl_sync(~0u, there ? run - v : run, lane);
+  return there ? lane : 32;
+}
+
+/* A group's mass, or a bin's, in all blocks; lanes have their own. */
+__device__ __forceinline__ unsigned long long cuda_group_sum(cuda_choice *c, int turn, int group) {
+  unsigned long long v = 0;
+#pragma unroll 8
+  for (int i = 0; i < (int)gridDim.x && group >= 0; i++)
+    v += *cuda_in_block(&c->group[turn][group], i);
+  return v;
+}
+
+__device__ __forceinline__ unsigned long long cuda_bin_sum(cuda_choice *c, int bin) {
+  unsigned long long v = 0;
+#pragma unroll 8
+  for (int i = 0; i < (int)gridDim.x; i++)
+    v += *cuda_in_block(&c->low[bin], i) +
+         ((unsigned long long)*cuda_in_block(&c->high[bin], i) << 32);
+  return v;
+}
+
+/* One warp of every block: the highest bin from which on, upwards, there is at least the goal; -1:
+   there is none. The first digit's goal is `asked`, or that part of the whole. */
+__device__ static void cuda_bin_search(int digit, int groups, int at, int octave, double asked,
+                                       cuda_choice *c) {
+  const int lane = threadIdx.x, turn = digit & 1;
+  unsigned long long first = cuda_group_sum(c, turn, groups - 1 - lane), before = 0, goal = c->goal;
+  unsigned long long second = cuda_group_sum(c, turn, groups - 33 - lane);
+  int group, bin;
+  if (digit == 0) {
+    const double all = (double)cuda_warp_total(first + second);
+    goal = (unsigned long long)(asked < 1 ? ceil(all * asked) : asked);
   }
-  before += sum - ((v[0] + v[1]) + (v[2] + v[3]));
-  goal = bins < CUDA_BINS ? c->goal
-                          : (unsigned long long)(asked < 1 ? ceil((double)all * asked) : asked);
-  __syncthreads(); /* all have read it */
-#pragma unroll
-  for (int e = 0; e < 4; before += v[e++]) {
-    if (before >= goal || before + v[e] < goal) continue;
-    c->goal = goal - before;
-    cuda_tell_found(top - e, c);
+  group = cuda_warp_reach(first, goal, before);
+  if (group == 32) group += cuda_warp_reach(second, goal, before);
+  group = groups - 1 - group;
+  if (group < 0) {
+    if (lane == 0) c->found = -1;
+    return;
   }
-  if (threadIdx.x == 0 && all < goal) cuda_tell_found(-1, c);
+  octave = digit ? octave : group;
+  bin = cuda_warp_reach(cuda_bin_sum(c, at + group * 32 + 31 - lane)
+                            << (asked >= 1 ? 0 : max(0, cuda_octave_shift((uint32_t)octave))),
+                        goal, before);
+  if (lane == 0) c->goal = goal - before, c->found = group * 32 + 31 - bin;
 }
 
 /* The largest t such that the elements >= t, of those >= least, are at least `asked`, or where that
    is below 1 have that part of their mass; 0: all that have any. */
-__device__ static float cuda_threshold(const cuda_share &s, float least, double asked,
-                                       cuda_choice *c) {
+__device__ static float cuda_threshold(cuda_share &s, float least, double asked, cuda_choice *c) {
+  const int lane = threadIdx.x % 32;
+  const bool count = asked >= 1;
   uint32_t prefix = 0;
+  for (int i = threadIdx.x; i < CUDA_ALL_BINS; i += CUDA_THREADS) c->low[i] = c->high[i] = 0;
   for (int digit = 0; digit < 3; digit++) {
-    const int bins = digit ? 1 << CUDA_DIGIT : CUDA_BINS;
-    for (int i = threadIdx.x; i < bins; i += CUDA_THREADS) c->low[i] = c->high[i] = 0;
+    const int groups = (digit ? 1 << CUDA_DIGIT : CUDA_BINS) / 32, at = digit == 1 ? CUDA_BINS : 0;
+    const int octave = digit ? (int)(prefix >> (digit == 1 ? 5 : 5 + CUDA_DIGIT)) : 0;
+    for (int i = threadIdx.x; i < groups * 32 && digit == 2; i += CUDA_THREADS)
+      c->low[i] = c->high[i] = 0; /* nobody reads the first digit's any more */
     __syncthreads();
-    cuda_bins_fill(s, least, digit, prefix, asked >= 1, c);
+    cuda_bins_fill(s, least, digit, prefix, at, count, c);
+    __syncthreads();
+    for (int g = threadIdx.x / 32; g < groups; g += CUDA_WARPS) {
+      const int bin = at + g * 32 + lane;
+      const unsigned long long v =
+          cuda_warp_total(c->low[bin] + ((unsigned long long)c->high[bin] << 32));
+      const int shift = count ? 0 : max(0, cuda_octave_shift((uint32_t)(digit ? octave : g)));
+      if (lane == 0) c->group[digit & 1][g] = v << shift;
+    }
     cuda_meet();
-    if (blockIdx.x == 0) cuda_bin_find(bins, asked, c);
-    cuda_meet();
+    if (threadIdx.x < 32) cuda_bin_search(digit, groups, at, octave, asked, c);
+    __syncthreads();
     if (c->found < 0) return 0;
-    prefix = prefix << CUDA_DIGIT | (uint32_t)c->found;
+    prefix = prefix << (digit ? CUDA_DIGIT : 0) | (uint32_t)c->found;
   }
   return __uint_as_float(prefix + CUDA_FLOOR);
 }
 
-__device__ static float cuda_least(const cuda_share &s, const tfm_sampling &how, cuda_choice *c) {
+__device__ static float cuda_least(cuda_share &s, const tfm_sampling &how, cuda_choice *c) {
   float least = 0, t;
   if (how.top_k > 0 && how.top_k < s.n) least = cuda_threshold(s, least, (double)how.top_k, c);
   if (how.top_p > 0 && how.top_p < 1) {
+    if (!s.raw) cuda_meet(); /* nobody reads the bins any more */
     t = cuda_threshold(s, least, (double)how.top_p, c);
     if (t > least) least = t;
   }
@@ -3374,7 +3457,7 @@ __device__ static float cuda_least(const cuda_share &s, const tfm_sampling &how,
 /* What is left of a quad of the warp's. */
 __device__ __forceinline__ void cuda_left_of(unsigned long long (&m)[4], const cuda_share &s, int k,
                                              float least) {
-  const float4 v = k < s.quads ? ((const float4 *)s.p)[k] : make_float4(-1, -1, -1, -1);
+  const float4 v = k < s.quads ? cuda_share_quad(s, k) : make_float4(-1, -1, -1, -1);
   m[0] = v.x >= least ? cuda_mass(v.x) : 0;
   m[1] = v.y >= least ? cuda_mass(v.y) : 0;
   m[2] = v.z >= least ? cuda_mass(v.z) : 0;
@@ -3391,11 +3474,8 @@ __device__ static void cuda_draw_in(const cuda_share &s, float least, unsigned l
     uint32_t over;
     int i;
     cuda_left_of(m, s, first + lane, least);
-    run = sum = (m[0] + m[1]) + (m[2] + m[3]);
-    for (i = 1; i < 32; i *= 2) {
-      unsigned long long other = __shfl_up_sync(~0u, run, i);
-      if (lane >= i) run += other;
-    }
+    sum = (m[0] + m[1]) + (m[2] + m[3]);
+    run = cuda_warp_run(sum);
     over = __ballot_sync(~0u, (double)(before + run) > goal);
     if (over && lane == __ffs((int)over) - 1) {
       before += run - sum;
@@ -3418,6 +3498,7 @@ __device__ static int cuda_draw(cuda_share &s, float least, float u, cuda_choice
     cuda_left_of(m, s, k, least);
     mine += (m[0] + m[1]) + (m[2] + m[3]);
   }
+  s.raw = false;
   mine = cuda_warp_total(mine);
   told = cuda_tell(mine, s, c);
   for (int i = lane; i < (int)gridDim.x * CUDA_WARPS; i += 32) {
@@ -3436,31 +3517,26 @@ __device__ static int cuda_draw(cuda_share &s, float least, float u, cuda_choice
 __device__ static int cuda_choose(const float *logits, cuda_share &s, const tfm_sampling &how,
                                   int pos, const int32_t *history, cuda_choice *c) {
   const bool penalised = how.repetition_penalty != 0 && how.repetition_penalty != 1;
-  unsigned long long best = cuda_share_fill(logits, s, c);
-  float top = cuda_rank_value(best);
   uint32_t word[4];
-  if (penalised && top > -INFINITY) {
-    best = cuda_penalise(logits, how.repetition_penalty, pos, history, s, c);
-    top = cuda_rank_value(best);
-  }
-  if (!(top > -INFINITY) || !(how.temperature > 0) || top == INFINITY) return cuda_rank_id(best);
-  cuda_share_exp(s, top, how.temperature);
+  s.top = cuda_share_fill(logits, s, c);
+  if (penalised && s.top > -INFINITY)
+    s.top = cuda_penalise(logits, how.repetition_penalty, pos, history, s, c);
+  if (!(fabsf(s.top) < INFINITY) || !(how.temperature > 0))
+    return cuda_first_best(logits, s.top, s, c);
+  s.by = fminf(1.44269504f / how.temperature, 1e38f);
   cuda_philox(word, how.seed, (uint64_t)pos, how.sequence);
   return cuda_draw(s, cuda_least(s, how, c), (float)(word[0] >> 8) * (1.0f / 16777216.0f), c);
 }
 
 /* Nothing is kept of the row. */
 __device__ static float cuda_log_sum_exp(const float *x, cuda_share &s, cuda_choice *c) {
-  cuda_best best = {-INFINITY, 0};
-  float top, sum = 0;
-  for (int k = threadIdx.x % 32; k < s.quads; k += 32)
-    cuda_best_of(best, cuda_quad_slow<false>(x, s.begin / 4 + k, s.n), s.begin + 4 * k, s.n);
-  top = cuda_rank_value(cuda_row_best(best.rank, s, c));
+  float top = -INFINITY, sum = 0;
+  cuda_row_quads(x, s, [&](int, float4 v) { top = fmaxf(top, cuda_top4(v)); });
+  top = cuda_row_max(top, s, c);
   if (!(fabsf(top) < INFINITY)) return top;
-  for (int i = s.begin + (int)threadIdx.x % 32; i < min(s.begin + 4 * s.quads, s.n); i += 32) {
-    const float l = __ldcg(x + i);
-    sum += l == l ? expf(l - top) : 0.0f;
-  }
+  cuda_row_quads(x, s, [&](int, float4 v) {
+    sum += (expf(v.x - top) + expf(v.y - top)) + (expf(v.z - top) + expf(v.w - top));
+  });
   return top + logf(cuda_row_sum(sum, s, c));
 }
 
@@ -3993,70 +4069,96 @@ enum {
   CUDA_LISTED = 1024 /* threads that make the list; tiles that are put in order */
 };
 
-/* Rows [begin, end) are a run. */
+/* Rows [begin, end) are a run; count: of tiles, of rows of none, of runs. */
 __device__ static void cuda_tiles_cut(const cuda_tiles &to, const tfm_rows &rows, int begin,
-                                      int end) {
+                                      int end, int32_t *count) {
   const int seq = rows.seq[begin], pos = rows.pos[begin], n = end - begin;
   int at;
   if (seq < 0) return;
   if (n < CUDA_RUN) {
-    at = atomicAdd(to.count + 1, n);
+    at = atomicAdd(count + 1, n);
     for (int i = 0; i < n; i++) to.rest[at + i] = begin + i;
     return;
   }
-  to.run[atomicAdd(to.count + 2, 1)] = make_int2(seq, pos + n);
-  at = atomicAdd(to.count, (n + CUDA_TILE - 1) / CUDA_TILE);
+  to.run[atomicAdd(count + 2, 1)] = make_int2(seq, pos + n);
+  at = atomicAdd(count, (n + CUDA_TILE - 1) / CUDA_TILE);
   for (int i = 0; i < n; i += CUDA_TILE)
     to.tile[at + i / CUDA_TILE] = make_int4(begin + i, min(CUDA_TILE, n - i), pos + i, seq);
 }
 
-__device__ static bool cuda_run_begins(const tfm_rows &rows, int i) {
-  return i == 0 || i == rows.n || rows.seq[i] != rows.seq[i - 1] ||
-         rows.pos[i] != rows.pos[i - 1] + 1;
+/* The tiles whose last rows see most keys first, by counting those of as many tiles of keys. */
+__device__ static void cuda_tiles_sort(const cuda_tiles &to, int n) {
+  __shared__ int begin[CUDA_LISTED], warps[32];
+  const int i = threadIdx.x, lane = i % 32;
+  int4 mine = make_int4(0, 0, 0, 0);
+  int key = 0, at = 0, own, sum, before = 0;
+  begin[i] = 0;
+  __syncthreads();
+  if (i < n) {
+    mine = to.tile[i];
+    key = max(CUDA_LISTED - 1 - (mine.y + mine.z) / CUDA_TILE, 0);
+    at = atomicAdd(&begin[key], 1);
+  }
+  __syncthreads();
+  sum = own = begin[i];
+  for (int k = 1; k < 32; k *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, k);
+    if (lane >= k) sum += other;
+  }
+  if (lane == 31) warps[i / 32] = sum;
+  __syncthreads();
+  for (int k = 0; k < i / 32; k++) before += warps[k];
+  begin[i] = before + sum - own;
+  __syncthreads();
+  if (i < n) to.tile[begin[key] + at] = mine;
 }
 
-/* The tile whose last row sees most keys first; of equal ones, that of earlier rows. */
-__device__ static void cuda_tiles_sort(const cuda_tiles &to) {
-  __shared__ long long key[CUDA_LISTED];
-  const int n = *(volatile int32_t *)to.count, i = threadIdx.x;
-  int4 mine = make_int4(0, 0, 0, 0);
-  int rank = 0;
-  if (n > CUDA_LISTED) return;
-  if (i < n) mine = to.tile[i];
-  key[i] = ((long long)(mine.y + mine.z) << 32) - mine.x;
-  __syncthreads();
-  for (int k = 0; k < n; k++) rank += key[k] > key[i];
-  if (i < n) to.tile[rank] = mine;
-}
+enum { CUDA_LOOKED = 8 }; /* times 32 rows that a warp looks at together */
 
 /* One block, whose warps look for beginnings in a stretch of rows each: all but a stretch's first
    end a run that began there. */
 __global__ void __launch_bounds__(CUDA_LISTED) cuda_tiles_kernel(cuda_tiles to, tfm_rows rows) {
-  __shared__ int latest[CUDA_LISTED / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int each = (rows.n / CUDA_LISTED + 1) * 32, from = warp * each;
-  int first = 0, last = -1;
-  if (threadIdx.x < 3) to.count[threadIdx.x] = 0;
+  __shared__ int latest[CUDA_LISTED / 32], count[3];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = 32 * CUDA_LOOKED;
+  const int each = (rows.n / (CUDA_LISTED / 32 * step) + 1) * step, from = warp * each;
+  const bool first_row = from == 0 || from > rows.n;
+  int before_seq = first_row ? -1 : rows.seq[from - 1];
+  int before_pos = first_row ? -1 : rows.pos[from - 1], first = 0, last = -1;
+  if (threadIdx.x < 3) count[threadIdx.x] = 0;
   __syncthreads();
-#pragma unroll 4
-  for (int begin = from; begin < from + each; begin += 32) {
-    const int i = begin + lane;
-    const bool begins = i <= rows.n && cuda_run_begins(rows, i);
-    const unsigned all = __ballot_sync(~0u, begins), below = all & ((1u << lane) - 1);
-    const int before = below ? begin + 31 - __clz((int)below) : last;
-    if (begins && before >= 0) cuda_tiles_cut(to, rows, before, i);
-    else if (begins) first = i;
-    if (all) last = begin + 31 - __clz((int)all);
+  for (int at = from; at < from + each && at <= rows.n; at += step) {
+    int seq[CUDA_LOOKED], pos[CUDA_LOOKED];
+#pragma unroll
+    for (int k = 0; k < CUDA_LOOKED; k++) {
+      const int i = min(at + 32 * k + lane, rows.n - 1);
+      seq[k] = rows.seq[i];
+      pos[k] = rows.pos[i];
+    }
+#pragma unroll
+    for (int k = 0; k < CUDA_LOOKED; k++) {
+      const int begin = at + 32 * k, i = begin + lane;
+      int old_seq = __shfl_up_sync(~0u, seq[k], 1), old_pos = __shfl_up_sync(~0u, pos[k], 1);
+      if (lane == 0) old_seq = before_seq, old_pos = before_pos;
+      before_seq = __shfl_sync(~0u, seq[k], 31), before_pos = __shfl_sync(~0u, pos[k], 31);
+      const bool begins = i == 0 || i == rows.n ||
+                          (i < rows.n && (seq[k] != old_seq || pos[k] != old_pos + 1));
+      const unsigned all = __ballot_sync(~0u, begins), below = all & ((1u << lane) - 1);
+      const int before = below ? begin + 31 - __clz((int)below) : last;
+      if (begins && before >= 0) cuda_tiles_cut(to, rows, before, i, count);
+      else if (begins) first = i;
+      if (all) last = begin + 31 - __clz((int)all);
+    }
   }
   if (lane == 0) latest[warp] = last;
   __syncthreads();
   if (first > 0) {
     last = 0;
     for (int k = 0; k < warp; k++) last = max(last, latest[k]);
-    cuda_tiles_cut(to, rows, last, first);
+    cuda_tiles_cut(to, rows, last, first, count);
   }
   __syncthreads();
-  cuda_tiles_sort(to);
+  if (threadIdx.x < 3) to.count[threadIdx.x] = count[threadIdx.x];
+  if (count[0] <= CUDA_LISTED) cuda_tiles_sort(to, count[0]);
 }
 
 /* In tfm_dev.work; for passes of up to `rows` rows. */
@@ -4405,12 +4507,6 @@ __device__ __forceinline__ void cuda_wgmma(float (&c)[32], const uint32_t *a, ui
                 "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
-__device__ __forceinline__ float cuda_exp2(float v) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-  return r;
-}
-
 typedef struct cuda_rings { uint32_t q, k, v, barriers; } cuda_rings; /* in shared memory */
 
 /* Barrier number `which` of use number `use` of the ring. */
@@ -4625,6 +4721,22 @@ __device__ __forceinline__ void cuda_turn_pass(int half) {
   asm volatile("bar.arrive %0, 256;" : : "r"(2 - half) : "memory");
 }
 
+/* Four lanes have a column of words each and get a row each: word k of lane i to lane k's word i. */
+__device__ __forceinline__ void cuda_turn4(uint32_t (&w)[4]) {
+#pragma unroll
+  for (int by = 1; by < 4; by *= 2) {
+    const bool odd = threadIdx.x & by;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      if (k & by) continue;
+      const uint32_t sent = odd ? w[k] : w[k + by];
+      const uint32_t got = __shfl_xor_sync(~0u, sent, by);
+      if (odd) w[k] = got;
+      else w[k + by] = got;
+    }
+  }
+}
+
 template <int D, bool BF>
 __device__ __forceinline__ void cuda_rows64_store(cuda_rows64<D> &t, const cuda_attn &a,
                                                   const cuda_piece_of &m) {
@@ -4633,17 +4745,23 @@ __device__ __forceinline__ void cuda_rows64_store(cuda_rows64<D> &t, const cuda_
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = t.pos - m.pos + 8 * r;
-    uint16_t *to = (uint16_t *)a.y.data + (m.row + row) * a.y.stride + m.head * a.kv.width +
-                   lane % 4 * 2;
+    uint16_t *to = (uint16_t *)a.y.data + (m.row + row) * a.y.stride + m.head * a.kv.width;
     float by;
     t.sum[r] += __shfl_xor_sync(~0u, t.sum[r], 1);
     t.sum[r] += __shfl_xor_sync(~0u, t.sum[r], 2);
     by = 1 / t.sum[r];
 #pragma unroll
-    for (int i = 0; i < D / 8; i++) {
-      const float *o = &t.o[i / (OUT / 8)][i % (OUT / 8) * 4 + 2 * r];
-      if (row < m.rows && i * 8 < a.kv.width)
-        *(uint32_t *)(to + i * 8) = cuda_pack2<BF>(o[0] * by, o[1] * by);
+    for (int i = 0; i < D / 8; i += 4) {
+      const int col = (i + lane % 4) * 8;
+      uint32_t w[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const float *o = &t.o[i / (OUT / 8)][(i + k) % (OUT / 8) * 4 + 2 * r];
+        w[k] = cuda_pack2<BF>(o[0] * by, o[1] * by);
+      }
+      cuda_turn4(w);
+      if (row < m.rows && col < a.kv.width)
+        *(uint4 *)(to + col) = make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
 }
@@ -4785,8 +4903,9 @@ static int cuda_hopper_box(const tfm_kv *kv) {
 static bool cuda_hopper_knows(const tfm_dev *d, const cuda_attn *a) {
   const tfm_kv *kv = &a->kv;
   return cuda_of(d)->encode && kv->width % 8 == 0 && kv->width <= 256 && cuda_hopper_box(kv) &&
-         a->p.scale > 0 && ((uintptr_t)kv->k | (uintptr_t)kv->v | (uintptr_t)a->q.data) % 16 == 0 &&
-         a->q.stride % 8 == 0;
+         a->p.scale > 0 && (a->q.stride | a->y.stride) % 8 == 0 &&
+         ((uintptr_t)kv->k | (uintptr_t)kv->v | (uintptr_t)a->q.data | (uintptr_t)a->y.data) % 16 ==
+             0;
 }
 
 /* [z, y, width] values of 16 bits, of which a copy brings 64 columns of [box_z, box_y] rows. */

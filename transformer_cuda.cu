@@ -2836,7 +2836,7 @@ __device__ __forceinline__ void cuda_sixteen_scores(float (&c)[4], const cuda_si
   }
 }
 
-/* o += values by exponentials n of keys 2t, 2t + 1, 2t + 8, 2t + 9; M of the sums. */
+/* o += values by exponentials p of keys 2t, 2t + 1, 2t + 8, 2t + 9, after o is multiplied by `by`. */
 template <int D, int TYPE>
 __device__ __forceinline__ void cuda_sixteen_values(cuda_four<D> &f,
                                                     const cuda_sixteen<D, TYPE> &x,
@@ -3408,6 +3408,7 @@ __device__ static void cuda_bin_search(int digit, int groups, int at, int octave
   bin = cuda_warp_reach(cuda_bin_sum(c, at + group * 32 + 31 - lane)
                             << (asked >= 1 ? 0 : max(0, cuda_octave_shift((uint32_t)octave))),
                         goal, before);
+  __syncwarp(); /* all lanes have read the old goal */
   if (lane == 0) c->goal = goal - before, c->found = group * 32 + 31 - bin;
 }
 

@@ -16883,8 +16883,8 @@ static tfm_status tfmi_engine_configure(tfm_engine *e) {
     return tfmi_report(TFM_E_UNSUPPORTED, "tfm_engine_config.cache is Q8_0, which needs heads of a "
                        "multiple of 32 values, found %d; choose F16", (int)net->head_width);
   if (c->cache == TFM_Q8_0 && e->dev.table->half_cache && e->dev.override_mask)
-    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_engine_config.cache is Q8_0, which lies otherwise on "
-                       "%s than on ref, whose entries are to read it; choose F16",
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_engine_config.cache is Q8_0, which lies otherwise "
+                       "on %s than on ref, whose entries are to read it; choose F16",
                        e->dev.table->name);
   if (c->tap && (e->dev.table->activation != TFM_F32 || e->dev.table->residual != TFM_F32))
     return tfmi_report(TFM_E_UNSUPPORTED,

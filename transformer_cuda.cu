@@ -92,7 +92,7 @@ typedef struct cuda_state {
   size_t pass_at; /* where the buffers of `layer` begin in tfm_dev.work; 0: there are none */
   size_t tiles_at;    /* ... and cuda_tiles, for so many rows */
   int32_t tiles_rows;
-  size_t wide_at;     /* a layer's cache of Q8_0 in 16 bits, of so many sequences; 0: there is none */
+  size_t wide_at;     /* a layer's cache of Q8_0 in 16 bits, for so many sequences; 0: none */
   int32_t wide_sequences, wide_context;
   int32_t tiles_layer; /* whose attention last used them: they are a pass's, whose layers ascend */
   PFN_cuTensorMapEncodeTiled_v12000 encode; /* NULL: no cuda_hopper_kernel */
@@ -2048,8 +2048,8 @@ __global__ void cuda_kv_put_kernel(tfm_kv kv, tfm_mat k, tfm_mat v, tfm_rows row
   cuda_store(kv.v, kv.type, at, *cuda_at(v, row, col));
 }
 
-/* Of Q8_0 a vector has all its numbers first, then the scales of each 32. It begins at a multiple of
-   4 bytes, or of 2 where `width` is an odd multiple of 32. */
+/* Of Q8_0 a vector has all its numbers first, then the scales of each 32. It begins at a multiple
+   of 4 bytes, or of 2 where `width` is an odd multiple of 32. */
 __device__ __forceinline__ uint8_t *cuda_vector8(const void *p, int64_t at) {
   return (uint8_t *)p + at / 32 * 34;
 }
@@ -2178,8 +2178,8 @@ __device__ static cuda_tile_room cuda_tile_lay_out(float *at, int heads, int wid
   return t;
 }
 
-/* Values c to c + 7 of the vector of `width` values at element `at`, zeros beyond it; past the first
-   cache, where a line may be older than what another block has just stored. */
+/* Values c to c + 7 of the vector of `width` values at element `at`, zeros beyond it; past the
+   first cache, where a line may be older than what another block has just stored. */
 __device__ __forceinline__ void cuda_load8(float (&out)[8], const void *p, tfm_type type,
                                            int64_t at, int c, int width) {
   const char *from = (const char *)p + (at + c) * (type == TFM_F32 ? 4 : 2);
@@ -2720,9 +2720,10 @@ cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
    As W is by the rows of x: sixteen keys are multiplied by q, of which each of four heads has two
    columns, the parts of its values; then the values, turned, by the scores' exponentials, again in
    two parts. Lane 4g + t has keys g and g + 8, and of the values keys 2t, 2t + 1, 2t + 8, 2t + 9 at
-   columns 8g to 8g + 7; its sums are head t's. Stretches and warps are merged as above. Numbers of 8
-   bits are multiplied as BF16, which holds them: sums over 32 columns by the keys' scales, and the
-   exponentials, once for each 32 columns, by the values' scales; there columns are 4g to 4g + 3. */
+   columns 8g to 8g + 7; its sums are head t's. Stretches and warps are merged as above. Numbers of
+   8 bits are multiplied as BF16, which holds them: sums over 32 columns by the keys' scales, and
+   the exponentials, once for each 32 columns, by the values' scales; there columns are 4g to
+   4g + 3. */
 
 template <int D> struct cuda_four { /* heads of a lane's: two columns of o for each four sums */
   float o[D / 16][4], top, sum;
@@ -2836,7 +2837,7 @@ __device__ __forceinline__ void cuda_sixteen_scores(float (&c)[4], const cuda_si
   }
 }
 
-/* o += values by exponentials p of keys 2t, 2t + 1, 2t + 8, 2t + 9, after o is multiplied by `by`. */
+/* o becomes o `by` + values by exponentials p of keys 2t, 2t + 1, 2t + 8, 2t + 9. */
 template <int D, int TYPE>
 __device__ __forceinline__ void cuda_sixteen_values(cuda_four<D> &f,
                                                     const cuda_sixteen<D, TYPE> &x,
@@ -3081,9 +3082,9 @@ static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
    cluster of blocks, each of which keeps a share of it in shared memory; every warp goes through a
    stretch of its own. What a warp finds it tells all blocks (cuda_tell). A threshold is found digit
    by digit of its bits: every block counts its share in bins, of which there are 32 to an octave,
-   then 512 to a bin, and 512 to each of these; then every block adds up what all have of groups of 32
-   bins, and of the group that matters the bins. A bin's mass is the sum of its numbers' fractions,
-   whole numbers, as they all have one exponent. */
+   then 512 to a bin, and 512 to each of these; then every block adds up what all have of groups of
+   32 bins, and of the group that matters the bins. A bin's mass is the sum of its numbers'
+   fractions, whole numbers, as they all have one exponent. */
 
 enum {
   CUDA_BINS = 1344,               /* 41 octaves of 32, one for 1, and up to whole warps */
@@ -3313,7 +3314,7 @@ __device__ __forceinline__ void cuda_bin_add(cuda_choice *c, int bin, uint32_t v
 /* How far a number of that octave is above 2^-17, below which a fraction is not kept whole. */
 __device__ __forceinline__ int cuda_octave_shift(uint32_t octave) { return (int)octave - 24; }
 
-/* Of the share's elements >= least, those whose higher digits are `prefix`, to bins from `at` on. */
+/* Of the share's elements >= least, those whose higher digits are `prefix`, to bins from `at`. */
 __device__ __forceinline__ void cuda_bins_fill(cuda_share &s, float least, int digit,
                                                uint32_t prefix, int at, bool count,
                                                cuda_choice *c) {
@@ -3356,8 +3357,8 @@ __device__ __forceinline__ unsigned long long cuda_warp_run(unsigned long long v
   return v;
 }
 
-/* Of lanes whose values, one after the other, follow `before`: that with which there is the goal, or
-   32. `before` is then what comes before it. */
+/* Of lanes whose values, one after the other, follow `before`: that with which there is the goal,
+   or 32. `before` is then what comes before it. */
 __device__ __forceinline__ int cuda_warp_reach(unsigned long long v, unsigned long long goal,
                                                unsigned long long &before) {
   const unsigned long long run = before + cuda_warp_run(v);
@@ -4722,7 +4723,7 @@ __device__ __forceinline__ void cuda_turn_pass(int half) {
   asm volatile("bar.arrive %0, 256;" : : "r"(2 - half) : "memory");
 }
 
-/* Four lanes have a column of words each and get a row each: word k of lane i to lane k's word i. */
+/* Four lanes have a column of words each and get a row each: lane k's word i is word k of i's. */
 __device__ __forceinline__ void cuda_turn4(uint32_t (&w)[4]) {
 #pragma unroll
   for (int by = 1; by < 4; by *= 2) {
@@ -4974,12 +4975,12 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_wide_kernel(tfm_kv to, tfm_kv 
   for (int r = 0; r < __ldcg(tiles.count + 2); r++) {
     const int2 run = __ldcg(tiles.run + r);
     const int64_t first = ((int64_t)run.x * to.heads + head) * to.page_tokens * to.width;
-    if (blockIdx.y == 0 && blockIdx.x == 0 && threadIdx.x == 0) ((int32_t *)to.table)[run.x] = run.x;
+    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) ((int32_t *)to.table)[run.x] = run.x;
     for (int i = (int)(blockIdx.x * CUDA_CREW + threadIdx.x); i < run.y * eights;
          i += (int)gridDim.x * CUDA_CREW) {
       float f[8];
-      cuda_eight<TFM_Q8_0>(f, cuda_cached8<TFM_Q8_0>(data, cuda_kv_at(from, run.x, i / eights, head),
-                                                     i % eights * 8, from.width));
+      const int64_t at = cuda_kv_at(from, run.x, i / eights, head);
+      cuda_eight<TFM_Q8_0>(f, cuda_cached8<TFM_Q8_0>(data, at, i % eights * 8, from.width));
       *(uint4 *)(out + first + (int64_t)i * 8) = cuda_narrow<TYPE>(f);
     }
   }

@@ -533,7 +533,8 @@ static workload workload_of(const char *kind, int32_t tokens, const options *o,
   int32_t most = o->rows ? o->rows : 256;
   double heads, mean = 0.5 * tokens, rows = prompt ? (tokens < most ? tokens : most) : o->batch;
   bool halves = !strcmp(i->device, "cuda") && i->weights != TFM_F32; /* by default */
-  double cache = o->cache == TFM_Q8_0 ? 34 / 32.0 : (o->cache ? o->cache != TFM_F32 : halves) ? 2 : 4;
+  double cache = o->cache == TFM_Q8_0                           ? 34 / 32.0
+                 : (o->cache ? o->cache != TFM_F32 : halves) ? 2 : 4;
   if (!prompt) mean += o->depth;
   heads = prompt ? 1.0 / tokens : 1; /* of a prompt, only the last token needs logits */
   w.bytes = (double)i->token_bytes / rows;

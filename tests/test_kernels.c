@@ -683,8 +683,8 @@ static void test_attn(device *t) {
 }
 TEST(attn) { on_tables(test_attn); }
 
-/* Prompts on a GPU's tensor cores, keys and all of 16 bits, or keys of 8: tiles of up to 128 rows of
-   a sequence, and rows left over. Pages that are no multiple of 8 are not for Hopper's way. */
+/* Prompts on a GPU's tensor cores, keys and all of 16 bits, or keys of 8: tiles of up to 128 rows
+   of a sequence, and rows left over. Pages that are no multiple of 8 are not for Hopper's way. */
 static void test_attn_halves(device *t) {
   static const attention cases[] = {
     {4, 2, 64, 16, 0, 215, 0, TFM_F16, false, TFM_F16},

@@ -941,14 +941,14 @@ typedef enum cpu_form { CPU_FORWARD, CPU_DX, CPU_DW } cpu_form;
 /* c = finish(a b), [rows, cols], a sum over `depth` terms.
      forward  y = epilogue(x W^T)     a: rows of x      b: rows of W, transposed
      dx       dx = before(... dy W)   a: rows of dy     b: rows of W
-     dw       dw += dy^T x            a: columns of dy  b: rows of x */
+     dw       dw = ... dy^T x         a: columns of dy  b: rows of x */
 typedef struct cpu_gemm {
   cpu_form form;
   tfm_dev *d;
   tfm_mat c, a, b;       /* b: of dw */
   const tfm_weight *w;   /* of the others */
   const tfm_epilogue *e; /* NULL: none */
-  float beta;            /* of dx */
+  float beta;            /* of dx and dw */
   int32_t rows, cols, depth;
   /* Of one expert: the slots that are rows of y and dy, and how many share a row of x, dx. */
   const int32_t *slots;  /* NULL: a plain matrix */
@@ -1009,16 +1009,6 @@ typedef struct cpu_sums_job { /* of a matrix's columns */
   float *sums;
   tfm_mat x;
 } cpu_sums_job;
-
-static void cpu_column_sums(void *context, int32_t begin, int32_t end, int32_t worker) {
-  const cpu_sums_job *t = (const cpu_sums_job *)context;
-  int32_t row, i;
-  (void)worker;
-  for (row = 0; row < t->x.rows; row++) {
-    const float *x = cpu_row(t->x, row);
-    for (i = begin; i < end; i++) t->sums[i] += x[i];
-  }
-}
 
 typedef struct cpu_slope_job { /* of elementwise backward entries */
   tfm_mat dx, dy, gate_up;
@@ -3841,11 +3831,10 @@ static void V(finish)(const cpu_gemm *t, int32_t row, int32_t col, const float *
     else memcpy(c, v, (size_t)n * sizeof *c);
     return;
   }
-  if (t->form == CPU_DX && t->beta == 0) memcpy(c, v, (size_t)n * sizeof *c);
-  else
-    for (j = 0; j < n; j += CPU_LANES)
-      V(store_some)(c + j, V(add)(V(load_some)(c + j, n - j), V(load)(v + j)), n - j);
-  if (t->e) V(epilogue_slope)(c, c, n, t->e, row, col);
+  for (j = 0; j < n && t->beta != 0; j += CPU_LANES)
+    V(store_some)(c + j, V(add)(V(load_some)(c + j, n - j), V(load)(v + j)), n - j);
+  if (t->e) V(epilogue_slope)(c, t->beta == 0 ? v : c, n, t->e, row, col);
+  else if (t->beta == 0) memcpy(c, v, (size_t)n * sizeof *c);
 }
 
 typedef struct V(gemm_part) { /* of an item: rows and columns whose sums wait together */
@@ -4005,16 +3994,38 @@ static void V(matmul_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w
   V(gemm)(d, &t);
 }
 
-static void V(matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x) {
-  cpu_gemm t = {CPU_DW, d, dw, dy, x, NULL, NULL, 1, dw.rows, dw.cols, dy.rows, NULL, 1, 0, 0, 0,
+/* Column sums, in the order of the rows, of 64 columns at a time. */
+static void V(column_sums)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  enum { ABREAST = 64 / CPU_LANES };
+  const cpu_sums_job *t = (const cpu_sums_job *)context;
+  V(vec) sum[ABREAST];
+  int32_t col, row, i;
+  (void)worker;
+  for (col = begin; col < end; col += 64) {
+    int32_t some = cpu_min(ABREAST, (end - col + CPU_LANES - 1) / CPU_LANES), n = end - col;
+    for (i = 0; i < some; i++)
+      sum[i] = V(load_some)(t->sums + col + i * CPU_LANES, n - i * CPU_LANES);
+    for (row = 0; row < t->x.rows; row++) {
+      const float *x = cpu_row(t->x, row) + col;
+      for (i = 0; i < ABREAST && n >= 64; i++) sum[i] = V(add)(sum[i], V(load)(x + i * CPU_LANES));
+      for (i = 0; i < some && n < 64; i++)
+        sum[i] = V(add)(sum[i], V(load_some)(x + i * CPU_LANES, n - i * CPU_LANES));
+    }
+    for (i = 0; i < some; i++)
+      V(store_some)(t->sums + col + i * CPU_LANES, sum[i], n - i * CPU_LANES);
+  }
+}
+
+static void V(matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x, float beta) {
+  cpu_gemm t = {CPU_DW, d, dw, dy, x, NULL, NULL, beta, dw.rows, dw.cols, dy.rows, NULL, 1, 0, 0, 0,
                 NULL};
   cpu_sums_job sums = {db, dy};
   if (dw.type != TFM_F32) {
-    tfm_backend_ref()->matmul_dw(d, dw, db, dy, x); /* it says what is wrong */
+    tfm_backend_ref()->matmul_dw(d, dw, db, dy, x, beta); /* it says what is wrong */
     return;
   }
   V(gemm)(d, &t);
-  if (db) tfm_parallel_for(d, dy.cols, 64, cpu_column_sums, &sums);
+  if (db) tfm_parallel_for(d, dy.cols, 64, V(column_sums), &sums);
 }
 
 /* The products of all experts, one after the other: their rows are `slots`, their terms are too. */
@@ -4436,25 +4447,35 @@ static void V(loss)(tfm_dev *d, float *losses, float *hits, tfm_mat logits, cons
 
 /* ---- Training: the optimiser ---- */
 
+/* The sum of squares of a share. A whole one is read in four places at once, as a core waits for
+   memory in each. */
+static double V(sumsq_share)(const float *g, int64_t n) {
+  enum { PLACES = 4, STRETCH = 256 };
+  const int64_t each = n == CPU_SHARE ? n / PLACES : n, places = n / (each ? each : 1);
+  double sum = 0;
+  int64_t at, i, j;
+  for (at = 0; at < each; at += STRETCH) {
+    V(vec) part[PLACES] = {V(all)(0.0f), V(all)(0.0f), V(all)(0.0f), V(all)(0.0f)}, x;
+    for (i = at; i < each && i < at + STRETCH; i += CPU_LANES)
+      for (j = 0; j < places; j++) {
+        x = V(load_some)(g + j * each + i,
+                         each - i < CPU_LANES ? (int32_t)(each - i) : CPU_LANES);
+        part[j] = V(fma)(x, x, part[j]);
+      }
+    sum += (double)V(sum_of)(V(add)(V(add)(part[0], part[1]), V(add)(part[2], part[3])));
+  }
+  return sum;
+}
+
 /* The sum of squares of each share, whose ends do not depend on the threads. */
 static void V(sumsq_shares)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_arena_job *t = (const cpu_arena_job *)context;
   int32_t item;
   (void)worker;
   for (item = begin; item < end; item++) {
-    int64_t at = (int64_t)item * CPU_SHARE, i;
+    int64_t at = (int64_t)item * CPU_SHARE;
     int64_t last = at + CPU_SHARE < t->n ? at + CPU_SHARE : t->n;
-    double sum = 0;
-    for (; at < last; at += 1024) {
-      V(vec) part[2] = {V(all)(0.0f), V(all)(0.0f)}, x;
-      int64_t stop = at + 1024 < last ? at + 1024 : last;
-      for (i = at; i < stop; i += CPU_LANES) {
-        x = V(load_some)(t->g + i, stop - i < CPU_LANES ? (int32_t)(stop - i) : CPU_LANES);
-        part[i / CPU_LANES % 2] = V(fma)(x, x, part[i / CPU_LANES % 2]);
-      }
-      sum += (double)V(sum_of)(V(add)(part[0], part[1]));
-    }
-    t->sums[item] = sum;
+    t->sums[item] = V(sumsq_share)(t->g + at, last - at);
   }
 }
 

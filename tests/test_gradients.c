@@ -119,19 +119,22 @@ static void products(device *t, int m, int n, int k, tfm_type type, int parts) {
                0.3 * sqrt(n) + 1 + rounding(t, dy.v + i * n, 1, w.v + j, k, n));
       }
   }
-  t->b->matmul_dw(&t->d, dw.m, floats(&db), dy.m, x.m);
-  matrix_get(t, &dw);
+  for (beta = 1; beta >= 0; beta--) {
+    t->b->matmul_dw(&t->d, dw.m, beta ? floats(&db) : NULL, dy.m, x.m, (float)beta);
+    matrix_get(t, &dw);
+    for (i = 0; i < n; i++)
+      for (j = 0; j < k; j++) {
+        double want = beta ? dw0[i * k + j] : 0;
+        for (s = 0; s < m; s++) want += (double)dy.v[s * n + i] * (double)x.v[s * k + j];
+        expect(&dw, i, j, want,
+               0.3 * sqrt(m) + 1 + rounding(t, dy.v + i, n, x.v + j, k, m));
+      }
+  }
   matrix_get(t, &db);
   for (i = 0; i < n; i++) {
     double want = db0[i];
     for (s = 0; s < m; s++) want += (double)dy.v[s * n + i];
     expect(&db, 0, i, want, 0.6 * sqrt(m) + 1);
-    for (j = 0; j < k; j++) {
-      want = dw0[i * k + j];
-      for (s = 0; s < m; s++) want += (double)dy.v[s * n + i] * (double)x.v[s * k + j];
-      expect(&dw, i, j, want,
-             0.3 * sqrt(m) + 1 + rounding(t, dy.v + i, n, x.v + j, k, m));
-    }
   }
   matrix_free(t, &x), matrix_free(t, &dy), matrix_free(t, &dx), matrix_free(t, &dw);
   matrix_free(t, &db);

@@ -95,6 +95,7 @@ enum {
   CPU_SIDE = 4 << 20,     /* in bf16: bytes of an operand that are packed together, */
   CPU_DEEP = 2048,        /* terms that are, of the backward products */
   CPU_ABREAST = 256,      /* columns that an item may have */
+  CPU_PIECES = 64,        /* of rows whose parts of a norm's gradient are added up apart */
   CPU_TRAIN_BYTES = 4 * (CPU_PANELS * CPU_ROWS * (CPU_DEPTH + CPU_BLOCK) + CPU_TURNED), /* of all */
   CPU_HUGE = 4 << 20      /* bytes from which memory is worth huge pages */
 };
@@ -1021,7 +1022,8 @@ typedef struct cpu_norm_bwd_job {
   const float *w, *stats;
   float *dw, *db;
   const tfm_norm *p;
-  int32_t groups;
+  int32_t groups, rows; /* of a piece, */
+  float *sums;          /* [pieces][2][n] */
 } cpu_norm_bwd_job;
 
 typedef struct cpu_loss_job {
@@ -3327,19 +3329,45 @@ static void V(rope_head)(float *x, const tfm_rope *p, int32_t first, int32_t n, 
   }
 }
 
+/* Sines and cosines of angles below 2^24. n quarter turns are taken off, exactly at first, as what
+   is left has no finer bits than pi / 2 as a float. The coefficients are Cephes'. */
+CPU_INLINE void V(sine_cosine)(V(vec) x, V(vec) *sine, V(vec) *cosine) {
+  const V(vec) one = V(all)(1.0f);
+  V(vec) n = V(round)(V(mul)(x, V(all)(0.63661977f))), minus = V(mul)(n, V(all)(-1.0f));
+  V(ints) turn = V(to_ints)(n), next = V(plus)(turn, V(all_ints)(1));
+  V(vec) odd = V(to_floats)(V(and)(turn, V(all_ints)(1)));
+  V(vec) even = V(to_floats)(V(and)(next, V(all_ints)(1))), r, square, s, c;
+  r = V(fma)(minus, V(all)(1.57079637f), x);
+  r = V(fma)(minus, V(all)(-4.37113883e-8f), r);
+  r = V(fma)(minus, V(all)(-1.71512451e-15f), r);
+  square = V(mul)(r, r);
+  s = V(fma)(V(all)(-1.9515295891e-4f), square, V(all)(8.3321608736e-3f));
+  s = V(fma)(s, square, V(all)(-1.6666654611e-1f));
+  s = V(fma)(V(mul)(s, square), r, r);
+  c = V(fma)(V(all)(2.4433157118e-5f), square, V(all)(-1.3887316255e-3f));
+  c = V(fma)(c, square, V(all)(4.1666645683e-2f));
+  c = V(fma)(V(mul)(c, square), square, V(fma)(square, V(all)(-0.5f), one));
+  n = V(to_floats)(V(and)(turn, V(all_ints)(2))); /* a sign: 1 - 0 or 1 - 2 */
+  *sine = V(mul)(V(fma)(n, V(all)(-1.0f), one), V(fma)(odd, c, V(mul)(even, s)));
+  n = V(to_floats)(V(and)(next, V(all_ints)(2)));
+  *cosine = V(mul)(V(fma)(n, V(all)(-1.0f), one), V(fma)(odd, s, V(mul)(even, c)));
+}
+
 static void V(rope_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_rope_job *t = (const cpu_rope_job *)context;
   const tfm_rope *p = t->p;
+  const V(vec) scale = V(all)(p->scale), turn = V(all)(p->inverse ? -p->scale : p->scale);
   float c[CPU_ANGLES], s[CPU_ANGLES];
   int32_t row, first, head, i, n;
   (void)worker;
   for (row = begin; row < end; row++)
     for (first = 0; first < p->rot / 2; first += n) {
       n = cpu_min(CPU_ANGLES, p->rot / 2 - first);
-      for (i = 0; i < n; i++) {
-        float angle = (float)t->pos[row] * p->inv_freq[first + i];
-        c[i] = cosf(angle) * p->scale;
-        s[i] = (p->inverse ? -sinf(angle) : sinf(angle)) * p->scale;
+      for (i = 0; i < n; i += CPU_LANES) {
+        V(vec) angle = V(load_some)(p->inv_freq + first + i, n - i), sine, cosine;
+        V(sine_cosine)(V(mul)(angle, V(all)((float)t->pos[row])), &sine, &cosine);
+        V(store)(c + i, V(mul)(cosine, scale));
+        V(store)(s + i, V(mul)(sine, turn));
       }
       for (head = 0; head < t->x.cols; head += p->head_width)
         V(rope_head)(cpu_row(t->x, row) + head, p, first, n, c, s);
@@ -3834,7 +3862,8 @@ static void V(finish)(const cpu_gemm *t, int32_t row, int32_t col, const float *
   for (j = 0; j < n && t->beta != 0; j += CPU_LANES)
     V(store_some)(c + j, V(add)(V(load_some)(c + j, n - j), V(load)(v + j)), n - j);
   if (t->e) V(epilogue_slope)(c, t->beta == 0 ? v : c, n, t->e, row, col);
-  else if (t->beta == 0) memcpy(c, v, (size_t)n * sizeof *c);
+  for (j = 0; j < n && t->beta == 0 && !t->e; j += CPU_LANES) /* faster than memcpy: asked for */
+    V(store_some)(c + j, V(load)(v + j), n - j);
 }
 
 typedef struct V(gemm_part) { /* of an item: rows and columns whose sums wait together */
@@ -4106,10 +4135,11 @@ static void V(glu_bwd)(tfm_dev *d, tfm_mat dgate_up, tfm_mat dy, tfm_mat gate_up
 /* ---- Training: norms ---- */
 
 /* dx of one vector of n values, with g = dy (w + offset):
-   deviation^-1 (g - mean of g - xhat * mean of g xhat), the first mean for layer norms only. */
+   deviation^-1 (g - mean of g - xhat * mean of g xhat), the first mean for layer norms only.
+   sums [2][n], of dw and db, grow. */
 static void V(norm_bwd_vector)(const cpu_norm_bwd_job *t, float *dx, const float *dy,
                                const float *x, const float *residual, int32_t n,
-                               const float *stats) {
+                               const float *stats, float *sums) {
   const V(vec) offset = V(all)(t->p->offset), minus = V(all)(-stats[0]), inverse = V(all)(stats[1]);
   V(vec) sum = V(all)(0.0f), product = sum, g, xhat, mean, slope;
   int32_t i;
@@ -4122,55 +4152,61 @@ static void V(norm_bwd_vector)(const cpu_norm_bwd_job *t, float *dx, const float
   mean = V(all)(t->p->kind == TFM_NORM_LAYER ? -V(sum_of)(sum) / (float)n : 0.0f);
   slope = V(all)(-V(sum_of)(product) / (float)n);
   for (i = 0; i < n; i += CPU_LANES) {
-    g = V(mul)(V(load_some)(dy + i, n - i), V(add)(V(load_some)(t->w + i, n - i), offset));
+    V(vec) y = V(load_some)(dy + i, n - i), dw = V(load_some)(sums + i, n - i);
+    g = V(mul)(y, V(add)(V(load_some)(t->w + i, n - i), offset));
     xhat = V(mul)(V(add)(V(load_some)(x + i, n - i), minus), inverse);
+    V(store_some)(sums + i, V(fma)(y, xhat, dw), n - i);
+    V(store_some)(sums + n + i, V(add)(y, V(load_some)(sums + n + i, n - i)), n - i);
     g = V(mul)(inverse, V(fma)(xhat, slope, V(add)(g, mean)));
     if (residual) g = V(add)(g, V(load_some)(residual + i, n - i));
     V(store_some)(dx + i, g, n - i);
   }
 }
 
-static void V(norm_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+/* Rows of a piece: their dx, and its sums of dw and db. */
+static void V(norm_bwd_pieces)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_norm_bwd_job *t = (const cpu_norm_bwd_job *)context;
-  int32_t n = t->x.cols / t->groups, i, g;
+  int32_t n = t->x.cols / t->groups, piece, i, g;
   (void)worker;
-  for (i = begin; i < end; i++)
-    for (g = 0; g < t->groups; g++)
-      V(norm_bwd_vector)(t, cpu_row(t->dx, i) + g * n, cpu_row(t->dy, i) + g * n,
-                         cpu_row(t->x, i) + g * n,
-                         t->residual.data ? cpu_row(t->residual, i) + g * n : NULL, n,
-                         t->stats + 2 * ((int64_t)i * t->groups + g));
-}
-
-/* Columns [begin, end) of dw and db, over all rows and groups; at most a vector at a time. */
-static void V(norm_bwd_columns)(void *context, int32_t begin, int32_t end, int32_t worker) {
-  const cpu_norm_bwd_job *t = (const cpu_norm_bwd_job *)context;
-  int32_t n = t->x.cols / t->groups, row, g, i, some;
-  V(vec) dw, db, dy, xhat;
-  (void)worker;
-  for (i = begin; i < end; i += CPU_LANES) {
-    some = end - i;
-    dw = V(load_some)(t->dw + i, some);
-    db = t->db ? V(load_some)(t->db + i, some) : V(all)(0.0f);
-    for (row = 0; row < t->x.rows; row++)
-      for (g = 0; g < t->groups; g++) {
-        const float *stats = t->stats + 2 * ((int64_t)row * t->groups + g);
-        dy = V(load_some)(cpu_row(t->dy, row) + g * n + i, some);
-        xhat = V(add)(V(load_some)(cpu_row(t->x, row) + g * n + i, some), V(all)(-stats[0]));
-        dw = V(fma)(V(mul)(dy, xhat), V(all)(stats[1]), dw);
-        db = V(add)(db, dy);
-      }
-    V(store_some)(t->dw + i, dw, some);
-    if (t->db) V(store_some)(t->db + i, db, some);
+  for (piece = begin; piece < end; piece++) {
+    float *sums = t->sums + (int64_t)piece * 2 * n;
+    memset(sums, 0, 2 * (size_t)n * sizeof *sums);
+    for (i = piece * t->rows; i < cpu_min((piece + 1) * t->rows, t->x.rows); i++)
+      for (g = 0; g < t->groups; g++)
+        V(norm_bwd_vector)(t, cpu_row(t->dx, i) + g * n, cpu_row(t->dy, i) + g * n,
+                           cpu_row(t->x, i) + g * n,
+                           t->residual.data ? cpu_row(t->residual, i) + g * n : NULL, n,
+                           t->stats + 2 * ((int64_t)i * t->groups + g), sums);
   }
 }
 
+/* Columns [begin, end) of dw and db grow by the pieces' sums. */
+static void V(norm_bwd_columns)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_norm_bwd_job *t = (const cpu_norm_bwd_job *)context;
+  int32_t n = t->x.cols / t->groups, piece, i;
+  (void)worker;
+  for (piece = 0; piece < (t->x.rows + t->rows - 1) / t->rows; piece++) {
+    const float *dw = t->sums + (int64_t)piece * 2 * n, *db = dw + n;
+    for (i = begin; i < end; i++) t->dw[i] += dw[i];
+    for (i = begin; i < end && t->db; i++) t->db[i] += db[i];
+  }
+}
+
+/* Pieces are as many whatever the threads. */
 static void V(norm_bwd)(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy, tfm_mat x,
                         const float *w, tfm_mat residual, const float *stats, const tfm_norm *p) {
-  cpu_norm_bwd_job t = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1};
-  tfm_parallel_for(d, x.cols / t.groups, CPU_LANES, V(norm_bwd_columns),
-                   &t); /* first: dx may lie over dy */
-  tfm_parallel_for(d, x.rows, cpu_grain(8 * (int64_t)x.cols), V(norm_bwd_rows), &t);
+  cpu_norm_bwd_job t = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1,
+                        0, (float *)(void *)cpu_quantised_at(d)};
+  const int32_t n = x.cols / t.groups;
+  int32_t pieces = cpu_min(CPU_PIECES, CPU_TRAIN_BYTES / (2 * (int32_t)sizeof(float)) / n);
+  if (pieces == 0) {
+    tfm_backend_ref()->norm_bwd(d, dx, dw, db, dy, x, w, residual, stats, p);
+    return;
+  }
+  t.rows = (x.rows + pieces - 1) / pieces;
+  pieces = (x.rows + t.rows - 1) / t.rows;
+  tfm_parallel_for(d, pieces, cpu_grain(8 * (int64_t)x.cols * t.rows), V(norm_bwd_pieces), &t);
+  tfm_parallel_for(d, n, cpu_grain(2 * pieces), V(norm_bwd_columns), &t);
 }
 
 /* ---- Training: attention ----

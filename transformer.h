@@ -474,9 +474,8 @@ typedef struct tfm_engine_config {
   int32_t page_tokens; /* positions per cache page; 0: 64. context: one page, contiguous */
   /* of the cache, shared by the sequences; 0: enough for all at full context */
   int32_t pages;
-  /* of keys and values: F32, F16, BF16; or Q8_0, on cpu and ref, with heads of a multiple of 32
-     values. 0: the device's activation type, but on a GPU that of weights of 16 bits or fewer:
-     BF16, else F16 */
+  /* of keys and values: F32, F16, BF16; or Q8_0, with heads of a multiple of 32 values. 0: the
+     device's activation type, but on a GPU that of weights of 16 bits or fewer: BF16, else F16 */
   tfm_type cache;
   int32_t threads;     /* workers; 0: one per core */
   tfm_tap tap;         /* NULL: none. Slows everything down */
@@ -852,6 +851,7 @@ typedef struct tfm_dev {
      and of matmul_dx, matmul_dw, moe_dx and moe_dw. */
   bool has_bf16;
   tfm_type products; /* TFM_BF16, or 0: of the operands as they are */
+  tfm_type cache;    /* an engine's; set before work_bytes */
 } tfm_dev;
 
 /* Keeps the first failure until sync. printf-like. By the thread that called the entry only. */
@@ -961,7 +961,8 @@ typedef struct tfm_rows { /* the tokens of one forward pass */
 
 /* Keys and values of one layer: pages of page_tokens positions, page p at offset p * K *
    page_tokens * D, laid out [K, page_tokens, D]; table[seq, position / page_tokens] is a page
-   number. A contiguous cache is the one-page case. table NULL: no cache; k and v are the rows of
+   number. A contiguous cache is the one-page case. How a vector of Q8_0 lies in its D / 32 * 34
+   bytes is the table's own. table NULL: no cache; k and v are the rows of
    this very call, as views [T, K*D] of key_rows and value_rows; the rows of a sequence then lie
    together in ascending positions, and row r sees those before it of its own seq. */
 typedef struct tfm_kv {
@@ -14938,41 +14939,48 @@ static void tfmi_penalise(float *p, const float *logits, int32_t n, float penalt
   }
 }
 
+/* p = e^((p - top) / temperature) */
+static void tfmi_relative(float *p, int32_t n, float top, float temperature) {
+  int32_t i;
+  for (i = 0; i < n; i++) p[i] = tfmi_exp((p[i] - top) / temperature);
+}
+
 static int32_t tfmi_first_of(const float *x, int32_t n, float value) {
   int32_t i = 0;
   while (i < n - 1 && x[i] != value) i++;
   return i;
 }
 
-/* How many of n elements are >= least, and, where it is asked for, their sum. */
-static int32_t tfmi_count_mass(const float *p, int32_t n, float least, double *mass) {
-  int32_t kept = 0, i, j, l;
-  double sum = 0;
-  for (i = 0; i < n; i += TFMI_STRETCH) {
-    int32_t some = tfmi_min32(TFMI_STRETCH, n - i), count[TFMI_LANES] = {0};
-    float lane[TFMI_LANES] = {0};
-    for (j = 0; j + TFMI_LANES <= some; j += TFMI_LANES)
-      for (l = 0; l < TFMI_LANES; l++) {
-        lane[l] += p[i + j + l] >= least ? p[i + j + l] : 0.0f;
-        count[l] += p[i + j + l] >= least;
-      }
-    for (l = 0; j + l < some; l++) {
-      lane[l] += p[i + j + l] >= least ? p[i + j + l] : 0.0f;
-      count[l] += p[i + j + l] >= least;
-    }
-    for (l = 0; l < TFMI_LANES; l++) {
-      sum += (double)lane[l];
-      kept += count[l];
-    }
-  }
-  *mass = sum;
-  return kept;
+/* The sum of the elements that are >= least, of a stretch: halves added, and their halves. */
+static float tfmi_stretch_mass(const float *p, int32_t n, float least) {
+  float sum[TFMI_STRETCH];
+  int32_t half = 1, i;
+  while (half < n) half *= 2;
+  for (i = 0; i < n; i++) sum[i] = p[i] >= least ? p[i] : 0.0f;
+  for (; i < half; i++) sum[i] = 0;
+  for (half /= 2; half > 0; half /= 2)
+    for (i = 0; i < half; i++) sum[i] += sum[i + half];
+  return sum[0];
 }
 
 static double tfmi_mass(const float *p, int32_t n, float least) {
-  double mass;
-  tfmi_count_mass(p, n, least, &mass);
-  return mass;
+  double sum = 0;
+  int32_t i;
+  for (i = 0; i < n; i += TFMI_STRETCH)
+    sum += (double)tfmi_stretch_mass(p + i, tfmi_min32(TFMI_STRETCH, n - i), least);
+  return sum;
+}
+
+static int32_t tfmi_count(const float *p, int32_t n, float least) {
+  int32_t kept = 0, i;
+  for (i = 0; i < n; i++) kept += p[i] >= least;
+  return kept;
+}
+
+static uint32_t tfmi_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
 }
 
 static float tfmi_from_bits(uint32_t bits) {
@@ -14981,29 +14989,29 @@ static float tfmi_from_bits(uint32_t bits) {
   return value;
 }
 
-/* Drops the elements outside [low, high), and keeps the order; returns how many are left. */
-static int32_t tfmi_keep_between(float *x, int32_t n, float low, float high) {
+/* to = the elements of x whose bits are in [low, high), in order; returns how many. */
+static int32_t tfmi_select(float *to, const float *x, int32_t n, uint32_t low, uint32_t high) {
   int32_t kept = 0, i;
   for (i = 0; i < n; i++) {
-    float v = x[i];
-    x[kept] = v;
-    kept += (v >= low) & (v < high);
+    const float v = x[i];
+    to[kept] = v;
+    kept += tfmi_bits(v) - low < high - low;
   }
   return kept;
 }
 
-/* The largest t such that the elements >= t have at least `goal` of mass; mass is 1 each, or the
-   value itself. Elements are in [0, 1], where floats are ordered as their bits are: a bisection of
-   the bits, on ever fewer elements. x is used up. */
-static float tfmi_threshold(float *x, int32_t n, double goal, bool count) {
-  uint32_t low = 0, high = 0x3f800001; /* t is in [low, high) */
-  double above = 0, over = 0;          /* mass of elements that were dropped from above; >= high */
-  int32_t at_low = n, at_high = 0;     /* how many elements are >= low, >= high */
+/* The largest t >= least such that the elements >= t have at least `goal` of mass; mass is 1 each,
+   or the value itself. Elements are in [0, 1], where floats are ordered as their bits are: a
+   bisection of the bits, which goes on with a selection, in `rest`, once few are left. */
+static float tfmi_threshold(const float *p, float *rest, int32_t n, double goal, float least,
+                            bool count) {
+  uint32_t low = tfmi_bits(least), high = 0x3f800001; /* t is in [low, high) */
+  double above = 0, over = 0;      /* mass of elements that were left out from above; >= high */
+  int32_t at_low = n, at_high = 0; /* how many elements are >= low, at most; >= high */
   while (high - low > 1 && n > 0) {
-    uint32_t middle = low + (high - low) / 2;
-    double mass;
-    int32_t at = tfmi_count_mass(x, n, tfmi_from_bits(middle), &mass);
-    if (count) mass = at;
+    const uint32_t middle = low + (high - low) / 2;
+    const int32_t at = tfmi_count(p, n, tfmi_from_bits(middle));
+    const double mass = count ? at : tfmi_mass(p, n, tfmi_from_bits(middle));
     if (above + mass >= goal) {
       low = middle;
       at_low = at;
@@ -15012,37 +15020,24 @@ static float tfmi_threshold(float *x, int32_t n, double goal, bool count) {
       at_high = at;
       over = mass;
     }
-    if (at_low - at_high > n / 2) continue;
-    n = tfmi_keep_between(x, n, tfmi_from_bits(low), tfmi_from_bits(high));
+    if (at_low - at_high > n / 8) continue;
+    at_low = n = tfmi_select(rest, p, n, low, high);
+    p = rest;
     above += over;
     over = 0;
-    at_low = n;
     at_high = 0;
   }
   return tfmi_from_bits(low);
 }
 
-/* rest = the elements of p that are >= least, in order; returns how many. */
-static int32_t tfmi_select(float *rest, const float *p, int32_t n, float least) {
-  int32_t kept = 0, i;
-  for (i = 0; i < n; i++) {
-    rest[kept] = p[i];
-    kept += p[i] >= least;
-  }
-  return kept;
-}
-
 /* The p below which nothing is drawn. `rest` is scratch of n elements. */
 static float tfmi_least(const float *p, float *rest, int32_t n, const tfm_sampling *s) {
   float least = 0;
-  if (s->top_k > 0 && s->top_k < n)
-    least = tfmi_threshold(rest, tfmi_select(rest, p, n, 0), s->top_k, true);
+  if (s->top_k > 0 && s->top_k < n) least = tfmi_threshold(p, rest, n, s->top_k, 0, true);
   if (s->top_p > 0 && s->top_p < 1) { /* all below (1 - top_p) mass / n together are not missed */
     double mass = tfmi_mass(p, n, least), goal = mass * (double)s->top_p;
     float cut = (float)((mass - goal) / n * 0.99);
-    int32_t left = tfmi_select(rest, p, n, cut > least ? cut : least);
-    float t = tfmi_threshold(rest, left, goal, false);
-    if (t > least) least = t;
+    least = tfmi_threshold(p, rest, n, goal, cut > least ? cut : least, false);
   }
   if (s->min_p > least) least = s->min_p < 1 ? s->min_p : 1.0f;
   return least;
@@ -15081,7 +15076,7 @@ static int32_t tfmi_choose(const float *logits, float *work, int32_t n, const tf
     return logits[i] == logits[i] ? i : 0;
   }
   if (!(s->temperature > 0) || top == INFINITY) return tfmi_first_of(work, n, top);
-  for (i = 0; i < n; i++) work[i] = tfmi_exp((work[i] - top) / s->temperature);
+  tfmi_relative(work, n, top, s->temperature);
   least = tfmi_least(work, work + n, n, s);
   return tfmi_draw(work, n, least, tfmi_uniform(s->seed, s->sequence, position));
 }
@@ -16786,6 +16781,7 @@ static void tfmi_lay_out_device(tfm_engine *e, tfmi_arena *a) {
   if (c->tap)
     e->d_probs = (float *)tfmi_take(a, rows * context, (uint64_t)net->heads * sizeof(float));
   e->d_frequencies = (float *)tfmi_take(a, (uint64_t)net->head_width, sizeof(float));
+  e->dev.cache = c->cache;
   e->dev.work =
       tfmi_take(a, table->work_bytes(&e->dev, net, e->rows, c->sequences, c->context), 1);
   tfmi_take_cache(e, a);
@@ -16887,10 +16883,13 @@ static tfm_status tfmi_engine_configure(tfm_engine *e) {
     return tfmi_report(TFM_E_UNSUPPORTED,
                        "tfm_engine_config.cache is %s; expected F32, F16, BF16 or Q8_0",
                        tfm_type_name(c->cache));
-  if (c->cache == TFM_Q8_0 && (net->head_width % 32 != 0 || e->dev.table->half_cache))
+  if (c->cache == TFM_Q8_0 && net->head_width % 32 != 0)
     return tfmi_report(TFM_E_UNSUPPORTED, "tfm_engine_config.cache is Q8_0, which needs heads of a "
-                       "multiple of 32 values, found %d, and a device that computes on the host, "
-                       "found %s; choose F16", (int)net->head_width, e->dev.table->name);
+                       "multiple of 32 values, found %d; choose F16", (int)net->head_width);
+  if (c->cache == TFM_Q8_0 && e->dev.table->half_cache && e->dev.override_mask)
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_engine_config.cache is Q8_0, which lies otherwise "
+                       "on %s than on ref, whose entries are to read it; choose F16",
+                       e->dev.table->name);
   if (c->tap && (e->dev.table->activation != TFM_F32 || e->dev.table->residual != TFM_F32))
     return tfmi_report(TFM_E_UNSUPPORTED,
                        "tap: device %s has activations of type %s; a tap needs F32 throughout",

@@ -404,7 +404,7 @@ static uint32_t cpu_spread(uint32_t high) {
 }
 
 /* A block of 32: f16, fifth bits, the rest. */
-static void cpu_piece_of_32(cpu_piece *p, const uint8_t *x, tfm_type type) {
+CPU_INLINE void cpu_piece_of_32(cpu_piece *p, const uint8_t *x, tfm_type type) {
   const struct cpu_layout *l = &cpu_layouts[type];
   int u;
   memcpy(p->f16, x, 2 * (size_t)l->f16);
@@ -415,7 +415,7 @@ static void cpu_piece_of_32(cpu_piece *p, const uint8_t *x, tfm_type type) {
 }
 
 /* Columns 32 g to 32 g + 31 of a block of 256: see the reference's decoders. */
-static void cpu_piece_of_256(cpu_piece *p, const uint8_t *x, tfm_type type, int g) {
+CPU_INLINE void cpu_piece_of_256(cpu_piece *p, const uint8_t *x, tfm_type type, int g) {
   const bool six = type == TFM_Q6_K;
   const uint8_t *low = six ? x + g / 4 * 64 + g % 2 * 32
                            : x + (type == TFM_Q4_K ? 16 : 48) + g / 2 * 32;
@@ -439,46 +439,114 @@ static void cpu_piece_of_256(cpu_piece *p, const uint8_t *x, tfm_type type, int 
   }
 }
 
-/* Numbers of `bytes` bytes between consecutive memory and places CPU_ROWS of them apart. */
-CPU_INLINE uint8_t *cpu_deal(uint8_t *panel, void *row, int n, int slot, const size_t bytes,
-                             bool back) {
+/* Back from places CPU_ROWS numbers apart. */
+CPU_INLINE const uint8_t *cpu_pick(const uint8_t *panel, void *row, int n, int slot,
+                                   const size_t bytes) {
   uint8_t *one = (uint8_t *)row;
   int i;
   for (i = 0; i < n; i++, panel += CPU_ROWS * bytes, one += bytes)
-    if (back) memcpy(one, panel + (size_t)slot * bytes, bytes);
-    else memcpy(panel + (size_t)slot * bytes, one, bytes);
+    memcpy(one, panel + (size_t)slot * bytes, bytes);
   return panel;
 }
 
-static void cpu_deal_piece(uint8_t *panel, cpu_piece *p, tfm_type type, int32_t b, int slot,
-                           bool back) {
+static void cpu_pick_piece(cpu_piece *p, const uint8_t *panel, tfm_type type, int32_t b, int slot) {
   const struct cpu_layout *l = &cpu_layouts[type];
-  const uint8_t *front;
-  uint8_t *at = (uint8_t *)(uintptr_t)cpu_piece_at(&front, panel, (int)type, b);
-  if (back || b % (l->cols / 32) == 0)
-    cpu_deal((uint8_t *)(uintptr_t)front, p->f16, cpu_min(l->f16, 2), slot, 2, back);
-  at = cpu_deal(at, p->byte, cpu_min(l->byte, 2), slot, 1, back);
-  at = cpu_deal(at, p->high, cpu_min(l->high, 2), slot, 4, back);
-  cpu_deal(at, p->low, cpu_min(l->low, 8), slot, 4, back);
+  const uint8_t *front, *at = cpu_piece_at(&front, panel, (int)type, b);
+  cpu_pick(front, p->f16, cpu_min(l->f16, 2), slot, 2);
+  at = cpu_pick(at, p->byte, cpu_min(l->byte, 2), slot, 1);
+  at = cpu_pick(at, p->high, cpu_min(l->high, 2), slot, 4);
+  cpu_pick(at, p->low, cpu_min(l->low, 8), slot, 4);
 }
 
-/* Columns col .. col + cols - 1 of a row, as in a file, go to a panel. */
-static void cpu_deal_row(uint8_t *panel, const uint8_t *row, int32_t col, int32_t cols, int slot,
-                         tfm_type type) {
-  cpu_piece p;
-  int32_t b, end = (col + cols) / 32;
-  if (!cpu_has_blocks((int)type)) {
-    if (type == TFM_BF16) slot = slot % 16 * 2 + slot / 16; /* a dword: rows i and i + 16 */
-    panel += cpu_panel_span((int)type, col);
-    if (type == TFM_F32) cpu_deal(panel, (void *)(uintptr_t)row, cols, slot, 4, false);
-    else cpu_deal(panel, (void *)(uintptr_t)row, cols, slot, 2, false);
-    return;
+/* n numbers of every row's piece, from `field` of the first on, go to a panel. */
+CPU_INLINE uint8_t *cpu_deal(uint8_t *to, const void *field, int n, const size_t bytes) {
+  const uint8_t *from = (const uint8_t *)field;
+  int i, slot;
+  for (i = 0; i < n; i++, from += bytes)
+    for (slot = 0; slot < CPU_ROWS; slot++, to += bytes)
+      memcpy(to, from + (size_t)slot * sizeof(cpu_piece), bytes);
+  return to;
+}
+
+/* Whole blocks of 32 rows go to their place in a panel. */
+CPU_INLINE void cpu_deal_blocks_of(uint8_t *to, const uint8_t *const *row, int32_t cols,
+                                   const tfm_type type) {
+  const struct cpu_layout *l = &cpu_layouts[type];
+  const int f16 = cpu_min(l->f16, 2), byte = l->byte, high = l->high, low = l->low;
+  cpu_piece piece[CPU_ROWS];
+  size_t at;
+  int32_t b, g, slot;
+  for (b = 0; b < cols / l->cols; b++)
+    for (g = 0, at = (size_t)b * l->bytes; g < l->cols / 32; g++) {
+      for (slot = 0; slot < CPU_ROWS; slot++)
+        if (l->cols == 32) cpu_piece_of_32(&piece[slot], row[slot] + at, type);
+        else cpu_piece_of_256(&piece[slot], row[slot] + at, type, g);
+      if (g == 0) to = cpu_deal(to, piece->f16, f16, 2);
+      to = cpu_deal(to, piece->byte, byte, 1);
+      to = cpu_deal(to, piece->high, high, 4);
+      to = cpu_deal(to, piece->low, low, 4);
+    }
+}
+
+static void cpu_deal_blocks(uint8_t *to, const uint8_t *const *row, int32_t cols, tfm_type type) {
+#define CPU_DEAL(one) case one: cpu_deal_blocks_of(to, row, cols, one); return
+  switch ((int)type) { /* its layout is a constant in each */
+    CPU_DEAL(TFM_Q8_0);
+    CPU_DEAL(TFM_Q4_0);
+    CPU_DEAL(TFM_Q4_1);
+    CPU_DEAL(TFM_Q5_0);
+    CPU_DEAL(TFM_Q5_1);
+    CPU_DEAL(TFM_Q4_K);
+    CPU_DEAL(TFM_Q5_K);
+    CPU_DEAL(TFM_Q6_K);
   }
-  for (b = col / 32; b < end; b++) {
-    if (cpu_layouts[type].cols == 32) cpu_piece_of_32(&p, row + cpu_span(type, 32 * b - col), type);
-    else cpu_piece_of_256(&p, row + cpu_span(type, 32 * b - col), type, b % 8);
-    cpu_deal_piece(panel, &p, type, b, slot, false);
-  }
+#undef CPU_DEAL
+}
+
+static uint64_t cpu_qword(const uint8_t *p) {
+  uint64_t u;
+  memcpy(&u, p, sizeof u);
+  return u;
+}
+
+/* Four columns of four rows of 16 bits, as four rows of columns. */
+CPU_INLINE void cpu_turn_halves(uint8_t *to, const uint8_t *a, const uint8_t *b, const uint8_t *c,
+                                const uint8_t *d) {
+  const uint64_t even = 0x0000ffff0000ffffu, half = 0xffffffffu;
+  uint64_t r0 = cpu_qword(a), r1 = cpu_qword(b), r2 = cpu_qword(c), r3 = cpu_qword(d), y[4];
+  const uint64_t p = (r0 & even) | (r1 & even) << 16, q = (r0 >> 16 & even) | (r1 & ~even);
+  const uint64_t r = (r2 & even) | (r3 & even) << 16, s = (r2 >> 16 & even) | (r3 & ~even);
+  int i;
+  y[0] = (p & half) | r << 32, y[1] = (q & half) | s << 32;
+  y[2] = p >> 32 | (r & ~half), y[3] = q >> 32 | (s & ~half);
+  for (i = 0; i < 4; i++) memcpy(to + 2 * CPU_ROWS * i, &y[i], sizeof y[i]);
+}
+
+/* Two columns of two rows of 32 bits, as two rows of columns. */
+CPU_INLINE void cpu_turn_words(uint8_t *to, const uint8_t *a, const uint8_t *b) {
+  const uint64_t r0 = cpu_qword(a), r1 = cpu_qword(b), half = 0xffffffffu;
+  const uint64_t y0 = (r0 & half) | r1 << 32, y1 = r0 >> 32 | (r1 & ~half);
+  memcpy(to, &y0, sizeof y0);
+  memcpy(to + 4 * CPU_ROWS, &y1, sizeof y1);
+}
+
+/* 32 rows of a float type go to their place in a panel. */
+static void cpu_deal_floats(uint8_t *to, const uint8_t *const *row, int32_t cols, tfm_type type) {
+  const size_t bytes = cpu_layouts[type].bytes;
+  const int32_t each = bytes == 2 ? 4 : 2; /* columns at a time, and rows */
+  const uint8_t *from[CPU_ROWS];           /* in the order of a panel's columns, */
+  size_t at;                               /* at this byte */
+  int32_t col;
+  int i;
+  for (i = 0; i < CPU_ROWS; i++) /* of bf16, a dword has rows i and i + 16 */
+    from[i] = row[type == TFM_BF16 ? i / 2 + i % 2 * 16 : i];
+  for (col = 0, at = 0; col + each <= cols; col += each, at += 8, to += CPU_ROWS * 8)
+    for (i = 0; i < CPU_ROWS; i += each)
+      if (bytes == 4) cpu_turn_words(to + 4 * i, from[i] + at, from[i + 1] + at);
+      else cpu_turn_halves(to + 2 * i, from[i] + at, from[i + 1] + at, from[i + 2] + at,
+                           from[i + 3] + at);
+  for (; col < cols; col++, at += bytes)
+    for (i = 0; i < CPU_ROWS; i++, to += bytes) memcpy(to, from[i] + at, bytes);
 }
 
 typedef struct cpu_pack_job {
@@ -527,9 +595,30 @@ static const uint8_t *cpu_pack_straight(const cpu_pack_job *t, uint8_t *room, in
   tfm_type type = t->part->type;
   const uint8_t *from = (const uint8_t *)t->part->data +
                         (size_t)row * cpu_span(type, t->cols) + cpu_span(type, col);
-  if (type == t->type) return from;
+  if (type == t->type) { /* the next piece lies a row away from what is read after this one */
+    const size_t bytes = cpu_span(type, cols);
+    size_t i;
+    for (i = 0; i < bytes; i += 64) __builtin_prefetch(from + bytes + i);
+    return from;
+  }
   cpu_convert(t->d, cpu_view(room, t->type, 1, cols, cols), cpu_view(from, type, 1, cols, cols));
   return room;
+}
+
+/* Rows of a group, as a file has them, lie in panels or in rows of our own. */
+static void cpu_pack_tile(const cpu_pack_job *t, const uint8_t *const *from, int32_t group,
+                          int32_t rows, int32_t col, int32_t cols) {
+  const size_t bytes = cpu_span(t->type, cols), stride = cpu_span(t->type, t->cols);
+  uint8_t *to = t->to;
+  int32_t i;
+  if (!t->panels) {
+    to += (size_t)group * CPU_ROWS * stride + cpu_span(t->type, col);
+    for (i = 0; i < rows; i++, to += stride) memcpy(to, from[i], bytes);
+    return;
+  }
+  to += (size_t)group * cpu_panel_span((int)t->type, t->cols) + cpu_panel_span((int)t->type, col);
+  if (cpu_has_blocks((int)t->type)) cpu_deal_blocks(to, from, cols, t->type);
+  else cpu_deal_floats(to, from, cols, t->type);
 }
 
 /* Groups of 32 rows begin .. end-1, by tiles of 32 columns or, from rows as they lie, of 256. */
@@ -537,7 +626,9 @@ static void cpu_pack_rows(void *context, int32_t begin, int32_t end, int32_t wor
   static const uint8_t zeros[256 * 4] = {0};
   const cpu_pack_job *t = (const cpu_pack_job *)context;
   const int32_t step = t->transposed ? 32 : 256;
-  uint8_t tile[CPU_ROWS * 32 * 4];
+  const size_t span = cpu_span(t->type, step);
+  uint8_t tile[CPU_ROWS * 256 * 4];
+  const uint8_t *from[CPU_ROWS];
   int32_t group, col, i;
   (void)worker;
   for (group = begin; group < end; group++)
@@ -545,18 +636,10 @@ static void cpu_pack_rows(void *context, int32_t begin, int32_t end, int32_t wor
       int32_t row = group * CPU_ROWS, rows = cpu_min(CPU_ROWS, t->part->rows - row);
       int32_t cols = cpu_min(step, t->cols - col);
       if (t->transposed) cpu_pack_turned(t, tile, row, rows, col, cols);
-      for (i = 0; i < (t->panels ? CPU_ROWS : rows); i++) {
-        const uint8_t *from = zeros;
-        if (i < rows)
-          from = t->transposed ? tile + (size_t)i * cpu_span(t->type, 32)
-                               : cpu_pack_straight(t, tile, row + i, col, cols);
-        if (t->panels)
-          cpu_deal_row(t->to + (size_t)group * cpu_panel_span((int)t->type, t->cols), from, col,
-                       cols, i, t->type);
-        else
-          memcpy(t->to + (size_t)(row + i) * cpu_span(t->type, t->cols) + cpu_span(t->type, col),
-                 from, cpu_span(t->type, cols));
-      }
+      for (i = 0; i < CPU_ROWS; i++)
+        from[i] = i >= rows ? zeros : t->transposed ? tile + (size_t)i * span
+                  : cpu_pack_straight(t, tile + (size_t)i * span, row + i, col, cols);
+      cpu_pack_tile(t, from, group, rows, col, cols);
     }
 }
 
@@ -635,13 +718,12 @@ static void cpu_stripe_piece(tfm_dev *d, float *y, const cpu_stripe *s, int64_t 
   else {
     from += (size_t)(row / CPU_ROWS) * s->bytes;
     if (cpu_has_blocks((int)s->type)) {
-      cpu_deal_piece(from, &p, s->type, col / 32, slot, true);
+      cpu_pick_piece(&p, from, s->type, col / 32, slot);
       cpu_piece_values(d, y, &p, s->type);
       return;
     }
     if (s->type == TFM_BF16) slot = slot % 16 * 2 + slot / 16;
-    cpu_deal(from + cpu_panel_span((int)s->type, col), line, n, slot, cpu_layouts[s->type].bytes,
-             true);
+    cpu_pick(from + cpu_panel_span((int)s->type, col), line, n, slot, cpu_layouts[s->type].bytes);
     from = line;
   }
   cpu_convert(d, cpu_view(y, TFM_F32, 1, n, n), cpu_view(from, s->type, 1, n, n));

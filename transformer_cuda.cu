@@ -1005,11 +1005,6 @@ __device__ __noinline__ float4 cuda_quad_slow(const float *x, int k, int n) {
   return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-__device__ __forceinline__ float4 cuda_quad(const float *x, int k, int n) {
-  if (4 * k + 3 < n && (uintptr_t)x % 16 == 0) return __ldcg((const float4 *)x + k);
-  return cuda_quad_slow<false>(x, k, n);
-}
-
 __device__ __forceinline__ float4 cuda_quad_const(const float *x, int k, int n) {
   if (4 * k + 3 < n && (uintptr_t)x % 16 == 0) return __ldg((const float4 *)x + k);
   return cuda_quad_slow<true>(x, k, n);
@@ -1061,31 +1056,49 @@ __device__ __forceinline__ float4 cuda_within(float4 v, int left) {
 }
 
 /* A row of n values, filled up with zeros to whole `quads`, of which a thread has threadIdx.x + i *
-   CUDA_CREW. It keeps Q of them; Q 8 will do for any row, but a wider one is fetched for every use. */
+   CUDA_CREW. It keeps Q of them; Q 8 will do for any row, but a wider one is fetched for every
+   use, half of the quads while the other half is used. */
 template <int Q> struct cuda_row {
   const float *x;
   int n, quads;
-  float4 v[Q];
+  float4 v[Q < 4 ? 1 : Q / 4][Q < 4 ? Q : 4];
   __device__ __forceinline__ bool kept() const { return Q < 8 || quads <= Q * CUDA_CREW; }
 };
+
+enum { CUDA_QUADS = 4 * CUDA_CREW }; /* from a thread's quad to the fourth after it */
 
 template <int Q>
 __device__ __forceinline__ void cuda_row_fetch(cuda_row<Q> &r, const float *x, int n, int quads) {
   r.x = x, r.n = n, r.quads = quads;
-  if (r.kept()) cuda_quads<CUDA_CREW>(r.v, x, (int)threadIdx.x, n);
+#pragma unroll
+  for (int half = 0; half < (Q + 3) / 4; half++)
+    if (r.kept()) cuda_quads<CUDA_CREW>(r.v[half], x, (int)threadIdx.x + half * CUDA_QUADS, n);
 }
 
 /* use(k, v) for every quad of the thread, in order; what it does to v lasts if the row is kept. */
 template <int Q, typename USE>
 __device__ __forceinline__ void cuda_each(cuda_row<Q> &r, USE use) {
-  const bool kept = r.kept();
-#pragma unroll 1
-  for (int first = threadIdx.x; first < r.quads; first += Q * CUDA_CREW) {
-    if (!kept) cuda_quads<CUDA_CREW>(r.v, r.x, first, r.n);
+  auto use_half = [&](auto &v, int first) {
 #pragma unroll
-    for (int i = 0; i < Q; i++)
-      if (first + i * CUDA_CREW < r.quads) use(first + i * CUDA_CREW, r.v[i]);
-    if (kept) break;
+    for (int i = 0; i < (Q < 4 ? Q : 4); i++)
+      if (first + i * CUDA_CREW < r.quads) use(first + i * CUDA_CREW, v[i]);
+  };
+  if (r.kept()) {
+#pragma unroll
+    for (int half = 0; half < (Q + 3) / 4; half++)
+      use_half(r.v[half], (int)threadIdx.x + half * CUDA_QUADS);
+    return;
+  }
+  if constexpr (Q == 8) {
+    int first = threadIdx.x;
+    cuda_quads<CUDA_CREW>(r.v[0], r.x, first, r.n);
+#pragma unroll 1
+    for (; first < r.quads; first += 2 * CUDA_QUADS) {
+      cuda_quads<CUDA_CREW>(r.v[1], r.x, first + CUDA_QUADS, r.n);
+      use_half(r.v[0], first);
+      cuda_quads<CUDA_CREW>(r.v[0], r.x, first + 2 * CUDA_QUADS, r.n);
+      use_half(r.v[1], first + CUDA_QUADS);
+    }
   }
 }
 
@@ -1109,16 +1122,14 @@ __device__ __forceinline__ float2 cuda_row_stats(cuda_row<Q> &r, const tfm_norm 
   return make_float2(mean, rsqrtf(cuda_crew_sum(sum, room + 8) * each + p.eps));
 }
 
-/* Quad k of a row of n values, normalised. */
-__device__ __forceinline__ float4 cuda_normed(float4 v, int k, int n, float2 stats,
-                                              const cuda_norm &t) {
-  const float4 w = cuda_quad_const(t.w, k, n);
-  const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
-  v.x = __fmaf_rn(__fmul_rn(v.x - stats.x, stats.y), w.x + t.p.offset, b.x);
-  v.y = __fmaf_rn(__fmul_rn(v.y - stats.x, stats.y), w.y + t.p.offset, b.y);
-  v.z = __fmaf_rn(__fmul_rn(v.z - stats.x, stats.y), w.z + t.p.offset, b.z);
-  v.w = __fmaf_rn(__fmul_rn(v.w - stats.x, stats.y), w.w + t.p.offset, b.w);
-  return cuda_within(v, n - 4 * k);
+/* Four values, normalised; `left` of them are the row's. */
+__device__ __forceinline__ float4 cuda_normed(float4 v, int left, float2 stats, float4 w, float4 b,
+                                              float offset) {
+  v.x = __fmaf_rn(__fmul_rn(v.x - stats.x, stats.y), w.x + offset, b.x);
+  v.y = __fmaf_rn(__fmul_rn(v.y - stats.x, stats.y), w.y + offset, b.y);
+  v.z = __fmaf_rn(__fmul_rn(v.z - stats.x, stats.y), w.z + offset, b.z);
+  v.w = __fmaf_rn(__fmul_rn(v.w - stats.x, stats.y), w.w + offset, b.w);
+  return cuda_within(v, left);
 }
 
 /* y = norm(x), or what is added to it; a block for a vector. */
@@ -1137,7 +1148,9 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat
   cuda_row_fetch(r, from, n, (n + 3) / 4);
   s = cuda_row_stats(r, t.p, 1.0f / (float)n, room);
   cuda_each(r, [&](int k, float4 &v) {
-    const float4 u = cuda_normed(v, k, n, s, t);
+    const float4 w = cuda_quad_const(t.w, k, n);
+    const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
+    const float4 u = cuda_normed(v, n - 4 * k, s, w, b, t.p.offset);
     const float f[4] = {u.x, u.y, u.z, u.w};
     if (plain) return cuda_store4(y.data, y.type, to + 4 * k, u);
 #pragma unroll
@@ -1260,10 +1273,11 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
    are multiplied without tensor cores, in the same order of things.
 
    A tile is 8 units, a unit two rows of W that belong together: a pair that is rotated, a gate and
-   what it opens, or rows eight apart. A piece is 64 bytes of each of the tile's 16 rows: lane
-   4g + t has 16 bytes of both rows of unit g. A team of `split` warps shares a tile: each takes a
-   stretch of pieces, CUDA_AHEAD of them asked for before they are used, the first even before x is
-   there. The team's sums are added in order: the bits of a row depend on the shape of W alone. */
+   what it opens, rows eight apart; or one row, twice (cuda_teams). A piece is 64 bytes of each of the
+   tile's 16 rows: lane 4g + t has 16 bytes of both rows of unit g. A team of `split` warps shares a
+   tile: each takes a stretch of pieces, CUDA_AHEAD of them asked for before they are used, the first
+   even before x is there. The team's sums are added in order: the bits of a row depend on the shape
+   of W alone. */
 
 enum { CUDA_AHEAD = 8, CUDA_BLOCKS_AHEAD = 4 }; /* pieces; at most the first */
 
@@ -1304,6 +1318,7 @@ typedef struct cuda_crew_room {
   float *factor; /* [M] what sums are to be multiplied by */
   float2 *part;  /* [2, CUDA_CREW_WARPS, most tiles of columns, 32] sums of a team's warps */
   char *zeros;   /* [32] */
+  float4 *norm;  /* [2, values / 4] weights and biases of a norm */
   char *planes;  /* [pieces + CUDA_AHEAD, M, parts, 4 lanes' values] */
 } cuda_crew_room;
 
@@ -1311,18 +1326,22 @@ enum { CUDA_PART_BYTES = 2 * CUDA_CREW_WARPS * 32 * 8 };
 
 enum { CUDA_ROOM_FLOATS = 40 };
 
-static size_t cuda_crew_bytes(const cuda_weight *w, int m) {
+/* norms: vectors of a norm's weights and biases. */
+static size_t cuda_crew_bytes(const cuda_weight *w, int m, int norms) {
   return sizeof(float) * CUDA_ROOM_FLOATS + (size_t)m * CUDA_PART_BYTES +
-         (size_t)((cuda_pieces(*w) + CUDA_AHEAD) * m) * (size_t)cuda_piece_bytes(w->type);
+         (size_t)((cuda_pieces(*w) + CUDA_AHEAD) * m) * (size_t)cuda_piece_bytes(w->type) +
+         sizeof(float) * (size_t)(norms * cuda_values(*w));
 }
 
-template <int M> __device__ __forceinline__ cuda_crew_room cuda_crew_lay_out(float *shared) {
+template <int TYPE, int M>
+__device__ __forceinline__ cuda_crew_room cuda_crew_lay_out(float *shared, const cuda_weight &w) {
   cuda_crew_room r;
   r.room = shared;
   r.factor = shared + 24;
   r.zeros = (char *)(shared + 32);
   r.part = (float2 *)(shared + CUDA_ROOM_FLOATS);
   r.planes = (char *)r.part + M * CUDA_PART_BYTES;
+  r.norm = (float4 *)(r.planes + (cuda_pieces(w) + CUDA_AHEAD) * M * cuda_operand<TYPE>::bytes);
   return r;
 }
 
@@ -1459,8 +1478,29 @@ __device__ __forceinline__ void cuda_planes_end(const cuda_crew_room &r, const c
   cuda_plane_put<TYPE, M>(r.planes, m, k, make_float4(0, 0, 0, 0));
 }
 
-/* x [cols], normalised where norm.w is there, becomes row m of the planes; `most`: the largest of |x|, where that is
-   known. All threads, of which each has its own quads; synchronised at the end. */
+/* A norm's weights and biases come to shared memory, each quad to the thread that will use it. They
+   are there before x is, unlike what a wait for other kernels leaves in the first cache. */
+template <int TYPE>
+__device__ __forceinline__ void cuda_norm_bring(const cuda_crew_room &r, const cuda_weight &w,
+                                                const cuda_norm &norm) {
+  const int quads = cuda_pieces(w) * cuda_operand<TYPE>::values;
+  auto bring = [&](float4 *to, const float *from) {
+    const bool aligned = (uintptr_t)from % 16 == 0;
+#pragma unroll 1
+    for (int k = threadIdx.x; k < quads; k += CUDA_CREW)
+      if (aligned)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     : : "r"((uint32_t)__cvta_generic_to_shared(to + k)), "l"(from + 4 * k),
+                         "r"(4 * max(min(w.cols - 4 * k, 4), 0)));
+      else to[k] = cuda_quad_slow<true>(from, k, w.cols);
+  };
+  if (norm.w) bring(r.norm, norm.w);
+  if (norm.b) bring(r.norm + quads, norm.b);
+}
+
+/* x [cols], normalised where norm.w is there, becomes row m of the planes; `most`: the largest of
+   |x|, where that is known. All threads, of which each has its own quads; synchronised at the
+   end. */
 template <int TYPE, int M, int Q>
 __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_weight &w,
                                             const float *x, const cuda_norm &norm, float each,
@@ -1474,7 +1514,11 @@ __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_
   cuda_row_fetch(row, x, w.cols, cuda_pieces(w) * V);
   if (norm.w) {
     const float2 s = cuda_row_stats(row, norm.p, each, r.room);
-    cuda_each(row, [&](int k, float4 &v) { v = cuda_normed(v, k, w.cols, s, norm); });
+    asm volatile("cp.async.wait_all;" : : : "memory");
+    cuda_each(row, [&](int k, float4 &v) {
+      v = cuda_normed(v, w.cols - 4 * k, s, r.norm[k],
+                      norm.b ? r.norm[row.quads + k] : make_float4(0, 0, 0, 0), norm.p.offset);
+    });
   }
   if (scaled && most) top = __ldcg(most);
   if (scaled && !most) {
@@ -1541,16 +1585,17 @@ typedef struct cuda_two { /* of a piece, a lane's bytes of both rows, and scales
 typedef struct cuda_column {
   const char *x;
   int step, turn; /* of blocks: bytes to the next 8 columns; to the second half of 32 values */
+  int apart;      /* of 16 bits: bytes to what is beside the unit's second row */
   bool there;
 } cuda_column;
 
 template <int TYPE, int M>
-__device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, int n) {
+__device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, int n, int apart) {
   constexpr int V = cuda_operand<TYPE>::values, C = cuda_operand<TYPE>::columns;
   const int g = threadIdx.x / 4 % 8, t = threadIdx.x % 4, sub = (n * 8 + g) % C;
   const int part = TYPE == TFM_Q4_0 ? g % 2 : TYPE == TFM_Q8_0 ? g % 4 : sub % (C / 2);
   const int m = cuda_operand<TYPE>::blocks || TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
-  cuda_column c = {r.planes + m * cuda_operand<TYPE>::bytes, 256, 16, true};
+  cuda_column c = {r.planes + m * cuda_operand<TYPE>::bytes, 256, 16, apart, true};
   if (TYPE == TFM_F32) {
     c.x += t * 16;
   } else if (cuda_operand<TYPE>::blocks) {
@@ -1601,9 +1646,9 @@ __device__ __forceinline__ void cuda_use_blocks(cuda_sums &c, const cuda_two &q,
   c.b[0] = __fmaf_rn(__half2float(q.scale_b), sum_b, c.b[0]);
 }
 
-/* c += a piece by the columns. Of 16 bits, rows of W multiply one by one: their 16 bytes are as they
-   come what mma takes for a row of the upper half and one of the lower, so that columns are for
-   values 0, 1, 4 and 5 of every eight, or for the others. */
+/* c += a piece by the columns. Of 16 bits, rows of W multiply one by one: a row's 16 bytes are, as
+   they come, what mma takes for a row of its upper half and one of its lower, so that a column is
+   for values 0, 1, 4 and 5 of every eight, or for the others. */
 template <int TYPE, int M>
 __device__ __forceinline__ void cuda_use(cuda_sums &c, const cuda_two &q, const cuda_column &col,
                                          int piece) {
@@ -1620,10 +1665,10 @@ __device__ __forceinline__ void cuda_use(cuda_sums &c, const cuda_two &q, const 
       c.b[0] = __fmaf_rn(__uint_as_float(b[i]), f[i], c.b[0]);
     }
   } else {
-    uint2 v = make_uint2(0, 0);
-    if (col.there) v = *(const uint2 *)x;
+    uint2 v = make_uint2(0, 0), u = v;
+    if (col.there) v = *(const uint2 *)x, u = *(const uint2 *)(x + col.apart);
     cuda_mma<TYPE == TFM_BF16>(c.a, a, v.x, v.y);
-    cuda_mma<TYPE == TFM_BF16>(c.b, b, v.x, v.y);
+    cuda_mma<TYPE == TFM_BF16>(c.b, b, u.x, u.y);
   }
 }
 
@@ -1639,7 +1684,18 @@ template <int TYPE> __device__ __forceinline__ float2 cuda_share_of_sums(const c
   return make_float2(c.a[0], c.b[0]);
 }
 
-typedef struct cuda_unit { /* two rows of W */
+typedef struct cuda_teams { /* how a block's warps share a product */
+  int split, units; /* warps of a team */
+  unsigned grid;
+  bool narrow; /* a unit is one row, whose later half of every warp's pieces is as another row's */
+} cuda_teams;
+
+static bool cuda_narrow(const tfm_dev *d, const cuda_weight *w) {
+  return !w->scale && w->type != TFM_F32 && w->cols >= 2 * w->rows &&
+         w->rows <= 8 * cuda_of(d)->processors;
+}
+
+typedef struct cuda_unit { /* two rows of W, or the same twice */
   int a, b;
   float bias_a, bias_b;
   float x, y; /* of the caller, for each */
@@ -1653,7 +1709,8 @@ typedef struct cuda_cursor { /* where a warp is */
 } cuda_cursor;
 
 template <int TYPE>
-__device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w, int piece) {
+__device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w, int piece,
+                                           int half) {
   const int t = threadIdx.x % 4;
   int64_t a, b;
   at.piece = piece;
@@ -1665,15 +1722,16 @@ __device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w
     at.scale_b = w.scale + (TYPE == TFM_Q8_0 ? b / 2 : b);
   } else {
     a = (int64_t)at.unit.a * w.vectors + piece * 4 + t;
-    b = (int64_t)at.unit.b * w.vectors + piece * 4 + t;
+    b = (int64_t)at.unit.b * w.vectors + (piece + half) * 4 + t;
   }
   at.a = (const uint4 *)w.data + a;
   at.b = (const uint4 *)w.data + b;
 }
 
-/* Piece number `ahead` of those at the cursor; `left`: this lane's vectors from the cursor on. */
+/* Piece number `ahead` of those at the cursor; this lane's vectors from the cursor on are left. */
 template <int TYPE>
-__device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int left, int ahead) {
+__device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int left, int left_b,
+                                         int ahead) {
   constexpr int stride = cuda_operand<TYPE>::stride, scales = TYPE == TFM_Q8_0 ? 16 : 32;
   const bool there = 4 * ahead < left;
   if constexpr (cuda_operand<TYPE>::blocks) { /* what is not there counts zero times */
@@ -1684,27 +1742,7 @@ __device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int
     if (there) q.scale_b = __ldg(at.scale_b + scales * ahead);
   } else {
     q.a = cuda_stream_load(at.a + stride * ahead, there);
-    q.b = cuda_stream_load(at.b + stride * ahead, there);
-  }
-}
-
-enum { CUDA_WARM = 8 }; /* pieces a warp asks for beyond those that it waits for */
-
-__device__ __forceinline__ void cuda_prefetch(const void *p) {
-  asm volatile("prefetch.global.L2 [%0];" : : "l"(p));
-}
-
-/* What follows a warp's first pieces comes as far as the second cache while x is waited for. */
-template <int TYPE> __device__ __forceinline__ void cuda_warm(const cuda_cursor &at, int left) {
-  constexpr int stride = cuda_operand<TYPE>::stride, scales = TYPE == TFM_Q8_0 ? 16 : 32;
-  constexpr int first = cuda_operand<TYPE>::ahead;
-#pragma unroll 4
-  for (int i = first; i < first + CUDA_WARM && 4 * i < left; i++) {
-    cuda_prefetch(at.a + stride * i);
-    cuda_prefetch(at.b + stride * i);
-    if (!cuda_operand<TYPE>::blocks) continue;
-    cuda_prefetch(at.scale_a + scales * i);
-    cuda_prefetch(at.scale_b + scales * i);
+    q.b = cuda_stream_load(at.b + stride * ahead, 4 * ahead < left_b);
   }
 }
 
@@ -1740,29 +1778,34 @@ __device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int 
    of a unit with row m of x, in one lane. A piece that has been used makes room for one further on
    at once, so that memory is never waited for from a standstill. */
 template <int TYPE, int M, typename UNIT, typename READY, typename DONE>
-__device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_room &r, int units,
-                                          int split, UNIT unit, READY ready, DONE done) {
+__device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_room &r,
+                                          const cuda_teams &teams, UNIT unit, READY ready,
+                                          DONE done) {
   constexpr int C = cuda_operand<TYPE>::columns, N = (M * C + 7) / 8;
-  const int warp = threadIdx.x / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
-  const int tiles = (units + 7) / 8, step = (int)gridDim.x * (CUDA_CREW_WARPS / split);
-  const int begin = warp % split * cuda_pieces(w) / split;
-  const int end = (warp % split + 1) * cuda_pieces(w) / split;
-  int vectors = min(4 * end, w.vectors) - t; /* of this lane */
-  cuda_cursor at = {}, next;
   constexpr int AHEAD = cuda_operand<TYPE>::ahead;
+  const int warp = threadIdx.x / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
+  const int split = teams.split, units = teams.units, tiles = (units + 7) / 8;
+  const int step = (int)gridDim.x * (CUDA_CREW_WARPS / split);
+  const int begin = warp % split * cuda_pieces(w) / split;
+  const int last = (warp % split + 1) * cuda_pieces(w) / split;
+  const int half = teams.narrow ? (last - begin + 1) / 2 : 0, end = half ? begin + half : last;
+  const bool any = warp / split * (int)gridDim.x + (int)blockIdx.x < tiles;
+  const int lefts_b = any ? min(4 * last, w.vectors) - 4 * half - t : 0;
+  const int lefts_a = any ? min(4 * end, w.vectors) - t : 0; /* of this lane, from piece 0 on */
+  cuda_cursor at = {}, next;
   cuda_two q[AHEAD];
   cuda_column column[N];
   cuda_sums c[N] = {};
   int turn = 0;
   at.tile = warp / split * (int)gridDim.x + (int)blockIdx.x;
   at.unit = unit(min(at.tile * 8 + g, units - 1));
-  cuda_point<TYPE>(at, w, begin);
-  if (at.tile >= tiles) vectors = 0;
+  cuda_point<TYPE>(at, w, begin, half);
 #pragma unroll
-  for (int i = 0; i < AHEAD; i++) cuda_ask<TYPE>(q[i], at, vectors - 4 * begin, i);
-  cuda_warm<TYPE>(at, vectors - 4 * begin);
+  for (int i = 0; i < AHEAD; i++)
+    cuda_ask<TYPE>(q[i], at, lefts_a - 4 * begin, lefts_b - 4 * begin, i);
 #pragma unroll
-  for (int n = 0; n < N; n++) column[n] = cuda_column_of<TYPE, M>(r, n);
+  for (int n = 0; n < N; n++)
+    column[n] = cuda_column_of<TYPE, M>(r, n, half * M * cuda_operand<TYPE>::bytes);
   ready(at.unit);
   auto use = [&](int i) {
 #pragma unroll
@@ -1777,11 +1820,11 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
     }
     if (next.tile < tiles) {
       if (next.tile != at.tile) next.unit = unit(min(next.tile * 8 + g, units - 1));
-      cuda_point<TYPE>(next, w, next.piece);
+      cuda_point<TYPE>(next, w, next.piece, half);
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) {
         use(i);
-        cuda_ask<TYPE>(q[i], next, vectors - 4 * next.piece, i);
+        cuda_ask<TYPE>(q[i], next, lefts_a - 4 * next.piece, lefts_b - 4 * next.piece, i);
       }
     } else {
 #pragma unroll
@@ -1790,7 +1833,10 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
     if (next.tile != at.tile) {
       float2 v[N];
 #pragma unroll
-      for (int n = 0; n < N; n++) v[n] = cuda_share_of_sums<TYPE>(c[n]);
+      for (int n = 0; n < N; n++) {
+        v[n] = cuda_share_of_sums<TYPE>(c[n]);
+        if (half) v[n].x += v[n].y;
+      }
       cuda_team_sum<C>(v, r.part, split, turn);
       turn ^= 1;
 #pragma unroll
@@ -1805,29 +1851,32 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
   }
 }
 
-/* Blocks of a product: of large matrices two a multiprocessor, of others the second place is for
-   the kernel that follows. */
-static int cuda_crew_blocks(const tfm_dev *d, const cuda_weight *w) {
-  return cuda_of(d)->processors * ((int64_t)w->rows * w->vectors >= 1 << 19 ? 2 : 1);
+/* Units of a matrix whose rows are as good as any: row 8 of a tile's 16 belongs to row 0, ... */
+static int cuda_plain_units(int rows) {
+  return rows / 16 * 8 + (rows % 16 < 8 ? rows % 16 : 8);
 }
 
-/* How many warps make a team, so that all tiles take the least time. */
-static int cuda_split(const cuda_weight *w, int units, int blocks) {
-  int tiles = (units + 7) / 8, pieces = cuda_pieces(*w), split, best = 1;
+/* Blocks for a matrix: of large ones two a multiprocessor, of others the second place is for the
+   kernel that follows. A unit is a single row where pairs of rows would leave half of the blocks
+   idle while others read long rows. A team has as many warps as let all tiles take the least
+   time. pairs: units are two rows whatever the shape. */
+static cuda_teams cuda_teams_of(const tfm_dev *d, const cuda_weight *w, bool pairs) {
+  const int blocks = cuda_of(d)->processors * ((int64_t)w->rows * w->vectors >= 1 << 19 ? 2 : 1);
+  const int pieces = cuda_pieces(*w);
   int64_t least = INT64_MAX;
+  cuda_teams t = {1, 0, 0, !pairs && cuda_narrow(d, w)};
+  int split, tiles;
+  t.units = pairs ? w->rows / 2 : t.narrow ? w->rows : cuda_plain_units(w->rows);
+  tiles = (t.units + 7) / 8;
   for (split = 1; split <= CUDA_CREW_WARPS; split *= 2) {
     int64_t teams = (int64_t)blocks * (CUDA_CREW_WARPS / split);
     int each = (pieces + split - 1) / split, ahead = w->scale ? 4 : 2;
     int64_t cost = (tiles + teams - 1) / teams * (2 * ((each + ahead - 1) / ahead * ahead) + 1);
-    if (cost < least) least = cost, best = split;
+    if (cost < least) least = cost, t.split = split;
   }
-  return best;
-}
-
-/* Blocks that have something to do. */
-static unsigned cuda_crews(int units, int split, int blocks) {
-  unsigned n = cuda_blocks(units, 8 * (CUDA_CREW_WARPS / split));
-  return n < (unsigned)blocks ? n : (unsigned)blocks;
+  t.grid = cuda_blocks(t.units, 8 * (CUDA_CREW_WARPS / t.split)); /* that have something to do */
+  if (t.grid > (unsigned)blocks) t.grid = (unsigned)blocks;
+  return t;
 }
 
 /* ---- matmul ---- */
@@ -1847,13 +1896,8 @@ __device__ static void cuda_epilogue(const tfm_mat &y, const tfm_epilogue &e, in
   *cuda_at(y, row, col) = v;
 }
 
-/* Units of a matrix whose rows are as good as any: row 8 of a tile's 16 belongs to row 0, ... */
-__host__ __device__ static int cuda_plain_units(int rows) {
-  return rows / 16 * 8 + (rows % 16 < 8 ? rows % 16 : 8);
-}
-
-__device__ static cuda_unit cuda_plain_unit(const float *bias, int u, int rows) {
-  int a = u / 8 * 16 + u % 8, b = a + 8 < rows ? a + 8 : a;
+__device__ static cuda_unit cuda_plain_unit(const float *bias, int u, int rows, bool narrow) {
+  const int a = narrow ? u : u / 8 * 16 + u % 8, b = !narrow && a + 8 < rows ? a + 8 : a;
   return {a, b, bias ? __ldg(bias + a) : 0.0f, bias ? __ldg(bias + b) : 0.0f, 0, 0};
 }
 
@@ -1865,10 +1909,10 @@ typedef struct cuda_experts { /* of matmul_moe: slot s multiplies by the matrix 
 /* Rows of x from `first` on, up to M; blockIdx.y counts slots of experts. */
 template <int TYPE, int M>
 __global__ void __launch_bounds__(CUDA_CREW, 2)
-cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int first, int split,
-                   cuda_experts experts) {
+cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int first,
+                   cuda_teams teams, cuda_experts experts) {
   extern __shared__ __align__(16) float shared[];
-  const cuda_crew_room r = cuda_crew_lay_out<M>(shared);
+  const cuda_crew_room r = cuda_crew_lay_out<TYPE, M>(shared, w);
   int count = min(M, x.rows - first);
   if (experts.expert) {
     int64_t base = cuda_vector_at(w, (int64_t)experts.expert[blockIdx.y] * cuda_lines(w), 0);
@@ -1877,7 +1921,7 @@ cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int firs
     first = (int)blockIdx.y;
     count = 1;
   }
-  auto unit = [&](int u) { return cuda_plain_unit(e.bias, u, w.rows); };
+  auto unit = [&](int u) { return cuda_plain_unit(e.bias, u, w.rows, teams.narrow); };
   auto ready = [&](cuda_unit &) {
 #pragma unroll 1
     for (int m = 0; m < count; m++) {
@@ -1889,10 +1933,10 @@ cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int firs
     if (m < count) cuda_epilogue(y, e, first + m, u.a, v.x, u.bias_a);
     if (m < count && u.b != u.a) cuda_epilogue(y, e, first + m, u.b, v.y, u.bias_b);
   };
-  cuda_dots<TYPE, M>(w, r, cuda_plain_units(w.rows), split, unit, ready, done);
+  cuda_dots<TYPE, M>(w, r, teams, unit, ready, done);
 }
 
-typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int, int,
+typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int, cuda_teams,
                                      cuda_experts);
 
 template <int TYPE> static cuda_matmul_function cuda_matmul_for(int m) {
@@ -1912,17 +1956,16 @@ static cuda_matmul_function cuda_matmul_choose(tfm_type type, int m) {
 /* As many rows at a time as shared memory holds. */
 static void cuda_matmul_small(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
                               const tfm_epilogue *e) {
-  int units = cuda_plain_units(w->rows), blocks = cuda_crew_blocks(d, w);
-  int split = cuda_split(w, units, blocks);
-  dim3 grid(cuda_crews(units, split, blocks));
+  const cuda_teams teams = cuda_teams_of(d, w, false);
   cuda_experts none = {NULL, 1};
-  bool fits = cuda_crew_bytes(w, CUDA_COLUMNS) <= CUDA_SHARED;
+  bool fits = cuda_crew_bytes(w, CUDA_COLUMNS, 0) <= CUDA_SHARED;
   int32_t first, m = x.rows > 1 && fits ? CUDA_COLUMNS : 1;
-  if (cuda_crew_bytes(w, m) > CUDA_SHARED)
+  const size_t bytes = cuda_crew_bytes(w, m, 0);
+  if (bytes > CUDA_SHARED)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a matrix with %d columns is too wide", (int)w->cols);
   for (first = 0; first < x.rows && d->status == TFM_OK; first += m)
-    cuda_run(d, cuda_matmul_choose(w->type, m), grid, CUDA_CREW, cuda_crew_bytes(w, m), y, x, *w,
-             *e, (int)first, split, none);
+    cuda_run(d, cuda_matmul_choose(w->type, m), teams.grid, CUDA_CREW, bytes, y, x, *w, *e,
+             (int)first, teams, none);
 }
 
 static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
@@ -2000,15 +2043,13 @@ static void cuda_matmul_moe(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *
                             const tfm_routing *r, bool spread) {
   const cuda_weight *packed = cuda_packed(w);
   cuda_experts experts = {r->expert, spread ? r->top_k : 1};
-  int units = cuda_plain_units(packed->rows), blocks = cuda_crew_blocks(d, packed);
-  int split = cuda_split(packed, units, blocks);
+  const cuda_teams teams = cuda_teams_of(d, packed, false);
   tfm_epilogue plain;
   memset(&plain, 0, sizeof plain);
   if (cuda_enter(d))
     cuda_run(d, cuda_matmul_choose(packed->type, 1),
-             dim3(cuda_crews(units, split, blocks),
-                  (unsigned)(r->tokens * r->top_k)),
-             CUDA_CREW, cuda_crew_bytes(packed, 1), y, x, *packed, plain, 0, split, experts);
+             dim3(teams.grid, (unsigned)(r->tokens * r->top_k)), CUDA_CREW,
+             cuda_crew_bytes(packed, 1, 0), y, x, *packed, plain, 0, teams, experts);
 }
 
 __global__ void cuda_combine_kernel(tfm_mat y, tfm_mat x, tfm_mat residual, tfm_routing r) {
@@ -2412,10 +2453,18 @@ typedef struct cuda_stretches { /* of several blocks: their sums, and how many a
 
 typedef struct cuda_sum { float out, sum, max; } cuda_sum; /* of one column; max of log2 */
 
+/* 2^v, or 0 below 2^-126. */
+__device__ __forceinline__ float cuda_exp2(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
+#define CUDA_LEAST (-1e30f) /* as a maximum: no score is smaller */
+
 __device__ static void cuda_take_in(cuda_sum &all, cuda_sum one) {
-  float max = fmaxf(all.max, one.max);
-  float x = all.max > -INFINITY ? exp2f(all.max - max) : 0.0f;
-  float y = one.max > -INFINITY ? exp2f(one.max - max) : 0.0f;
+  float max = fmaxf(fmaxf(all.max, one.max), CUDA_LEAST);
+  float x = cuda_exp2(all.max - max), y = cuda_exp2(one.max - max);
   all.out = __fmaf_rn(all.out, x, __fmul_rn(one.out, y));
   all.sum = __fmaf_rn(all.sum, x, __fmul_rn(one.sum, y));
   all.max = max;
@@ -2519,7 +2568,7 @@ __device__ __forceinline__ void cuda_attend_warp(cuda_heads<B> &of, const cuda_a
 
 /* Of the block's warps, in order: of(k) is warp k's. */
 template <typename OF> __device__ __forceinline__ cuda_sum cuda_warps_sum(OF of) {
-  cuda_sum one[CUDA_CREW_WARPS], all = {0, 0, -INFINITY};
+  cuda_sum one[CUDA_CREW_WARPS], all = {0, 0, CUDA_LEAST};
 #pragma unroll
   for (int k = 0; k < CUDA_CREW_WARPS; k++) {
     one[k] = of(k);
@@ -2527,7 +2576,7 @@ template <typename OF> __device__ __forceinline__ cuda_sum cuda_warps_sum(OF of)
   }
 #pragma unroll
   for (int k = 0; k < CUDA_CREW_WARPS; k++) {
-    float by = one[k].max > -INFINITY ? exp2f(one[k].max - all.max) : 0.0f;
+    float by = cuda_exp2(one[k].max - all.max);
     all.out = __fmaf_rn(one[k].out, by, all.out);
     all.sum = __fmaf_rn(one[k].sum, by, all.sum);
   }
@@ -2686,21 +2735,26 @@ template <int D> struct cuda_four { /* heads of a lane's: o columns 64c + 8g + 2
 
 template <int D> struct cuda_sixteen { uint4 k[D / 32][2], v[D / 64][4]; }; /* of a lane */
 
-typedef struct cuda_place { /* of sixteen keys */
-  int64_t at; /* element of the first */
-  bool one;   /* one page has them all */
+typedef struct cuda_place { /* of sixteen keys: of what a lane asks for first */
+  const uint16_t *k, *v;
+  bool one; /* one page has them all */
 } cuda_place;
 
+/* As well, they come to the second cache. */
+template <int D>
 __device__ __forceinline__ cuda_place cuda_place_of(const tfm_kv &kv, int seq, int head, int from) {
-  return {cuda_kv_at(kv, seq, from, head), from / kv.page_tokens == (from + 15) / kv.page_tokens};
-}
-
-/* They come to the second cache. */
-template <int D> __device__ __forceinline__ void cuda_place_warm(const tfm_kv &kv, cuda_place p) {
-  const int64_t at = p.at + threadIdx.x % 32 * (D / 2);
-  if (!p.one) return;
-  cuda_prefetch((const uint16_t *)kv.k + at);
-  cuda_prefetch((const uint16_t *)kv.v + at);
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int64_t at = cuda_kv_at(kv, seq, from, head);
+  cuda_place p = {(const uint16_t *)kv.k + at, (const uint16_t *)kv.v + at,
+                  from / kv.page_tokens == (from + 15) / kv.page_tokens};
+  if (p.one) {
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(p.k + lane * (D / 2)));
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(p.v + lane * (D / 2)));
+  }
+  p.k += g * D + t * 8;
+  p.v += 2 * t * D + g * 8;
+  asm volatile("" : "+l"(p.k), "+l"(p.v)); /* to be there, not to be found again */
+  return p;
 }
 
 /* Keys from `from` on. What lies beyond `last` is of any value, or the last's. */
@@ -2708,22 +2762,24 @@ template <int D>
 __device__ __forceinline__ void cuda_sixteen_ask(cuda_sixteen<D> &x, const tfm_kv &kv, int seq,
                                                  int head, int from, int last, cuda_place p) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  auto ask = [&](auto at) {
+  auto ask = [&](auto key, auto value) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const uint16_t *from16 = (const uint16_t *)kv.k + at(g + 8 * i) + t * 8;
+    for (int i = 0; i < 2; i++)
 #pragma unroll
-      for (int j = 0; j < D / 32; j++) x.k[j][i] = __ldcg((const uint4 *)(from16 + j * 32));
-    }
+      for (int j = 0; j < D / 32; j++) x.k[j][i] = __ldcg((const uint4 *)(key(8 * i) + j * 32));
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint16_t *from16 = (const uint16_t *)kv.v + at(2 * t + i % 2 + i / 2 * 8) + g * 8;
+    for (int i = 0; i < 4; i++)
 #pragma unroll
-      for (int c = 0; c < D / 64; c++) x.v[c][i] = __ldcg((const uint4 *)(from16 + c * 64));
-    }
+      for (int c = 0; c < D / 64; c++)
+        x.v[c][i] = __ldcg((const uint4 *)(value(i % 2 + i / 2 * 8) + c * 64));
   };
-  if (p.one) ask([&](int i) { return p.at + i * D; });
-  else ask([&](int i) { return cuda_kv_at(kv, seq, min(from + i, last), head); });
+  if (p.one) {
+    ask([&](int i) { return p.k + i * D; }, [&](int i) { return p.v + i * D; });
+  } else {
+    auto at = [&](int i) { return cuda_kv_at(kv, seq, min(from + i, last), head); };
+    ask([&](int i) { return (const uint16_t *)kv.k + at(g + i) + t * 8; },
+        [&](int i) { return (const uint16_t *)kv.v + at(2 * t + i) + g * 8; });
+  }
 }
 
 /* Takes in sixteen keys, of which `left` are there. */
@@ -2749,10 +2805,11 @@ __device__ __forceinline__ void cuda_sixteen_use(cuda_four<D> &f, cuda_sixteen<D
   }
 #pragma unroll
   for (int i = 4; i < 32; i *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, i));
-  by = exp2f(f.top - best);
+  best = fmaxf(best, CUDA_LEAST);
+  by = cuda_exp2(f.top - best);
   f.top = best;
-  p[0] = exp2f(p[0] - best);
-  p[1] = exp2f(p[1] - best);
+  p[0] = cuda_exp2(p[0] - best);
+  p[1] = cuda_exp2(p[1] - best);
   f.sum = __fmaf_rn(f.sum, by, p[0] + p[1]);
 #pragma unroll
   for (int i = 0; i < 4; i++) n[i] = __shfl_sync(~0u, p[i / 2], from + i % 2 * 4);
@@ -2789,11 +2846,12 @@ __device__ __forceinline__ void cuda_four_queries(cuda_four_room<D> &r, const cu
                                                   int row, int query_head, int heads) {
   constexpr int V = D / 32; /* values of a lane */
   const int h = (int)threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t at = row * a.q.stride + (query_head + h) * D + lane * V;
   float f[V] = {}, top = 0, by;
   int e = 0;
   if (h < 4) {
-    if (h < heads) cuda_load_some(f, a.q.data, a.q.type, at);
+    if (h < heads)
+      cuda_load_some(f, a.q.data, a.q.type,
+                     row * a.q.stride + (query_head + h) * D + lane * V);
 #pragma unroll
     for (int i = 0; i < V; i++) top = cuda_max(top, fabsf(f[i] *= a.p.scale));
     top = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top)));
@@ -2841,30 +2899,30 @@ __device__ __forceinline__ void cuda_four_one(const cuda_attn &a, const cuda_str
   const bool any = cuda_row_keys_of(keys, a, row);
   int begin = keys.first + (int)blockIdx.z * CUDA_STRETCH;
   int end = min(begin + CUDA_STRETCH - 1, keys.pos), from = begin + warp * 16;
-  if (any && from <= end) {
-    place = cuda_place_of(a.kv, keys.seq, head, from);
-    cuda_place_warm<D>(a.kv, place);
-  }
+  if (any && from <= end) place = cuda_place_of<D>(a.kv, keys.seq, head, from);
   cuda_follow();
   if (!any) return;
   for (int e = 0; e < EACH; e++) all[e] = {0, 0, -INFINITY};
-  for (int stretch = (int)blockIdx.z;;) {
-    if (from <= end) cuda_sixteen_ask<D>(x, a.kv, keys.seq, head, from, end, place);
-    if (stretch == (int)blockIdx.z) /* keys are on their way */
-      cuda_four_queries<D, BF>(r, a, row, query_head, heads);
+  if (from <= end) cuda_sixteen_ask<D>(x, a.kv, keys.seq, head, from, end, place);
+  cuda_four_queries<D, BF>(r, a, row, query_head, heads); /* while keys are on their way */
+  for (int stretch = (int)blockIdx.z; stretch < keys.stretches; stretch += (int)gridDim.z) {
     cuda_four<D> f = {};
     f.top = -INFINITY;
 #pragma unroll 1
     while (from <= end) {
       const int next = from + STEP;
-      if (next <= end) {
-        place = cuda_place_of(a.kv, keys.seq, head, next);
-        cuda_place_warm<D>(a.kv, place);
-      }
+      if (next <= end) place = cuda_place_of<D>(a.kv, keys.seq, head, next);
       cuda_sixteen_use<D, BF>(f, x, &r.q[g][t], r.factor[t], a.p.softcap, end - from + 1);
       if (next <= end) cuda_sixteen_ask<D>(x, a.kv, keys.seq, head, next, end, place);
       from = next;
     }
+    begin += (int)gridDim.z * CUDA_STRETCH; /* the next stretch, if there is one */
+    end = min(begin + CUDA_STRETCH - 1, keys.pos), from = begin + warp * 16;
+    if (from <= end) {
+      place = cuda_place_of<D>(a.kv, keys.seq, head, from);
+      cuda_sixteen_ask<D>(x, a.kv, keys.seq, head, from, end, place);
+    }
+    if (stretch != (int)blockIdx.z) __syncthreads(); /* the sums before have been read */
     cuda_four_put<D>(r, f);
     __syncthreads();
 #pragma unroll
@@ -2874,11 +2932,6 @@ __device__ __forceinline__ void cuda_four_one(const cuda_attn &a, const cuda_str
         return cuda_sum{r.out[k][h][c], r.sum[k][h], r.top[k][h]};
       }));
     }
-    if ((stretch += (int)gridDim.z) >= keys.stretches) break;
-    __syncthreads();
-    begin = keys.first + stretch * CUDA_STRETCH;
-    end = min(begin + CUDA_STRETCH - 1, keys.pos), from = begin + warp * 16;
-    if (from <= end) place = cuda_place_of(a.kv, keys.seq, head, from);
   }
   if (gridDim.z > 1 && keys.stretches > 1 &&
       !cuda_attend_meet<4, D / 8, EACH>(all, s, (int64_t)row * gridDim.y + blockIdx.y,
@@ -2931,10 +2984,11 @@ static int cuda_heads_at_once(int group) { return group >= 3 ? 4 : group; }
 
 static int cuda_lanes8(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
 
-/* For the rows, each of which takes `heads` blocks: few are left of tiles as a rule. */
+/* For the rows, each of which takes `heads` blocks: as many as there is place for at a time, as few
+   rows are left of tiles as a rule. */
 static unsigned cuda_attn_blocks(const tfm_dev *d, const cuda_attn *a, unsigned heads) {
-  int32_t n = a->rows.n, few = (int32_t)(2 * (unsigned)cuda_of(d)->processors / heads) + 1;
-  return (unsigned)(a->tiles.tile && n > few ? few : n);
+  int32_t n = a->rows.n, most = 2 * cuda_of(d)->processors / (int32_t)heads;
+  return (unsigned)(a->tiles.tile && n > most ? (most > 1 ? most : 1) : n);
 }
 
 /* `b` heads a block; stretches of the longest row, where they are dealt out to blocks, or 1. */
@@ -3455,7 +3509,8 @@ enum cuda_kind { CUDA_ADD, CUDA_UP, CUDA_GATED, CUDA_QKV, CUDA_LOGITS };
 
 typedef struct cuda_phase { /* what becomes of W norm(x) */
   cuda_weight w;
-  int kind, split;
+  int kind;
+  cuda_teams teams;
   const float *x, *most; /* most: the largest of |x|, or NULL */
   float *leaves_most;    /* the same of what the phase leaves, or NULL */
   float *no_most;        /* becomes zero */
@@ -3471,9 +3526,7 @@ typedef struct cuda_phase { /* what becomes of W norm(x) */
   const int32_t *pos, *seq; /* not of the chain: known from its beginning */
 } cuda_phase;
 
-__host__ __device__ static int cuda_units(const cuda_weight &w, int kind) {
-  return kind == CUDA_GATED || kind == CUDA_QKV ? w.rows / 2 : cuda_plain_units(w.rows);
-}
+static bool cuda_pairs(int kind) { return kind == CUDA_GATED || kind == CUDA_QKV; }
 
 __device__ static cuda_unit cuda_unit_of(const cuda_phase &p, int u) {
   int half = p.kv.width / 2, head = 0, first = 0;
@@ -3490,7 +3543,7 @@ __device__ static cuda_unit cuda_unit_of(const cuda_phase &p, int u) {
     v.a = head * p.kv.width + pair.x;
     v.b = head * p.kv.width + pair.y;
   } else {
-    return cuda_plain_unit(p.bias, u, p.w.rows);
+    return cuda_plain_unit(p.bias, u, p.w.rows, p.teams.narrow);
   }
   v.bias_a = p.bias ? __ldg(p.bias + v.a) : 0.0f;
   v.bias_b = p.bias ? __ldg(p.bias + v.b) : 0.0f;
@@ -3531,17 +3584,12 @@ __device__ static float cuda_finish_row(const cuda_phase &p, int row, float v, f
   return fabsf(v);
 }
 
-/* Brings a constant into the first cache. */
-__device__ __forceinline__ void cuda_touch(const float *p) {
-  asm volatile("{ .reg .f32 v; ld.global.nc.f32 v, [%0]; }" : : "l"(p));
-}
-
 template <int TYPE, int Q>
 __global__ void __launch_bounds__(CUDA_CREW, 2)
 cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
   extern __shared__ __align__(16) float shared[];
   __shared__ unsigned long long bests[CUDA_CREW_WARPS];
-  const cuda_crew_room r = cuda_crew_lay_out<1>(shared);
+  const cuda_crew_room r = cuda_crew_lay_out<TYPE, 1>(shared, p.w);
   unsigned long long best = 0;
   float most = 0, each = 1.0f / (float)p.w.cols;
   int64_t kv_at = p.kind == CUDA_QKV ? cuda_kv_at(p.kv, __ldg(p.seq), __ldg(p.pos), 0) : 0;
@@ -3553,10 +3601,7 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
   };
   auto ready = [&](cuda_unit &u) {
     cuda_planes_end<TYPE, 1>(r, p.w, 0);
-    for (int i = (int)threadIdx.x * 32; i < p.w.cols && p.norm.w; i += CUDA_CREW * 32) {
-      cuda_touch(p.norm.w + i);
-      if (p.norm.b) cuda_touch(p.norm.b + i);
-    }
+    cuda_norm_bring<TYPE>(r, p.w, p.norm);
     cuda_launch_next();
     cuda_follow();
     following = true;
@@ -3578,7 +3623,7 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
       if (u.b != u.a) most = cuda_max(most, cuda_finish_row(p, u.b, v.y, u.y, best));
     }
   };
-  cuda_dots<TYPE, 1>(p.w, r, cuda_units(p.w, p.kind), p.split, unit, ready, done);
+  cuda_dots<TYPE, 1>(p.w, r, p.teams, unit, ready, done);
   if (p.leaves_most) {
     most = cuda_crew_max(most, r.room + 16);
     if (threadIdx.x == 0) atomicMax((unsigned *)p.leaves_most, __float_as_uint(most));
@@ -3710,19 +3755,24 @@ static bool cuda_decode_knows(const tfm_dev *d, const tfm_run_ahead *r) {
   if (!d->work || d->host_visible || r->rows.n != 1 || net->head_width % 2 || net->experts ||
       net->width > CUDA_NORMED)
     return false;
-  for (i = 0; i < net->layers; i++)
-    if (!cuda_layer_plain(&net->layer[i])) return false;
+  for (i = 0; i < net->layers; i++) {
+    const tfm_layer *l = &net->layer[i];
+    if (!cuda_layer_plain(l) || cuda_narrow(d, cuda_packed(&l->qkv)) ||
+        (net->gated && cuda_narrow(d, cuda_packed(&l->up)))) /* whose rows go in pairs */
+      return false;
+  }
   return true;
 }
 
 /* Bytes of shared memory of the widest product. */
 static size_t cuda_decoder_shared(const tfm_net *net) {
-  size_t most = cuda_crew_bytes(cuda_packed(&net->head), 1);
+  size_t most = cuda_crew_bytes(cuda_packed(&net->head), 1, 2);
   int32_t i, k;
   for (i = 0; i < net->layers; i++) {
     const tfm_layer *l = &net->layer[i];
-    const tfm_weight *w[4] = {&l->qkv, &l->out, &l->up, &l->down};
-    for (k = 0; k < 4; k++) most = cuda_larger(most, cuda_crew_bytes(cuda_packed(w[k]), 1));
+    const tfm_weight *w[4] = {&l->qkv, &l->up, &l->out, &l->down};
+    for (k = 0; k < 4; k++)
+      most = cuda_larger(most, cuda_crew_bytes(cuda_packed(w[k]), 1, k < 2 ? 2 : 0));
   }
   return most;
 }
@@ -3758,11 +3808,11 @@ static cuda_phase_function cuda_phase_choose(tfm_type type, int q) {
 }
 
 static void cuda_phase_run(tfm_dev *d, cuda_phase *p, const cuda_weight *w) {
-  int blocks = cuda_crew_blocks(d, w), units = cuda_units(*w, p->kind);
+  const int norms = !!p->norm.w + !!p->norm.b;
   p->w = *w;
-  p->split = cuda_split(w, units, blocks);
-  cuda_run(d, cuda_phase_choose(w->type, cuda_row_quads(cuda_values(*w))),
-           dim3(cuda_crews(units, p->split, blocks)), CUDA_CREW, cuda_crew_bytes(w, 1), *p);
+  p->teams = cuda_teams_of(d, w, cuda_pairs(p->kind));
+  cuda_run(d, cuda_phase_choose(w->type, cuda_row_quads(cuda_values(*w))), p->teams.grid, CUDA_CREW,
+           cuda_crew_bytes(w, 1, norms), *p);
 }
 
 static cuda_phase cuda_phase_of(int kind, const float *x, const float *bias, float *to) {
@@ -3811,8 +3861,6 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   const tfm_net *net = c->net;
   cuda_phase head = cuda_phase_of(CUDA_LOGITS, c->x, net->head_bias, c->end.logits);
   cuda_end end = c->end;
-  const cuda_weight *w = cuda_packed(&net->head);
-  int units = cuda_units(*w, CUDA_LOGITS), blocks = cuda_crew_blocks(d, w);
   tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq};
   const int cluster = cuda_of(d)->cluster;
   const size_t kept = cuda_share_bytes(d, net->vocabulary);
@@ -3822,8 +3870,8 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   head.norm.w = net->final_norm, head.norm.b = net->final_norm_bias, head.norm.p = net->norm;
   head.softcap = net->logit_softcap;
   head.best = c->end.best;
-  cuda_phase_run(d, &head, w);
-  end.blocks = (int)cuda_crews(units, cuda_split(w, units, blocks), blocks);
+  cuda_phase_run(d, &head, cuda_packed(&net->head));
+  end.blocks = (int)head.teams.grid;
   end.token = token;
   end.kept = kept > 0;
   cuda_run_clusters(d, cuda_end_kernel, cluster, dim3((unsigned)cluster), CUDA_THREADS, kept, end);
@@ -4299,12 +4347,6 @@ template <bool BF>
 __device__ __forceinline__ void cuda_wgmma(float (&c)[32], const uint32_t *a, uint64_t b, int add) {
   CUDA_WGMMA_OF("64", CUDA_32, "{%32, %33, %34, %35}", "%36", "%37", "1", CUDA_IN32(c) : "r"(a[0]),
                 "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
-}
-
-__device__ __forceinline__ float cuda_exp2(float v) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-  return r;
 }
 
 typedef struct cuda_rings { uint32_t q, k, v, barriers; } cuda_rings; /* in shared memory */
@@ -5238,8 +5280,8 @@ static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight
            CUDA_CREW, 0, parts, factor, x);
   for (first = 0; first < w->rows && d->status == TFM_OK; first += n) {
     n = w->rows - first < most ? w->rows - first : most;
-    cuda_lt_product(d, &pass, cuda_columns(sums, 0, n), parts, w->data + (size_t)first * w->vectors * 16,
-                    x.cols, NULL, false);
+    cuda_lt_product(d, &pass, cuda_columns(sums, 0, n), parts,
+                    w->data + (size_t)first * (size_t)w->vectors * 16, x.cols, NULL, false);
     cuda_run(d, cuda_parts_end_kernel, dim3((unsigned)y.rows, cuda_blocks(n, 256)), 256, 0, y,
              cuda_columns(sums, 0, n), factor, *e, (int)first);
   }

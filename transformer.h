@@ -474,9 +474,8 @@ typedef struct tfm_engine_config {
   int32_t page_tokens; /* positions per cache page; 0: 64. context: one page, contiguous */
   /* of the cache, shared by the sequences; 0: enough for all at full context */
   int32_t pages;
-  /* of keys and values: F32, F16, BF16; or Q8_0, on cpu and ref, with heads of a multiple of 32
-     values. 0: the device's activation type, but on a GPU that of weights of 16 bits or fewer:
-     BF16, else F16 */
+  /* of keys and values: F32, F16, BF16; or Q8_0, with heads of a multiple of 32 values. 0: the
+     device's activation type, but on a GPU that of weights of 16 bits or fewer: BF16, else F16 */
   tfm_type cache;
   int32_t threads;     /* workers; 0: one per core */
   tfm_tap tap;         /* NULL: none. Slows everything down */
@@ -852,6 +851,7 @@ typedef struct tfm_dev {
      and of matmul_dx, matmul_dw, moe_dx and moe_dw. */
   bool has_bf16;
   tfm_type products; /* TFM_BF16, or 0: of the operands as they are */
+  tfm_type cache;    /* an engine's; set before work_bytes */
 } tfm_dev;
 
 /* Keeps the first failure until sync. printf-like. By the thread that called the entry only. */
@@ -961,7 +961,8 @@ typedef struct tfm_rows { /* the tokens of one forward pass */
 
 /* Keys and values of one layer: pages of page_tokens positions, page p at offset p * K *
    page_tokens * D, laid out [K, page_tokens, D]; table[seq, position / page_tokens] is a page
-   number. A contiguous cache is the one-page case. table NULL: no cache; k and v are the rows of
+   number. A contiguous cache is the one-page case. How a vector of Q8_0 lies in its D / 32 * 34
+   bytes is the table's own. table NULL: no cache; k and v are the rows of
    this very call, as views [T, K*D] of key_rows and value_rows; the rows of a sequence then lie
    together in ascending positions, and row r sees those before it of its own seq. */
 typedef struct tfm_kv {
@@ -1067,7 +1068,7 @@ typedef struct tfm_run_ahead {
 
 /* ---- The table ---- */
 
-#define TFM_BACKEND_ABI 3
+#define TFM_BACKEND_ABI 4
 
 struct tfm_backend {
   uint32_t abi; /* TFM_BACKEND_ABI */
@@ -1168,9 +1169,9 @@ struct tfm_backend {
      as epilogue_bwd does, in place. w needs TFM_ROLE_GRADIENT; before NULL: none. */
   void (*matmul_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, float beta,
                     const tfm_epilogue *before);
-  /* dw += dy^T x [N, K]; db += column sums of dy [N], when not NULL. dw.type: the gradients'
-     type, F32 in the reference. */
-  void (*matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x);
+  /* dw = beta * dw + dy^T x [N, K]: beta 0 or 1; db += column sums of dy [N], when not NULL.
+     dw.type: the gradients' type, F32 in the reference. */
+  void (*matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x, float beta);
   /* Backward of the epilogue up to x W^T + bias: dx = dropout(dy) * cap'(act'(aux)), which may
      alias dy; without aux neither act nor cap is passed. The residual's gradient is dy as it
      was. */
@@ -1232,8 +1233,8 @@ struct tfm_backend {
 
 /* The reference; and the companions, when they are linked (TFM_USE_CPU, TFM_USE_CUDA). A companion
    built against another layout of the table does not link: its name carries the number. */
-#define tfm_backend_cpu tfm_backend_cpu_abi3
-#define tfm_backend_cuda tfm_backend_cuda_abi3
+#define tfm_backend_cpu tfm_backend_cpu_abi4
+#define tfm_backend_cuda tfm_backend_cuda_abi4
 TFM_API const tfm_backend *tfm_backend_ref(void);
 extern const tfm_backend *tfm_backend_cpu(void);
 extern const tfm_backend *tfm_backend_cuda(void);
@@ -14938,41 +14939,48 @@ static void tfmi_penalise(float *p, const float *logits, int32_t n, float penalt
   }
 }
 
+/* p = e^((p - top) / temperature) */
+static void tfmi_relative(float *p, int32_t n, float top, float temperature) {
+  int32_t i;
+  for (i = 0; i < n; i++) p[i] = tfmi_exp((p[i] - top) / temperature);
+}
+
 static int32_t tfmi_first_of(const float *x, int32_t n, float value) {
   int32_t i = 0;
   while (i < n - 1 && x[i] != value) i++;
   return i;
 }
 
-/* How many of n elements are >= least, and, where it is asked for, their sum. */
-static int32_t tfmi_count_mass(const float *p, int32_t n, float least, double *mass) {
-  int32_t kept = 0, i, j, l;
-  double sum = 0;
-  for (i = 0; i < n; i += TFMI_STRETCH) {
-    int32_t some = tfmi_min32(TFMI_STRETCH, n - i), count[TFMI_LANES] = {0};
-    float lane[TFMI_LANES] = {0};
-    for (j = 0; j + TFMI_LANES <= some; j += TFMI_LANES)
-      for (l = 0; l < TFMI_LANES; l++) {
-        lane[l] += p[i + j + l] >= least ? p[i + j + l] : 0.0f;
-        count[l] += p[i + j + l] >= least;
-      }
-    for (l = 0; j + l < some; l++) {
-      lane[l] += p[i + j + l] >= least ? p[i + j + l] : 0.0f;
-      count[l] += p[i + j + l] >= least;
-    }
-    for (l = 0; l < TFMI_LANES; l++) {
-      sum += (double)lane[l];
-      kept += count[l];
-    }
-  }
-  *mass = sum;
-  return kept;
+/* The sum of the elements that are >= least, of a stretch: halves added, and their halves. */
+static float tfmi_stretch_mass(const float *p, int32_t n, float least) {
+  float sum[TFMI_STRETCH];
+  int32_t half = 1, i;
+  while (half < n) half *= 2;
+  for (i = 0; i < n; i++) sum[i] = p[i] >= least ? p[i] : 0.0f;
+  for (; i < half; i++) sum[i] = 0;
+  for (half /= 2; half > 0; half /= 2)
+    for (i = 0; i < half; i++) sum[i] += sum[i + half];
+  return sum[0];
 }
 
 static double tfmi_mass(const float *p, int32_t n, float least) {
-  double mass;
-  tfmi_count_mass(p, n, least, &mass);
-  return mass;
+  double sum = 0;
+  int32_t i;
+  for (i = 0; i < n; i += TFMI_STRETCH)
+    sum += (double)tfmi_stretch_mass(p + i, tfmi_min32(TFMI_STRETCH, n - i), least);
+  return sum;
+}
+
+static int32_t tfmi_count(const float *p, int32_t n, float least) {
+  int32_t kept = 0, i;
+  for (i = 0; i < n; i++) kept += p[i] >= least;
+  return kept;
+}
+
+static uint32_t tfmi_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
 }
 
 static float tfmi_from_bits(uint32_t bits) {
@@ -14981,29 +14989,29 @@ static float tfmi_from_bits(uint32_t bits) {
   return value;
 }
 
-/* Drops the elements outside [low, high), and keeps the order; returns how many are left. */
-static int32_t tfmi_keep_between(float *x, int32_t n, float low, float high) {
+/* to = the elements of x whose bits are in [low, high), in order; returns how many. */
+static int32_t tfmi_select(float *to, const float *x, int32_t n, uint32_t low, uint32_t high) {
   int32_t kept = 0, i;
   for (i = 0; i < n; i++) {
-    float v = x[i];
-    x[kept] = v;
-    kept += (v >= low) & (v < high);
+    const float v = x[i];
+    to[kept] = v;
+    kept += tfmi_bits(v) - low < high - low;
   }
   return kept;
 }
 
-/* The largest t such that the elements >= t have at least `goal` of mass; mass is 1 each, or the
-   value itself. Elements are in [0, 1], where floats are ordered as their bits are: a bisection of
-   the bits, on ever fewer elements. x is used up. */
-static float tfmi_threshold(float *x, int32_t n, double goal, bool count) {
-  uint32_t low = 0, high = 0x3f800001; /* t is in [low, high) */
-  double above = 0, over = 0;          /* mass of elements that were dropped from above; >= high */
-  int32_t at_low = n, at_high = 0;     /* how many elements are >= low, >= high */
+/* The largest t >= least such that the elements >= t have at least `goal` of mass; mass is 1 each,
+   or the value itself. Elements are in [0, 1], where floats are ordered as their bits are: a
+   bisection of the bits, which goes on with a selection, in `rest`, once few are left. */
+static float tfmi_threshold(const float *p, float *rest, int32_t n, double goal, float least,
+                            bool count) {
+  uint32_t low = tfmi_bits(least), high = 0x3f800001; /* t is in [low, high) */
+  double above = 0, over = 0;      /* mass of elements that were left out from above; >= high */
+  int32_t at_low = n, at_high = 0; /* how many elements are >= low, at most; >= high */
   while (high - low > 1 && n > 0) {
-    uint32_t middle = low + (high - low) / 2;
-    double mass;
-    int32_t at = tfmi_count_mass(x, n, tfmi_from_bits(middle), &mass);
-    if (count) mass = at;
+    const uint32_t middle = low + (high - low) / 2;
+    const int32_t at = tfmi_count(p, n, tfmi_from_bits(middle));
+    const double mass = count ? at : tfmi_mass(p, n, tfmi_from_bits(middle));
     if (above + mass >= goal) {
       low = middle;
       at_low = at;
@@ -15012,37 +15020,24 @@ static float tfmi_threshold(float *x, int32_t n, double goal, bool count) {
       at_high = at;
       over = mass;
     }
-    if (at_low - at_high > n / 2) continue;
-    n = tfmi_keep_between(x, n, tfmi_from_bits(low), tfmi_from_bits(high));
+    if (at_low - at_high > n / 8) continue;
+    at_low = n = tfmi_select(rest, p, n, low, high);
+    p = rest;
     above += over;
     over = 0;
-    at_low = n;
     at_high = 0;
   }
   return tfmi_from_bits(low);
 }
 
-/* rest = the elements of p that are >= least, in order; returns how many. */
-static int32_t tfmi_select(float *rest, const float *p, int32_t n, float least) {
-  int32_t kept = 0, i;
-  for (i = 0; i < n; i++) {
-    rest[kept] = p[i];
-    kept += p[i] >= least;
-  }
-  return kept;
-}
-
 /* The p below which nothing is drawn. `rest` is scratch of n elements. */
 static float tfmi_least(const float *p, float *rest, int32_t n, const tfm_sampling *s) {
   float least = 0;
-  if (s->top_k > 0 && s->top_k < n)
-    least = tfmi_threshold(rest, tfmi_select(rest, p, n, 0), s->top_k, true);
+  if (s->top_k > 0 && s->top_k < n) least = tfmi_threshold(p, rest, n, s->top_k, 0, true);
   if (s->top_p > 0 && s->top_p < 1) { /* all below (1 - top_p) mass / n together are not missed */
     double mass = tfmi_mass(p, n, least), goal = mass * (double)s->top_p;
     float cut = (float)((mass - goal) / n * 0.99);
-    int32_t left = tfmi_select(rest, p, n, cut > least ? cut : least);
-    float t = tfmi_threshold(rest, left, goal, false);
-    if (t > least) least = t;
+    least = tfmi_threshold(p, rest, n, goal, cut > least ? cut : least, false);
   }
   if (s->min_p > least) least = s->min_p < 1 ? s->min_p : 1.0f;
   return least;
@@ -15081,7 +15076,7 @@ static int32_t tfmi_choose(const float *logits, float *work, int32_t n, const tf
     return logits[i] == logits[i] ? i : 0;
   }
   if (!(s->temperature > 0) || top == INFINITY) return tfmi_first_of(work, n, top);
-  for (i = 0; i < n; i++) work[i] = tfmi_exp((work[i] - top) / s->temperature);
+  tfmi_relative(work, n, top, s->temperature);
   least = tfmi_least(work, work + n, n, s);
   return tfmi_draw(work, n, least, tfmi_uniform(s->seed, s->sequence, position));
 }
@@ -15431,7 +15426,10 @@ static void tfmi_dw_items(void *context, int32_t begin, int32_t end, int32_t wor
     int32_t block = item % t->blocks, col = item / t->blocks * TFMI_WIDTH;
     int32_t e = block / per_expert, row = block % per_expert * TFMI_ROWS;
     int32_t m = tfmi_min32(TFMI_ROWS, rows - row), cols = tfmi_min32(TFMI_WIDTH, t->y.cols - col);
-    for (i = 0; i < m; i++) y[i] = tfmi_row(t->y, (int64_t)e * rows + row + i) + col;
+    for (i = 0; i < m; i++) {
+      y[i] = tfmi_row(t->y, (int64_t)e * rows + row + i) + col;
+      if (t->beta == 0) memset(y[i], 0, (size_t)cols * sizeof *y[i]);
+    }
     if (r) tfmi_mix_tokens(t, y, m, row, r->order + r->begin[e], r->begin[e + 1] - r->begin[e],
                            col, cols);
     else tfmi_mix_tokens(t, y, m, row, NULL, t->dy.rows, col, cols);
@@ -15447,8 +15445,9 @@ static bool tfmi_dw_check(tfm_dev *d, tfm_mat dw) {
   return dw.type == TFM_F32;
 }
 
-static void tfmi_ref_matmul_dw(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x) {
-  tfmi_mix_job job = {dw, dy, x, NULL, db, 1, NULL, false, -1, 0, 0};
+static void tfmi_ref_matmul_dw(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x,
+                               float beta) {
+  tfmi_mix_job job = {dw, dy, x, NULL, db, beta, NULL, false, -1, 0, 0};
   if (tfmi_dw_check(d, dw)) tfmi_mix_run(d, &job, dy.cols, dy.rows, tfmi_dw_items);
 }
 
@@ -16782,6 +16781,7 @@ static void tfmi_lay_out_device(tfm_engine *e, tfmi_arena *a) {
   if (c->tap)
     e->d_probs = (float *)tfmi_take(a, rows * context, (uint64_t)net->heads * sizeof(float));
   e->d_frequencies = (float *)tfmi_take(a, (uint64_t)net->head_width, sizeof(float));
+  e->dev.cache = c->cache;
   e->dev.work =
       tfmi_take(a, table->work_bytes(&e->dev, net, e->rows, c->sequences, c->context), 1);
   tfmi_take_cache(e, a);
@@ -16883,10 +16883,13 @@ static tfm_status tfmi_engine_configure(tfm_engine *e) {
     return tfmi_report(TFM_E_UNSUPPORTED,
                        "tfm_engine_config.cache is %s; expected F32, F16, BF16 or Q8_0",
                        tfm_type_name(c->cache));
-  if (c->cache == TFM_Q8_0 && (net->head_width % 32 != 0 || e->dev.table->half_cache))
+  if (c->cache == TFM_Q8_0 && net->head_width % 32 != 0)
     return tfmi_report(TFM_E_UNSUPPORTED, "tfm_engine_config.cache is Q8_0, which needs heads of a "
-                       "multiple of 32 values, found %d, and a device that computes on the host, "
-                       "found %s; choose F16", (int)net->head_width, e->dev.table->name);
+                       "multiple of 32 values, found %d; choose F16", (int)net->head_width);
+  if (c->cache == TFM_Q8_0 && e->dev.table->half_cache && e->dev.override_mask)
+    return tfmi_report(TFM_E_UNSUPPORTED, "tfm_engine_config.cache is Q8_0, which lies otherwise "
+                       "on %s than on ref, whose entries are to read it; choose F16",
+                       e->dev.table->name);
   if (c->tap && (e->dev.table->activation != TFM_F32 || e->dev.table->residual != TFM_F32))
     return tfmi_report(TFM_E_UNSUPPORTED,
                        "tap: device %s has activations of type %s; a tap needs F32 throughout",
@@ -19295,6 +19298,7 @@ struct tfm_trainer {
   int32_t lowest;            /* layer with trained parameters; -1: embeddings too */
   tfmi_drop drop;
   float balance;             /* of the load-balancing loss's gradient, in one pass */
+  float beta;                /* of matrices' gradients: 0 in a step's first pass, then 1 */
   size_t list_bytes, host_bytes, device_bytes;
   void *lists, *host_block, *device_block;
   /* host */
@@ -19790,7 +19794,8 @@ static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, const tfmi
   if (!how->learn) return;
   if (e.softcap != 0) TFMI_OP(d, epilogue_bwd)(d, logits, logits, &e);
   if (!tfmi_frozen_at(t, at))
-    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h);
+    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h,
+                          first ? 1 : t->beta);
   TFMI_OP(d, matmul_dx)(d, tfmi_rows_of(t->d_norm, first, n), logits, &t->net.head, 0, NULL);
 }
 
@@ -19814,7 +19819,8 @@ static void tfmi_project_back_add(tfm_trainer *t, tfm_mat dx, tfm_mat dy, tfm_ma
                                   const tfm_epilogue *before) {
   tfm_dev *d = &t->dev;
   if (!tfmi_frozen_at(t, at))
-    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, w), tfmi_vector_gradient(t, bias), dy, x);
+    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, w), tfmi_vector_gradient(t, bias), dy, x,
+                          t->beta);
   TFMI_OP(d, matmul_dx)(d, dx, dy, w, beta, before);
 }
 
@@ -20050,6 +20056,18 @@ static tfm_status tfmi_trainer_sync(tfm_trainer *t) {
   return tfmi_report(status, "device %s: %s", d->table->name, d->message);
 }
 
+/* Gradients begin at 0, but for those that the first product of a step overwrites. */
+static void tfmi_gradients_clear(tfm_trainer *t) {
+  int32_t i;
+  for (i = 0; i < t->parameters; i++) {
+    const tfmi_parameter *p = &t->parameter[i];
+    bool gathered = p->slot == TFMI_POSITIONS || (p->slot == TFMI_EMBED && !t->tied);
+    if (p->cols == 0 || p->experts || gathered)
+      t->dev.table->zero(&t->dev, t->g + p->at,
+                         (size_t)tfmi_parameter_values(p) * sizeof *t->g);
+  }
+}
+
 /* Runs `passes` batches: sums in out, and, when learning, the mean's gradient in g. */
 static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, int32_t passes,
                                     bool learn, tfm_step *out) {
@@ -20063,8 +20081,9 @@ static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, in
   if (status != TFM_OK) return status;
   how.scale = (float)(1.0 / weight);
   t->balance = t->config.balance / (float)passes;
-  if (learn) d->table->zero(d, t->g, (size_t)t->total * sizeof *t->g);
+  if (learn) tfmi_gradients_clear(t);
   for (i = 0; i < passes; i++) {
+    t->beta = i ? 1.0f : 0.0f;
     tfmi_batch_put(t, batch, i);
     if (t->net.experts)
       d->table->zero(d, t->balance_count, 2 * (size_t)t->net.experts * sizeof(float));

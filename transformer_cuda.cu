@@ -92,6 +92,8 @@ typedef struct cuda_state {
   size_t pass_at; /* where the buffers of `layer` begin in tfm_dev.work; 0: there are none */
   size_t tiles_at;    /* ... and cuda_tiles, for so many rows */
   int32_t tiles_rows;
+  size_t wide_at;     /* a layer's cache of Q8_0 in 16 bits, for so many sequences; 0: none */
+  int32_t wide_sequences, wide_context;
   int32_t tiles_layer; /* whose attention last used them: they are a pass's, whose layers ascend */
   PFN_cuTensorMapEncodeTiled_v12000 encode; /* NULL: no cuda_hopper_kernel */
   uint64_t bytes, peak_bytes; /* of device memory */
@@ -919,6 +921,12 @@ __device__ static float cuda_act(float v, tfm_act act) {
   return v;
 }
 
+__device__ __forceinline__ float cuda_exp2(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
+
 __device__ static float cuda_cap(float v, float cap) { return cap != 0 ? cap * tanhf(v / cap) : v; }
 
 __device__ static void cuda_philox(uint32_t word[4], uint64_t key, uint64_t low, uint64_t high) {
@@ -1397,6 +1405,13 @@ template <bool BF> __device__ __forceinline__ uint32_t cuda_pack2(float a, float
     __half2 v = __floats2half2_rn(a, b);
     return *(uint32_t *)&v;
   }
+}
+
+/* Eight values of 16 bits. */
+template <int TYPE> __device__ __forceinline__ uint4 cuda_narrow(const float (&f)[8]) {
+  constexpr bool BF = TYPE == TFM_BF16;
+  return make_uint4(cuda_pack2<BF>(f[0], f[1]), cuda_pack2<BF>(f[2], f[3]),
+                    cuda_pack2<BF>(f[4], f[5]), cuda_pack2<BF>(f[6], f[7]));
 }
 
 /* The parts of two values: what one of 16 bits does not hold is left to the next. */
@@ -2129,10 +2144,73 @@ __global__ void cuda_kv_put_kernel(tfm_kv kv, tfm_mat k, tfm_mat v, tfm_rows row
   cuda_store(kv.v, kv.type, at, *cuda_at(v, row, col));
 }
 
+/* Of Q8_0 a vector has all its numbers first, then the scales of each 32. It begins at a multiple
+   of 4 bytes, or of 2 where `width` is an odd multiple of 32. */
+__device__ __forceinline__ uint8_t *cuda_vector8(const void *p, int64_t at) {
+  return (uint8_t *)p + at / 32 * 34;
+}
+
+/* As cuda_quantise: a warp has 32 values, of the row's keys or then of its values. */
+__global__ void __launch_bounds__(CUDA_CREW) cuda_kv_put8_kernel(tfm_kv kv, tfm_mat k, tfm_mat v,
+                                                                 tfm_rows rows) {
+  const int row = (int)blockIdx.x, lane = threadIdx.x % 32, blocks = k.cols / 32;
+  const int block = (int)(blockIdx.y * CUDA_CREW_WARPS + threadIdx.x / 32);
+  const int col = block % blocks * 32 + lane, c = col % kv.width;
+  const tfm_mat &from = block < blocks ? k : v;
+  float x, scale, q;
+  uint8_t *to;
+  cuda_launch_next();
+  cuda_follow();
+  if (block >= 2 * blocks || rows.seq[row] < 0) return;
+  x = cuda_load(from.data, from.type, row * from.stride + col);
+  scale = cuda_warp_max(fabsf(x)) / 127.0f;
+  q = roundf(__fmul_rn(x, scale != 0 ? 1.0f / scale : 0.0f));
+  to = cuda_vector8(block < blocks ? kv.k : kv.v,
+                    cuda_kv_at(kv, rows.seq[row], rows.pos[row], col / kv.width));
+  to[c] = (uint8_t)(int8_t)(q >= -127.0f && q <= 127.0f ? q : 0.0f);
+  if (lane == 0) *(__half *)(to + kv.width + c / 32 * 2) = __float2half_rn(scale);
+}
+
+static void cuda_kv_put_run(tfm_dev *d, const tfm_kv *kv, tfm_mat k, tfm_mat v,
+                            const tfm_rows *rows) {
+  const unsigned n = (unsigned)rows->n;
+  if (kv->type == TFM_Q8_0)
+    cuda_run(d, cuda_kv_put8_kernel, dim3(n, cuda_blocks(k.cols / 16, CUDA_CREW_WARPS)), CUDA_CREW,
+             0, *kv, k, v, *rows);
+  else
+    cuda_run(d, cuda_kv_put_kernel, dim3(n, cuda_blocks(k.cols, 256)), 256, 0, *kv, k, v, *rows);
+}
+
 static void cuda_kv_put(tfm_dev *d, const tfm_kv *kv, tfm_mat k, tfm_mat v, const tfm_rows *rows) {
-  if (cuda_enter(d))
-    cuda_run(d, cuda_kv_put_kernel, dim3((unsigned)rows->n, cuda_blocks(k.cols, 256)), 256, 0, *kv,
-             k, v, *rows);
+  if (cuda_enter(d)) cuda_kv_put_run(d, kv, k, v, rows);
+}
+
+__device__ __forceinline__ uint32_t cuda_word(const uint8_t *p) { /* past the first cache */
+  if ((uintptr_t)p % 4 == 0) return __ldcg((const uint32_t *)p);
+  return __ldcg((const uint16_t *)p) | (uint32_t)__ldcg((const uint16_t *)p + 1) << 16;
+}
+
+/* Values c to c + 7 of the vector at element `at`: of 16 bits as they lie, else two words of them
+   and their scale. */
+template <int TYPE>
+__device__ __forceinline__ uint4 cuda_cached8(const void *p, int64_t at, int c, int width) {
+  const uint8_t *v = cuda_vector8(p, at);
+  if (TYPE != TFM_Q8_0) return __ldcg((const uint4 *)((const uint16_t *)p + at + c));
+  return make_uint4(cuda_word(v + c), cuda_word(v + c + 4),
+                    __ldcg((const uint16_t *)(v + width) + c / 32), 0);
+}
+
+/* ... as floats. */
+template <int TYPE> __device__ __forceinline__ void cuda_eight(float (&f)[8], uint4 q) {
+  if constexpr (TYPE == TFM_Q8_0) {
+    const float scale = __half2float(__ushort_as_half((unsigned short)q.z));
+    float v[16];
+    cuda_widen<TFM_Q8_0>(v, q);
+#pragma unroll
+    for (int i = 0; i < 8; i++) f[i] = v[i] * scale;
+  } else {
+    cuda_widen<TYPE>(f, q);
+  }
 }
 
 /* ---- attn ----
@@ -2144,7 +2222,8 @@ static void cuda_kv_put(tfm_dev *d, const tfm_kv *kv, tfm_mat k, tfm_mat v, cons
 typedef struct cuda_tiles { /* of a pass; on the device: cuda_tiles_kernel */
   int4 *tile;     /* first row, rows, position of the first, sequence */
   int32_t *rest;  /* rows that are of no tile */
-  int32_t *count; /* [2] tiles; rows that are not */
+  int2 *run;      /* what is cut into tiles: sequence, keys that its last row sees */
+  int32_t *count; /* [3] tiles; rows of none; runs */
 } cuda_tiles;
 
 typedef struct cuda_attn {
@@ -2195,13 +2274,16 @@ __device__ static cuda_tile_room cuda_tile_lay_out(float *at, int heads, int wid
   return t;
 }
 
-/* Eight values from element `at` on, zeros after the n-th; past the first cache, where a line may
-   be older than what another block has just stored. */
+/* Values c to c + 7 of the vector of `width` values at element `at`, zeros beyond it; past the
+   first cache, where a line may be older than what another block has just stored. */
 __device__ __forceinline__ void cuda_load8(float (&out)[8], const void *p, tfm_type type,
-                                           int64_t at, int n) {
-  const char *from = (const char *)p + at * (type == TFM_F32 ? 4 : 2);
-  bool aligned = n >= 8 && (uintptr_t)from % 16 == 0;
-  if (aligned && type != TFM_F32) {
+                                           int64_t at, int c, int width) {
+  const char *from = (const char *)p + (at + c) * (type == TFM_F32 ? 4 : 2);
+  const int n = width - c;
+  const bool aligned = n >= 8 && (uintptr_t)from % 16 == 0;
+  if (type == TFM_Q8_0) {
+    cuda_eight<TFM_Q8_0>(out, cuda_cached8<TFM_Q8_0>(p, at, c, width));
+  } else if (aligned && type != TFM_F32) {
     uint4 q = __ldcg((const uint4 *)from);
     if (type == TFM_F16) cuda_widen<TFM_F16>(out, q);
     else cuda_widen<TFM_BF16>(out, q);
@@ -2211,7 +2293,7 @@ __device__ __forceinline__ void cuda_load8(float (&out)[8], const void *p, tfm_t
     out[4] = b.x, out[5] = b.y, out[6] = b.z, out[7] = b.w;
   } else {
 #pragma unroll
-    for (int i = 0; i < 8; i++) out[i] = i < n ? cuda_load(p, type, at + i) : 0.0f;
+    for (int i = 0; i < 8; i++) out[i] = i < n ? cuda_load(p, type, at + c + i) : 0.0f;
   }
 }
 
@@ -2261,7 +2343,7 @@ __device__ __forceinline__ void cuda_tile_scores(const cuda_attn &a, const cuda_
 #pragma unroll
     for (int h = 0; h < B; h++) sum[h] = 0;
     for (int c = sub * 8; c < width && visible; c += 64) {
-      cuda_load8(k, keys, type, at + c, width - c);
+      cuda_load8(k, keys, type, at, c, width);
 #pragma unroll
       for (int h = 0; h < B; h++)
 #pragma unroll
@@ -2326,7 +2408,7 @@ __device__ __forceinline__ void cuda_tile_values(const cuda_attn &a, const cuda_
       for (int k = 0; k < 4; k++) { /* what is not visible counts zero times a row that is */
         int j = group * 8 + half + k, there = cuda_visible(a, row, first + j) ? j : own;
         cuda_load8(v[k], values, type,
-                   cuda_key_at(a, a.kv.value_rows, tile, row, head, first, there) + c, width - c);
+                   cuda_key_at(a, a.kv.value_rows, tile, row, head, first, there), c, width);
       }
 #pragma unroll
       for (int k = 0; k < 4; k++)
@@ -2452,7 +2534,7 @@ template <int B> __global__ void __launch_bounds__(128) cuda_attn_kernel(cuda_at
   }
 }
 
-/* ---- attn: of caches of 16 bits ----
+/* ---- attn: of caches of 16 bits and 8 ----
    When nothing but the result is wanted: L lanes of a warp take a key, DEEP times, then the values;
    the sums of B query heads stay in registers. The warps of a block share a stretch of keys and are
    merged in order, and so are stretches: those of a row are one block's after the other, or each a
@@ -2467,13 +2549,6 @@ typedef struct cuda_stretches { /* of several blocks: their sums, and how many a
 
 typedef struct cuda_sum { float out, sum, max; } cuda_sum; /* of one column; max of log2 */
 
-/* 2^v, or 0 below 2^-126. */
-__device__ __forceinline__ float cuda_exp2(float v) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
-  return r;
-}
-
 #define CUDA_LEAST (-1e30f) /* as a maximum: no score is smaller */
 
 __device__ static void cuda_take_in(cuda_sum &all, cuda_sum one) {
@@ -2484,7 +2559,7 @@ __device__ static void cuda_take_in(cuda_sum &all, cuda_sum one) {
   all.max = max;
 }
 
-/* Elements at which a lane's vectors of the keys from `from` on lie; beyond `last`, the last's. */
+/* Elements at which the keys from `from` on lie that are a lane's; beyond `last`, the last. */
 template <int L, int DEEP>
 __device__ __forceinline__ void cuda_keys_at(int64_t (&at)[DEEP], const tfm_kv &kv, int seq,
                                              int head, int from, int last) {
@@ -2494,14 +2569,13 @@ __device__ __forceinline__ void cuda_keys_at(int64_t (&at)[DEEP], const tfm_kv &
 #pragma unroll
   for (int i = 0; i < DEEP; i++) {
     int j = min(from + 32 / L * i + lane / L, last);
-    at[i] = (one ? base + (j - from) * kv.width : cuda_kv_at(kv, seq, j, head)) +
-            min(lane % L * 8, kv.width - 8);
+    at[i] = one ? base + (j - from) * kv.width : cuda_kv_at(kv, seq, j, head);
   }
 }
 
 template <int TYPE> __device__ __forceinline__ float cuda_dot8(const float (&q)[8], uint4 k) {
   float f[8], sum = 0;
-  cuda_widen<TYPE>(f, k);
+  cuda_eight<TYPE>(f, k);
 #pragma unroll
   for (int i = 0; i < 8; i++) sum = __fmaf_rn(q[i], f[i], sum);
   return sum;
@@ -2548,6 +2622,7 @@ __device__ __forceinline__ void cuda_attend_warp(cuda_heads<B> &of, const cuda_a
                                                  const float *q, int seq, int head, int first,
                                                  int last, READY ready) {
   constexpr int KEYS = 32 / L * DEEP;
+  const int width = a.kv.width, c = min((int)threadIdx.x % L * 8, width - 8);
   int from = first + (int)threadIdx.x / 32 * KEYS;
   bool began = false;
 #pragma unroll 1
@@ -2558,11 +2633,9 @@ __device__ __forceinline__ void cuda_attend_warp(cuda_heads<B> &of, const cuda_a
       int64_t at[DEEP];
       cuda_keys_at<L>(at, a.kv, seq, head, from, last);
 #pragma unroll
-      for (int i = 0; i < DEEP; i++)
-        k[i] = __ldcg((const uint4 *)((const uint16_t *)a.kv.k + at[i]));
+      for (int i = 0; i < DEEP; i++) k[i] = cuda_cached8<TYPE>(a.kv.k, at[i], c, width);
 #pragma unroll
-      for (int i = 0; i < DEEP; i++)
-        v[i] = __ldcg((const uint4 *)((const uint16_t *)a.kv.v + at[i]));
+      for (int i = 0; i < DEEP; i++) v[i] = cuda_cached8<TYPE>(a.kv.v, at[i], c, width);
     }
     if (!began) ready();
     began = true;
@@ -2571,7 +2644,7 @@ __device__ __forceinline__ void cuda_attend_warp(cuda_heads<B> &of, const cuda_a
 #pragma unroll
     for (int i = 0; i < DEEP; i++) {
       float f[8];
-      cuda_widen<TYPE>(f, v[i]);
+      cuda_eight<TYPE>(f, v[i]);
 #pragma unroll
       for (int h = 0; h < B; h++)
 #pragma unroll
@@ -2737,80 +2810,218 @@ cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
   }
 }
 
-/* ---- attn: of caches of 16 bits and heads of 64 or 128, on the tensor cores ----
+/* ---- attn: of caches of 16 bits and 8 and heads of 64 or 128, on the tensor cores ----
    As W is by the rows of x: sixteen keys are multiplied by q, of which each of four heads has two
    columns, the parts of its values; then the values, turned, by the scores' exponentials, again in
    two parts. Lane 4g + t has keys g and g + 8, and of the values keys 2t, 2t + 1, 2t + 8, 2t + 9 at
-   columns 8g to 8g + 7; its sums are head t's. Stretches and warps are merged as above. */
+   columns 8g to 8g + 7; its sums are head t's. Stretches and warps are merged as above. Numbers of
+   8 bits are multiplied as BF16, which holds them: sums over 32 columns by the keys' scales, and
+   the exponentials, once for each 32 columns, by the values' scales; there columns are 4g to
+   4g + 3. */
 
-template <int D> struct cuda_four { /* heads of a lane's: o columns 64c + 8g + 2i, and the next */
+template <int D> struct cuda_four { /* heads of a lane's: two columns of o for each four sums */
   float o[D / 16][4], top, sum;
 };
 
-template <int D> struct cuda_sixteen { uint4 k[D / 32][2], v[D / 64][4]; }; /* of a lane */
+template <int D, int TYPE> struct cuda_sixteen { /* of a lane */
+  uint4 k[D / 32][2], v[D / 64][4];
+};
+template <int D> struct cuda_sixteen<D, TFM_Q8_0> { /* with scales, two in a word */
+  uint2 k[D / 32][2];
+  uint32_t v[D / 32][4], k_scale[D / 64][2], v_scale[D / 64][4];
+};
 
-typedef struct cuda_place { /* of sixteen keys: of what a lane asks for first */
-  const uint16_t *k, *v;
+/* Eight bytes of a vector of D values. */
+template <int D> __device__ __forceinline__ uint2 cuda_eight_bytes(const uint8_t *p) {
+  if (D % 128 == 0) return __ldcg((const uint2 *)p);
+  return make_uint2(__ldcg((const uint32_t *)p), __ldcg((const uint32_t *)p + 1));
+}
+
+/* The vector of a key or value at element `at`, and its bytes. */
+template <int TYPE>
+__device__ __forceinline__ const uint8_t *cuda_vector_of(const void *data, int64_t at) {
+  return TYPE == TFM_Q8_0 ? cuda_vector8(data, at) : (const uint8_t *)data + 2 * at;
+}
+template <int D, int TYPE> struct cuda_vector_bytes {
+  static constexpr int n = TYPE == TFM_Q8_0 ? D + D / 16 : 2 * D;
+};
+
+typedef struct cuda_place { /* of sixteen keys: the lane's of those at g, and values at 2t */
+  const uint8_t *k, *v;
   bool one; /* one page has them all */
 } cuda_place;
 
 /* As well, they come to the second cache. */
-template <int D>
+template <int D, int TYPE>
 __device__ __forceinline__ cuda_place cuda_place_of(const tfm_kv &kv, int seq, int head, int from) {
+  constexpr int bytes = cuda_vector_bytes<D, TYPE>::n;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int64_t at = cuda_kv_at(kv, seq, from, head);
-  cuda_place p = {(const uint16_t *)kv.k + at, (const uint16_t *)kv.v + at,
+  cuda_place p = {cuda_vector_of<TYPE>(kv.k, at), cuda_vector_of<TYPE>(kv.v, at),
                   from / kv.page_tokens == (from + 15) / kv.page_tokens};
   if (p.one) {
-    asm volatile("prefetch.global.L2 [%0];" : : "l"(p.k + lane * (D / 2)));
-    asm volatile("prefetch.global.L2 [%0];" : : "l"(p.v + lane * (D / 2)));
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(p.k + lane * (bytes / 2)));
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(p.v + lane * (bytes / 2)));
   }
-  p.k += g * D + t * 8;
-  p.v += 2 * t * D + g * 8;
+  p.k += g * bytes;
+  p.v += 2 * t * bytes;
+  if (TYPE != TFM_Q8_0) p.k += t * 16, p.v += g * 16;
   asm volatile("" : "+l"(p.k), "+l"(p.v)); /* to be there, not to be found again */
   return p;
 }
 
-/* Keys from `from` on. What lies beyond `last` is of any value, or the last's. */
-template <int D>
-__device__ __forceinline__ void cuda_sixteen_ask(cuda_sixteen<D> &x, const tfm_kv &kv, int seq,
-                                                 int head, int from, int last, cuda_place p) {
+/* key(i), value(i): the lane's bytes of keys g + i and of values 2t + i. */
+template <int D, int TYPE, typename KEY, typename VALUE>
+__device__ __forceinline__ void cuda_sixteen_load(cuda_sixteen<D, TYPE> &x, KEY key, VALUE value) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  auto ask = [&](auto key, auto value) {
 #pragma unroll
-    for (int i = 0; i < 2; i++)
+  for (int i = 0; i < 2; i++) {
+    const uint8_t *from = key(8 * i);
 #pragma unroll
-      for (int j = 0; j < D / 32; j++) x.k[j][i] = __ldcg((const uint4 *)(key(8 * i) + j * 32));
+    for (int j = 0; j < D / 32; j++)
+      if constexpr (TYPE == TFM_Q8_0) x.k[j][i] = cuda_eight_bytes<D>(from + j * 32 + t * 8);
+      else x.k[j][i] = __ldcg((const uint4 *)(from + j * 64));
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int j = 0; j < D / 64; j++)
+      if constexpr (TYPE == TFM_Q8_0) x.k_scale[j][i] = __ldcg((const uint32_t *)(from + D) + j);
+  }
 #pragma unroll
-      for (int c = 0; c < D / 64; c++)
-        x.v[c][i] = __ldcg((const uint4 *)(value(i % 2 + i / 2 * 8) + c * 64));
-  };
-  if (p.one) {
-    ask([&](int i) { return p.k + i * D; }, [&](int i) { return p.v + i * D; });
-  } else {
-    auto at = [&](int i) { return cuda_kv_at(kv, seq, min(from + i, last), head); };
-    ask([&](int i) { return (const uint16_t *)kv.k + at(g + i) + t * 8; },
-        [&](int i) { return (const uint16_t *)kv.v + at(2 * t + i) + g * 8; });
+  for (int i = 0; i < 4; i++) {
+    const uint8_t *from = value(i % 2 + i / 2 * 8);
+#pragma unroll
+    for (int j = 0; j < D / 64; j++)
+      if constexpr (TYPE == TFM_Q8_0) x.v_scale[j][i] = __ldcg((const uint32_t *)(from + D) + j);
+      else x.v[j][i] = __ldcg((const uint4 *)(from + j * 128));
+#pragma unroll
+    for (int j = 0; j < D / 32; j++)
+      if constexpr (TYPE == TFM_Q8_0) x.v[j][i] = __ldcg((const uint32_t *)(from + j * 32 + g * 4));
+  }
+}
+
+/* Keys from `from` on. What lies beyond `last` is of any value, or the last's. */
+template <int D, int TYPE>
+__device__ __forceinline__ void cuda_sixteen_ask(cuda_sixteen<D, TYPE> &x, const tfm_kv &kv,
+                                                 int seq, int head, int from, int last,
+                                                 cuda_place p) {
+  constexpr int bytes = cuda_vector_bytes<D, TYPE>::n;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int own_k = TYPE == TFM_Q8_0 ? 0 : t * 16, own_v = TYPE == TFM_Q8_0 ? 0 : g * 16;
+  auto at = [&](int i) { return cuda_kv_at(kv, seq, min(from + i, last), head); };
+  if (p.one)
+    cuda_sixteen_load<D, TYPE>(x, [&](int i) { return p.k + i * bytes; },
+                               [&](int i) { return p.v + i * bytes; });
+  else
+    cuda_sixteen_load<D, TYPE>(
+        x, [&](int i) { return cuda_vector_of<TYPE>(kv.k, at(g + i)) + own_k; },
+        [&](int i) { return cuda_vector_of<TYPE>(kv.v, at(2 * t + i)) + own_v; });
+}
+
+/* Keys from number `left` on count nothing: their values, which may be no numbers, become zeros. */
+template <int D, int TYPE>
+__device__ __forceinline__ void cuda_sixteen_mask(cuda_sixteen<D, TYPE> &x, int left) {
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int j = 0; j < D / 64; j++)
+      if ((int)threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8 >= left) {
+        if constexpr (TYPE == TFM_Q8_0) x.v_scale[j][i] = 0;
+        else x.v[j][i] = make_uint4(0, 0, 0, 0);
+      }
+}
+
+/* Which columns of o a lane's sums m are: this one and the next. */
+template <int TYPE> __device__ __forceinline__ int cuda_four_column(int m, int g) {
+  return TYPE == TFM_Q8_0 ? m / 2 * 32 + 4 * g + m % 2 * 2 : m / 4 * 64 + 8 * g + m % 4 * 2;
+}
+
+/* Number `i` of scales, two in a word. */
+__device__ __forceinline__ float cuda_scale_of(uint32_t pair, int i) {
+  return __half2float(__ushort_as_half((unsigned short)(i ? pair >> 16 : pair)));
+}
+
+/* Two bytes with a sign, 2i and the next of a word, as BF16: what is below 128 beside 128 in the
+   bits of the fraction, less 128, or 256 where there is a sign. */
+__device__ __forceinline__ uint32_t cuda_bytes_bf(uint32_t w, int i) {
+  const uint32_t pair = __byte_perm(w, 0, i ? 0x4342 : 0x4140);
+  const uint32_t up = (pair & 0x007f007fu) | 0x43004300u, by = (pair & 0x00800080u) | 0x43004300u;
+  const __nv_bfloat162 v = __hsub2(*(const __nv_bfloat162 *)&up, *(const __nv_bfloat162 *)&by);
+  return *(const uint32_t *)&v;
+}
+
+/* c [keys, columns of q] += of 32 columns of the keys. */
+template <bool BF>
+__device__ __forceinline__ void cuda_score32(float (&c)[4], uint4 a, uint4 b, uint4 y) {
+  const uint32_t front[4] = {a.x, b.x, a.y, b.y}, back[4] = {a.z, b.z, a.w, b.w};
+  cuda_mma<BF>(c, front, y.x, y.y);
+  cuda_mma<BF>(c, back, y.z, y.w);
+}
+
+__device__ __forceinline__ uint4 cuda_widen_bf(uint2 q) {
+  return make_uint4(cuda_bytes_bf(q.x, 0), cuda_bytes_bf(q.x, 1), cuda_bytes_bf(q.y, 0),
+                    cuda_bytes_bf(q.y, 1));
+}
+
+/* Scores of the lane's two keys, each of them in two parts. */
+template <int D, int TYPE>
+__device__ __forceinline__ void cuda_sixteen_scores(float (&c)[4], const cuda_sixteen<D, TYPE> &x,
+                                                    const uint4 *q) {
+#pragma unroll
+  for (int j = 0; j < D / 32; j++) {
+    const uint4 y = q[j * 4 + threadIdx.x % 4];
+    if constexpr (TYPE == TFM_Q8_0) {
+      float n[4] = {0, 0, 0, 0};
+      cuda_score32<true>(n, cuda_widen_bf(x.k[j][0]), cuda_widen_bf(x.k[j][1]), y);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        c[i] = __fmaf_rn(n[i], cuda_scale_of(x.k_scale[j / 2][i / 2], j % 2), c[i]);
+    } else {
+      cuda_score32<TYPE == TFM_BF16>(c, x.k[j][0], x.k[j][1], y);
+    }
+  }
+}
+
+/* o becomes o `by` + values by exponentials p of keys 2t, 2t + 1, 2t + 8, 2t + 9. */
+template <int D, int TYPE>
+__device__ __forceinline__ void cuda_sixteen_values(cuda_four<D> &f,
+                                                    const cuda_sixteen<D, TYPE> &x,
+                                                    const float (&p)[4], float by) {
+  constexpr bool BF = TYPE != TFM_F16;
+  constexpr int EACH = TYPE == TFM_Q8_0 ? 2 : D / 16; /* sums of one scale */
+  const bool odd = threadIdx.x / 4 % 2; /* which part of p is the lane's */
+#pragma unroll
+  for (int first = 0; first < D / 16; first += EACH) {
+    float n[4] = {p[0], p[1], p[2], p[3]};
+    uint32_t low, high;
+    if constexpr (TYPE == TFM_Q8_0)
+#pragma unroll
+      for (int i = 0; i < 4; i++) n[i] *= cuda_scale_of(x.v_scale[first / 4][i], first / 2 % 2);
+    low = cuda_part2<BF>(n[0], n[1]);
+    high = cuda_part2<BF>(n[2], n[3]);
+    if (odd) low = cuda_pack2<BF>(n[0], n[1]), high = cuda_pack2<BF>(n[2], n[3]);
+#pragma unroll
+    for (int m = first; m < first + EACH; m++) {
+      uint32_t w[4], a[4];
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if constexpr (TYPE == TFM_Q8_0) w[i] = cuda_bytes_bf(x.v[m / 2][i], m % 2);
+        else w[i] = ((const uint32_t *)&x.v[m / 4][i])[m % 4];
+      a[0] = __byte_perm(w[0], w[1], 0x5410), a[1] = __byte_perm(w[0], w[1], 0x7632);
+      a[2] = __byte_perm(w[2], w[3], 0x5410), a[3] = __byte_perm(w[2], w[3], 0x7632);
+#pragma unroll
+      for (int i = 0; i < 4; i++) f.o[m][i] *= by;
+      cuda_mma<BF>(f.o[m], a, low, high);
+    }
   }
 }
 
 /* Takes in sixteen keys, of which `left` are there. */
-template <int D, bool BF>
-__device__ __forceinline__ void cuda_sixteen_use(cuda_four<D> &f, cuda_sixteen<D> &x,
+template <int D, int TYPE>
+__device__ __forceinline__ void cuda_sixteen_use(cuda_four<D> &f, cuda_sixteen<D, TYPE> &x,
                                                  const uint4 *q, float factor, float softcap,
                                                  int left) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, from = 8 * t + g / 2;
   float c[4] = {0, 0, 0, 0}, best = f.top, by, p[2], n[4];
-  uint32_t low, high;
-#pragma unroll
-  for (int j = 0; j < D / 32; j++) {
-    const uint4 a = x.k[j][0], b = x.k[j][1], y = q[j * 4];
-    const uint32_t front[4] = {a.x, b.x, a.y, b.y}, back[4] = {a.z, b.z, a.w, b.w};
-    cuda_mma<BF>(c, front, y.x, y.y);
-    cuda_mma<BF>(c, back, y.z, y.w);
-  }
+  cuda_sixteen_scores<D, TYPE>(c, x, q);
 #pragma unroll
   for (int i = 0; i < 2; i++) {
     p[i] = cuda_cap((c[2 * i] + c[2 * i + 1]) * factor, softcap) * 1.44269504f;
@@ -2827,23 +3038,8 @@ __device__ __forceinline__ void cuda_sixteen_use(cuda_four<D> &f, cuda_sixteen<D
   f.sum = __fmaf_rn(f.sum, by, p[0] + p[1]);
 #pragma unroll
   for (int i = 0; i < 4; i++) n[i] = __shfl_sync(~0u, p[i / 2], from + i % 2 * 4);
-  for (int i = 0; i < 4 && left < 16; i++) /* nothing times what is no number would count */
-    for (int m = 0; m < D / 64; m++)
-      if (2 * t + i % 2 + i / 2 * 8 >= left) x.v[m][i] = make_uint4(0, 0, 0, 0);
-  low = cuda_part2<BF>(n[0], n[1]);
-  high = cuda_part2<BF>(n[2], n[3]);
-  if (g % 2) low = cuda_pack2<BF>(n[0], n[1]), high = cuda_pack2<BF>(n[2], n[3]);
-#pragma unroll
-  for (int m = 0; m < D / 16; m++) {
-    uint32_t w[4], a[4];
-#pragma unroll
-    for (int i = 0; i < 4; i++) w[i] = ((const uint32_t *)&x.v[m / 4][i])[m % 4];
-    a[0] = __byte_perm(w[0], w[1], 0x5410), a[1] = __byte_perm(w[0], w[1], 0x7632);
-    a[2] = __byte_perm(w[2], w[3], 0x5410), a[3] = __byte_perm(w[2], w[3], 0x7632);
-#pragma unroll
-    for (int i = 0; i < 4; i++) f.o[m][i] *= by;
-    cuda_mma<BF>(f.o[m], a, low, high);
-  }
+  if (left < 16) cuda_sixteen_mask<D, TYPE>(x, left);
+  cuda_sixteen_values<D, TYPE>(f, x, n, by);
 }
 
 /* Shared memory of a block; pads against bank conflicts. */
@@ -2884,20 +3080,20 @@ __device__ __forceinline__ void cuda_four_queries(cuda_four_room<D> &r, const cu
   __syncthreads();
 }
 
-template <int D>
+template <int D, int TYPE>
 __device__ __forceinline__ void cuda_four_put(cuda_four_room<D> &r, cuda_four<D> &f) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
 #pragma unroll
   for (int i = 4; i < 32; i *= 2) f.sum += __shfl_xor_sync(~0u, f.sum, i);
 #pragma unroll
   for (int m = 0; m < D / 16; m++)
-    *(float2 *)&r.out[warp][t][m / 4 * 64 + 8 * g + m % 4 * 2] =
+    *(float2 *)&r.out[warp][t][cuda_four_column<TYPE>(m, g)] =
         make_float2(f.o[m][0] + f.o[m][1], f.o[m][2] + f.o[m][3]);
   if (g == 0) r.top[warp][t] = f.top, r.sum[warp][t] = f.sum;
 }
 
 /* Up to four heads of a row, and all stretches or one. */
-template <int D, bool BF>
+template <int D, int TYPE>
 __device__ __forceinline__ void cuda_four_one(const cuda_attn &a, const cuda_stretches &s,
                                               cuda_four_room<D> &r, int row) {
   constexpr int EACH = 4 * D / CUDA_CREW;
@@ -2908,36 +3104,37 @@ __device__ __forceinline__ void cuda_four_one(const cuda_attn &a, const cuda_str
   const int g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
   cuda_row_keys keys;
   cuda_sum all[EACH];
-  cuda_sixteen<D> x;
+  cuda_sixteen<D, TYPE> x;
   cuda_place place = {};
   const bool any = cuda_row_keys_of(keys, a, row);
   int begin = keys.first + (int)blockIdx.z * CUDA_STRETCH;
   int end = min(begin + CUDA_STRETCH - 1, keys.pos), from = begin + warp * 16;
-  if (any && from <= end) place = cuda_place_of<D>(a.kv, keys.seq, head, from);
+  if (any && from <= end) place = cuda_place_of<D, TYPE>(a.kv, keys.seq, head, from);
   cuda_follow();
   if (!any) return;
   for (int e = 0; e < EACH; e++) all[e] = {0, 0, -INFINITY};
-  if (from <= end) cuda_sixteen_ask<D>(x, a.kv, keys.seq, head, from, end, place);
-  cuda_four_queries<D, BF>(r, a, row, query_head, heads); /* while keys are on their way */
+  if (from <= end) cuda_sixteen_ask<D, TYPE>(x, a.kv, keys.seq, head, from, end, place);
+  cuda_four_queries<D, TYPE != TFM_F16>(r, a, row, query_head, heads); /* keys are on their way */
   for (int stretch = (int)blockIdx.z; stretch < keys.stretches; stretch += (int)gridDim.z) {
     cuda_four<D> f = {};
     f.top = -INFINITY;
 #pragma unroll 1
     while (from <= end) {
       const int next = from + STEP;
-      if (next <= end) place = cuda_place_of<D>(a.kv, keys.seq, head, next);
-      cuda_sixteen_use<D, BF>(f, x, &r.q[g][t], r.factor[t], a.p.softcap, end - from + 1);
-      if (next <= end) cuda_sixteen_ask<D>(x, a.kv, keys.seq, head, next, end, place);
+      if (next <= end) place = cuda_place_of<D, TYPE>(a.kv, keys.seq, head, next);
+      cuda_sixteen_use<D, TYPE>(f, x, r.q[g], r.factor[t], a.p.softcap, end - from + 1);
+      if (next <= end)
+        cuda_sixteen_ask<D, TYPE>(x, a.kv, keys.seq, head, next, end, place);
       from = next;
     }
     begin += (int)gridDim.z * CUDA_STRETCH; /* the next stretch, if there is one */
     end = min(begin + CUDA_STRETCH - 1, keys.pos), from = begin + warp * 16;
     if (from <= end) {
-      place = cuda_place_of<D>(a.kv, keys.seq, head, from);
-      cuda_sixteen_ask<D>(x, a.kv, keys.seq, head, from, end, place);
+      place = cuda_place_of<D, TYPE>(a.kv, keys.seq, head, from);
+      cuda_sixteen_ask<D, TYPE>(x, a.kv, keys.seq, head, from, end, place);
     }
     if (stretch != (int)blockIdx.z) __syncthreads(); /* the sums before have been read */
-    cuda_four_put<D>(r, f);
+    cuda_four_put<D, TYPE>(r, f);
     __syncthreads();
 #pragma unroll
     for (int e = 0; e < EACH; e++) {
@@ -2959,22 +3156,25 @@ __device__ __forceinline__ void cuda_four_one(const cuda_attn &a, const cuda_str
 }
 
 /* A block takes rows one after the other. */
-template <int D, bool BF>
+template <int D, int TYPE>
 __global__ void __launch_bounds__(CUDA_CREW, 2) cuda_four_kernel(cuda_attn a, cuda_stretches s) {
   __shared__ cuda_four_room<D> r;
   cuda_launch_next();
   for (int i = (int)blockIdx.x; i < cuda_attn_rows(a); i += (int)gridDim.x) {
-    cuda_four_one<D, BF>(a, s, r, cuda_attn_row(a, i));
+    cuda_four_one<D, TYPE>(a, s, r, cuda_attn_row(a, i));
     __syncthreads();
   }
 }
 
 typedef void (*cuda_attend_function)(cuda_attn, cuda_stretches);
 
+template <int D> static cuda_attend_function cuda_four_of(tfm_type type) {
+  return type == TFM_F16    ? cuda_four_kernel<D, TFM_F16>
+         : type == TFM_BF16 ? cuda_four_kernel<D, TFM_BF16> : cuda_four_kernel<D, TFM_Q8_0>;
+}
+
 static cuda_attend_function cuda_four_for(tfm_type type, int width) {
-  bool bf = type == TFM_BF16;
-  if (width == 64) return bf ? cuda_four_kernel<64, true> : cuda_four_kernel<64, false>;
-  return bf ? cuda_four_kernel<128, true> : cuda_four_kernel<128, false>;
+  return width == 64 ? cuda_four_of<64>(type) : cuda_four_of<128>(type);
 }
 
 /* The bits of a head depend on how many heads share the keys, not on how many a block takes. */
@@ -2991,7 +3191,7 @@ static cuda_attend_function cuda_attend_of(int b, int group, int width) {
 }
 
 static bool cuda_attend_knows(const tfm_kv *kv) {
-  return (kv->type == TFM_F16 || kv->type == TFM_BF16) && kv->width % 8 == 0 && kv->width <= 256;
+  return kv->type != TFM_F32 && kv->width % 8 == 0 && kv->width <= 256;
 }
 
 static int cuda_heads_at_once(int group) { return group >= 3 ? 4 : group; }
@@ -3017,8 +3217,9 @@ static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches
     cuda_run(d, cuda_four_for(a->kv.type, width), grid, CUDA_CREW, 0, *a, *s);
     return;
   }
-  cuda_run(d, a->kv.type == TFM_F16 ? cuda_attend_of<TFM_F16>(b, a->group, width)
-                                    : cuda_attend_of<TFM_BF16>(b, a->group, width),
+  cuda_run(d, a->kv.type == TFM_F16    ? cuda_attend_of<TFM_F16>(b, a->group, width)
+              : a->kv.type == TFM_BF16 ? cuda_attend_of<TFM_BF16>(b, a->group, width)
+                                       : cuda_attend_of<TFM_Q8_0>(b, a->group, width),
            grid, CUDA_CREW, shared, *a, *s);
 }
 
@@ -3046,7 +3247,9 @@ static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
    cluster of blocks, each of which keeps a share of it in shared memory; every warp goes through a
    stretch of its own. What a warp finds it tells all blocks (cuda_tell). A threshold is found digit
    by digit of its bits: every block counts its share in bins, of which there are 32 to an octave,
-   then 512 to a bin, and 512 to each of these; the first block adds them up. */
+   then 512 to a bin, and 512 to each of these; then every block adds up what all have of groups of
+   32 bins, and of the group that matters the bins. A bin's mass is the sum of its numbers'
+   fractions, whole numbers, as they all have one exponent. */
 
 enum {
   CUDA_BINS = 1344,               /* 41 octaves of 32, one for 1, and up to whole warps */
@@ -3056,19 +3259,24 @@ enum {
   CUDA_KEPT_FEW = 8 << 10         /* ... where there are no clusters */
 };
 
+enum { CUDA_ALL_BINS = CUDA_BINS + (1 << CUDA_DIGIT) }; /* of one digit, and of the next */
+
 typedef struct cuda_choice { /* of a block, in shared memory */
-  __align__(16) uint32_t low[CUDA_BINS], high[CUDA_BINS]; /* halves of the bins' masses */
+  uint32_t low[CUDA_ALL_BINS], high[CUDA_ALL_BINS]; /* halves of the bins' sums */
+  unsigned long long group[2][CUDA_BINS / 32];      /* masses of 32 bins, by turns */
   unsigned long long told[2][CUDA_CLUSTER * CUDA_WARPS];
   unsigned long long warp[CUDA_WARPS], goal;
   int found;
 } cuda_choice;
 
 typedef struct cuda_share { /* of a row of n values */
-  float *p;   /* [quads * 4] of this warp */
+  float *p;      /* [quads * 4] of this warp */
   int n;
-  int begin;  /* the warp's first value */
-  int quads;  /* of every warp */
+  int begin;     /* the warp's first value */
+  int quads;     /* of every warp */
   int turn;
+  bool raw;      /* logits still: probabilities are powers of two of (p - top) * by */
+  float top, by;
 } cuda_share;
 
 /* Quads of a warp, when a row is shared by that many blocks. */
@@ -3083,17 +3291,28 @@ __device__ static cuda_share cuda_share_of(float *kept, float *work, int n) {
   s.begin = ((int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32) * s.quads * 4;
   s.p = kept ? kept + threadIdx.x / 32 * s.quads * 4 : work + s.begin;
   s.turn = 0;
+  s.raw = true;
   return s;
 }
 
-/* All threads of the row's blocks have come here; what they stored is seen. */
-__device__ __forceinline__ void cuda_meet() {
+/* All threads of the row's blocks have come to cuda_arrive; what they stored before is seen. */
+__device__ __forceinline__ void cuda_arrive() {
 #if __CUDA_ARCH__ >= 900
   __cluster_barrier_arrive();
+#endif
+}
+
+__device__ __forceinline__ void cuda_arrived() {
+#if __CUDA_ARCH__ >= 900
   __cluster_barrier_wait();
 #else
   __syncthreads();
 #endif
+}
+
+__device__ __forceinline__ void cuda_meet() {
+  cuda_arrive();
+  cuda_arrived();
 }
 
 /* The same place in the shared memory of another block of the row. */
@@ -3115,11 +3334,6 @@ __device__ static unsigned long long cuda_rank(float v, int id) {
 }
 
 __device__ static int cuda_rank_id(unsigned long long rank) { return (int)~(uint32_t)rank; }
-
-__device__ static float cuda_rank_value(unsigned long long rank) {
-  const uint32_t bits = (uint32_t)(rank >> 32);
-  return __uint_as_float(bits & 0x80000000u ? bits ^ 0x80000000u : ~bits);
-}
 
 __device__ static unsigned long long cuda_warp_best(unsigned long long v) {
   for (int i = 16; i; i /= 2) v = max(v, __shfl_xor_sync(~0u, v, i));
@@ -3166,47 +3380,56 @@ __device__ static float cuda_row_sum(float v, cuda_share &s, cuda_choice *c) {
   return cuda_warp_sum(v);
 }
 
-/* A thread's best of its values: in a loop only the float is compared. */
-typedef struct cuda_best { float top; unsigned long long rank; } cuda_best;
-
-__device__ __forceinline__ void cuda_best_of(cuda_best &b, float4 v, int id, int n) {
-  const float top = fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w)), of[4] = {v.x, v.y, v.z, v.w};
-  if (!(top > b.top) && b.rank >> 32) return;
-  b.top = fmaxf(b.top, top);
-#pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (id + i < n) b.rank = max(b.rank, cuda_rank(of[i], id + i));
+__device__ static float cuda_row_max(float v, cuda_share &s, cuda_choice *c) {
+  const unsigned long long *told = cuda_tell(__float_as_uint(cuda_warp_max(v)), s, c);
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32)
+    v = fmaxf(v, __uint_as_float((uint32_t)told[i]));
+  return cuda_warp_max(v);
 }
 
-/* The row's best; the share is filled with the logits, and with -infinity where there is no number
-   or no logit. */
-__device__ static unsigned long long cuda_share_fill(const float *logits, cuda_share &s,
-                                                     cuda_choice *c) {
-  cuda_best best = {-INFINITY, 0};
+__device__ __forceinline__ float cuda_top4(float4 v) {
+  return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
+}
+
+/* Without what is no number, or none of the `left` that there are: -infinity. */
+__device__ __forceinline__ float4 cuda_numbers(float4 v, int left) {
+  return make_float4(left > 0 ? fmaxf(v.x, -INFINITY) : -INFINITY,
+                     left > 1 ? fmaxf(v.y, -INFINITY) : -INFINITY,
+                     left > 2 ? fmaxf(v.z, -INFINITY) : -INFINITY,
+                     left > 3 ? fmaxf(v.w, -INFINITY) : -INFINITY);
+}
+
+/* use(k, v) for the warp's quads of a row. */
+template <typename USE>
+__device__ __forceinline__ void cuda_row_quads(const float *row, const cuda_share &s, USE use) {
 #pragma unroll 1
   for (int k = threadIdx.x % 32; k < s.quads; k += 32 * 4) {
     float4 v[4];
-    cuda_quads<32>(v, logits, s.begin / 4 + k, s.n);
+    cuda_quads<32>(v, row, s.begin / 4 + k, s.n);
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const int id = s.begin + 4 * (k + 32 * i), left = s.n - id;
-      if (k + 32 * i >= s.quads) continue;
-      cuda_best_of(best, v[i], id, s.n);
-      v[i].x = left > 0 && v[i].x == v[i].x ? v[i].x : -INFINITY;
-      v[i].y = left > 1 && v[i].y == v[i].y ? v[i].y : -INFINITY;
-      v[i].z = left > 2 && v[i].z == v[i].z ? v[i].z : -INFINITY;
-      v[i].w = left > 3 && v[i].w == v[i].w ? v[i].w : -INFINITY;
-      ((float4 *)s.p)[k + 32 * i] = v[i];
-    }
+    for (int i = 0; i < 4; i++)
+      if (k + 32 * i < s.quads)
+        use(k + 32 * i, cuda_numbers(v[i], s.n - s.begin - 4 * (k + 32 * i)));
   }
-  return cuda_row_best(best.rank, s, c);
 }
 
-/* The best after ids that were there already have been made less likely. */
-__device__ static unsigned long long cuda_penalise(const float *logits, float penalty, int pos,
-                                                   const int32_t *history, cuda_share &s,
-                                                   cuda_choice *c) {
-  cuda_best best = {-INFINITY, 0};
+/* The share is filled with the logits; returns the row's largest. Nothing is told to a block before
+   it has begun. */
+__device__ static float cuda_share_fill(const float *logits, cuda_share &s, cuda_choice *c) {
+  float top = -INFINITY;
+  cuda_arrive();
+  cuda_row_quads(logits, s, [&](int k, float4 v) {
+    top = fmaxf(top, cuda_top4(v));
+    ((float4 *)s.p)[k] = v;
+  });
+  cuda_arrived();
+  return cuda_row_max(top, s, c);
+}
+
+/* The largest after ids that were there already have been made less likely. */
+__device__ static float cuda_penalise(const float *logits, float penalty, int pos,
+                                      const int32_t *history, cuda_share &s, cuda_choice *c) {
+  float top = -INFINITY;
   for (int i = threadIdx.x % 32; i < pos; i += 32) {
     const int id = history[i], at = id - s.begin;
     if (at < 0 || at >= 4 * s.quads) continue;
@@ -3215,41 +3438,55 @@ __device__ static unsigned long long cuda_penalise(const float *logits, float pe
   }
   __syncwarp();
   for (int k = threadIdx.x % 32; k < s.quads; k += 32)
-    cuda_best_of(best, ((const float4 *)s.p)[k], s.begin + 4 * k, s.n);
-  return cuda_row_best(best.rank, s, c);
+    top = fmaxf(top, cuda_top4(((const float4 *)s.p)[k]));
+  return cuda_row_max(top, s, c);
 }
 
-/* Logits become probabilities beside the largest's. */
-__device__ static void cuda_share_exp(const cuda_share &s, float top, float temperature) {
-#pragma unroll 2
-  for (int k = threadIdx.x % 32; k < s.quads; k += 32) {
-    float4 v = ((const float4 *)s.p)[k];
-    v.x = expf((v.x - top) / temperature);
-    v.y = expf((v.y - top) / temperature);
-    v.z = expf((v.z - top) / temperature);
-    v.w = expf((v.w - top) / temperature);
-    ((float4 *)s.p)[k] = v;
+/* The first id that has the largest logit; where nothing is above -infinity, that has a number. */
+__device__ static int cuda_first_best(const float *logits, float top, cuda_share &s,
+                                      cuda_choice *c) {
+  unsigned long long best = 0;
+  for (int k = threadIdx.x % 32; k < 4 * s.quads; k += 32) {
+    const int id = s.begin + k;
+    const float l = id < s.n ? __ldcg(logits + id) : NAN;
+    if (top > -INFINITY ? s.p[k] == top : l == l) best = max(best, 1ull << 32 | (uint32_t)~id);
   }
+  best = cuda_row_best(best, s, c);
+  return best ? cuda_rank_id(best) : 0;
+}
+
+/* Quad k of the share's probabilities, beside the largest's. */
+__device__ __forceinline__ float4 cuda_share_quad(const cuda_share &s, int k) {
+  float4 v = ((const float4 *)s.p)[k];
+  if (!s.raw) return v;
+  v.x = cuda_exp2((v.x - s.top) * s.by);
+  v.y = cuda_exp2((v.y - s.top) * s.by);
+  v.z = cuda_exp2((v.z - s.top) * s.by);
+  v.w = cuda_exp2((v.w - s.top) * s.by);
+  return ((float4 *)s.p)[k] = v;
 }
 
 __device__ static unsigned long long cuda_mass(float p) {
   return (unsigned long long)__float2ull_rn(p * 1099511627776.0f);
 }
 
-/* To a bin; two additions of 32 bits are faster than one of 64. */
-__device__ __forceinline__ void cuda_bin_add(cuda_choice *c, uint32_t bin, unsigned long long v) {
-  const uint32_t low = (uint32_t)v, old = atomicAdd(&c->low[bin], low);
-  const uint32_t high = (uint32_t)(v >> 32) + (old + low < low);
-  if (high) atomicAdd(&c->high[bin], high);
+/* To a bin; two additions of 32 bits are faster than one of 64, and the second is rare. */
+__device__ __forceinline__ void cuda_bin_add(cuda_choice *c, int bin, uint32_t v) {
+  const uint32_t old = atomicAdd(&c->low[bin], v);
+  if (old + v < old) atomicAdd(&c->high[bin], 1u);
 }
 
-/* Of the share's elements >= least, those whose higher digits are `prefix`. */
-__device__ __forceinline__ void cuda_bins_fill(const cuda_share &s, float least, int digit,
-                                               uint32_t prefix, bool count, cuda_choice *c) {
+/* How far a number of that octave is above 2^-17, below which a fraction is not kept whole. */
+__device__ __forceinline__ int cuda_octave_shift(uint32_t octave) { return (int)octave - 24; }
+
+/* Of the share's elements >= least, those whose higher digits are `prefix`, to bins from `at`. */
+__device__ __forceinline__ void cuda_bins_fill(cuda_share &s, float least, int digit,
+                                               uint32_t prefix, int at, bool count,
+                                               cuda_choice *c) {
   const int shift = (2 - digit) * CUDA_DIGIT;
 #pragma unroll 2
   for (int k = threadIdx.x % 32; k < s.quads; k += 32) {
-    const float4 v = ((const float4 *)s.p)[k];
+    const float4 v = cuda_share_quad(s, k);
     const float of[4] = {v.x, v.y, v.z, v.w};
     uint32_t key[4];
     bool mine[4], some = false;
@@ -3262,79 +3499,121 @@ __device__ __forceinline__ void cuda_bins_fill(const cuda_share &s, float least,
     }
     if (!some) continue;
 #pragma unroll
-    for (int i = 0; i < 4; i++)
+    for (int i = 0; i < 4; i++) {
+      const uint32_t bin = digit ? key[i] >> shift & ((1 << CUDA_DIGIT) - 1) : key[i] >> shift;
+      const uint32_t fraction = (key[i] & 0x7fffffu) | 0x800000u;
       if (mine[i] && of[i] >= least)
-        cuda_bin_add(c, digit ? key[i] >> shift & ((1 << CUDA_DIGIT) - 1) : key[i] >> shift,
-                     count ? 1ull : cuda_mass(of[i]));
+        cuda_bin_add(c, at + (int)bin,
+                     count ? 1 : fraction >> max(0, -cuda_octave_shift(key[i] >> 23)));
+    }
   }
+  s.raw = false;
 }
 
 __device__ static void cuda_tell_found(int found, cuda_choice *c) {
   for (int i = 0; i < (int)gridDim.x; i++) *cuda_in_block(&c->found, i) = found;
 }
 
-/* The row's first block: the highest bin from which on, upwards, there is at least the goal, is
-   told to all; -1: there is none. The first digit's goal is `asked`, or that part of the whole.
-   A thread adds up four bins. */
-__device__ static void cuda_bin_find(int bins, double asked, cuda_choice *c) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, top = bins - 4 * (int)threadIdx.x - 1;
-  unsigned long long v[4] = {}, sum, before = 0, all = 0, goal;
-#pragma unroll 4
-  for (int block = 0; block < (int)gridDim.x && top > 0; block++) {
-    const uint4 low = *cuda_in_block((const uint4 *)&c->low[top - 3], block);
-    const uint4 high = *cuda_in_block((const uint4 *)&c->high[top - 3], block);
-    v[0] += low.w + ((unsigned long long)high.w << 32);
-    v[1] += low.z + ((unsigned long long)high.z << 32);
-    v[2] += low.y + ((unsigned long long)high.y << 32);
-    v[3] += low.x + ((unsigned long long)high.x << 32);
-  }
-  sum = (v[0] + v[1]) + (v[2] + v[3]);
+__device__ __forceinline__ unsigned long long cuda_warp_run(unsigned long long v) { /* up to here */
   for (int i = 1; i < 32; i *= 2) {
-    unsigned long long other = __shfl_up_sync(~0u, sum, i);
-    if (lane >= i) sum += other;
+    const unsigned long long other = __shfl_up_sync(~0u, v, i);
+    if ((int)threadIdx.x % 32 >= i) v += other;
   }
-  if (lane == 31) c->warp[warp] = sum;
-  __syncthreads();
-  for (int i = 0; i < CUDA_WARPS; i++) {
-    if (i < warp) before += c->warp[i];
-    all += c->warp[i];
+  return v;
+}
+
+/* Of lanes whose values, one after the other, follow `before`: that with which there is the goal,
+   or 32. `before` is then what comes before it. */
+__device__ __forceinline__ int cuda_warp_reach(unsigned long long v, unsigned long long goal,
+                                               unsigned long long &before) {
+  const unsigned long long run = before + cuda_warp_run(v);
+  const uint32_t there = __ballot_sync(~0u, run >= goal);
+  const int lane = there ? __ffs((int)there) - 1 : 31;
+  before = __shfl_sync(~0u, there ? run - v : run, lane);
+  return there ? lane : 32;
+}
+
+/* A group's mass, or a bin's, in all blocks; lanes have their own. */
+__device__ __forceinline__ unsigned long long cuda_group_sum(cuda_choice *c, int turn, int group) {
+  unsigned long long v = 0;
+#pragma unroll 8
+  for (int i = 0; i < (int)gridDim.x && group >= 0; i++)
+    v += *cuda_in_block(&c->group[turn][group], i);
+  return v;
+}
+
+__device__ __forceinline__ unsigned long long cuda_bin_sum(cuda_choice *c, int bin) {
+  unsigned long long v = 0;
+#pragma unroll 8
+  for (int i = 0; i < (int)gridDim.x; i++)
+    v += *cuda_in_block(&c->low[bin], i) +
+         ((unsigned long long)*cuda_in_block(&c->high[bin], i) << 32);
+  return v;
+}
+
+/* One warp of every block: the highest bin from which on, upwards, there is at least the goal; -1:
+   there is none. The first digit's goal is `asked`, or that part of the whole. */
+__device__ static void cuda_bin_search(int digit, int groups, int at, int octave, double asked,
+                                       cuda_choice *c) {
+  const int lane = threadIdx.x, turn = digit & 1;
+  unsigned long long first = cuda_group_sum(c, turn, groups - 1 - lane), before = 0, goal = c->goal;
+  unsigned long long second = cuda_group_sum(c, turn, groups - 33 - lane);
+  int group, bin;
+  if (digit == 0) {
+    const double all = (double)cuda_warp_total(first + second);
+    goal = (unsigned long long)(asked < 1 ? ceil(all * asked) : asked);
   }
-  before += sum - ((v[0] + v[1]) + (v[2] + v[3]));
-  goal = bins < CUDA_BINS ? c->goal
-                          : (unsigned long long)(asked < 1 ? ceil((double)all * asked) : asked);
-  __syncthreads(); /* all have read it */
-#pragma unroll
-  for (int e = 0; e < 4; before += v[e++]) {
-    if (before >= goal || before + v[e] < goal) continue;
-    c->goal = goal - before;
-    cuda_tell_found(top - e, c);
+  group = cuda_warp_reach(first, goal, before);
+  if (group == 32) group += cuda_warp_reach(second, goal, before);
+  group = groups - 1 - group;
+  if (group < 0) {
+    if (lane == 0) c->found = -1;
+    return;
   }
-  if (threadIdx.x == 0 && all < goal) cuda_tell_found(-1, c);
+  octave = digit ? octave : group;
+  bin = cuda_warp_reach(cuda_bin_sum(c, at + group * 32 + 31 - lane)
+                            << (asked >= 1 ? 0 : max(0, cuda_octave_shift((uint32_t)octave))),
+                        goal, before);
+  __syncwarp(); /* all lanes have read the old goal */
+  if (lane == 0) c->goal = goal - before, c->found = group * 32 + 31 - bin;
 }
 
 /* The largest t such that the elements >= t, of those >= least, are at least `asked`, or where that
    is below 1 have that part of their mass; 0: all that have any. */
-__device__ static float cuda_threshold(const cuda_share &s, float least, double asked,
-                                       cuda_choice *c) {
+__device__ static float cuda_threshold(cuda_share &s, float least, double asked, cuda_choice *c) {
+  const int lane = threadIdx.x % 32;
+  const bool count = asked >= 1;
   uint32_t prefix = 0;
+  for (int i = threadIdx.x; i < CUDA_ALL_BINS; i += CUDA_THREADS) c->low[i] = c->high[i] = 0;
   for (int digit = 0; digit < 3; digit++) {
-    const int bins = digit ? 1 << CUDA_DIGIT : CUDA_BINS;
-    for (int i = threadIdx.x; i < bins; i += CUDA_THREADS) c->low[i] = c->high[i] = 0;
+    const int groups = (digit ? 1 << CUDA_DIGIT : CUDA_BINS) / 32, at = digit == 1 ? CUDA_BINS : 0;
+    const int octave = digit ? (int)(prefix >> (digit == 1 ? 5 : 5 + CUDA_DIGIT)) : 0;
+    for (int i = threadIdx.x; i < groups * 32 && digit == 2; i += CUDA_THREADS)
+      c->low[i] = c->high[i] = 0; /* nobody reads the first digit's any more */
     __syncthreads();
-    cuda_bins_fill(s, least, digit, prefix, asked >= 1, c);
+    cuda_bins_fill(s, least, digit, prefix, at, count, c);
+    __syncthreads();
+    for (int g = threadIdx.x / 32; g < groups; g += CUDA_WARPS) {
+      const int bin = at + g * 32 + lane;
+      const unsigned long long v =
+          cuda_warp_total(c->low[bin] + ((unsigned long long)c->high[bin] << 32));
+      const int shift = count ? 0 : max(0, cuda_octave_shift((uint32_t)(digit ? octave : g)));
+      if (lane == 0) c->group[digit & 1][g] = v << shift;
+    }
     cuda_meet();
-    if (blockIdx.x == 0) cuda_bin_find(bins, asked, c);
-    cuda_meet();
+    if (threadIdx.x < 32) cuda_bin_search(digit, groups, at, octave, asked, c);
+    __syncthreads();
     if (c->found < 0) return 0;
-    prefix = prefix << CUDA_DIGIT | (uint32_t)c->found;
+    prefix = prefix << (digit ? CUDA_DIGIT : 0) | (uint32_t)c->found;
   }
   return __uint_as_float(prefix + CUDA_FLOOR);
 }
 
-__device__ static float cuda_least(const cuda_share &s, const tfm_sampling &how, cuda_choice *c) {
+__device__ static float cuda_least(cuda_share &s, const tfm_sampling &how, cuda_choice *c) {
   float least = 0, t;
   if (how.top_k > 0 && how.top_k < s.n) least = cuda_threshold(s, least, (double)how.top_k, c);
   if (how.top_p > 0 && how.top_p < 1) {
+    if (!s.raw) cuda_meet(); /* nobody reads the bins any more */
     t = cuda_threshold(s, least, (double)how.top_p, c);
     if (t > least) least = t;
   }
@@ -3345,7 +3624,7 @@ __device__ static float cuda_least(const cuda_share &s, const tfm_sampling &how,
 /* What is left of a quad of the warp's. */
 __device__ __forceinline__ void cuda_left_of(unsigned long long (&m)[4], const cuda_share &s, int k,
                                              float least) {
-  const float4 v = k < s.quads ? ((const float4 *)s.p)[k] : make_float4(-1, -1, -1, -1);
+  const float4 v = k < s.quads ? cuda_share_quad(s, k) : make_float4(-1, -1, -1, -1);
   m[0] = v.x >= least ? cuda_mass(v.x) : 0;
   m[1] = v.y >= least ? cuda_mass(v.y) : 0;
   m[2] = v.z >= least ? cuda_mass(v.z) : 0;
@@ -3362,11 +3641,8 @@ __device__ static void cuda_draw_in(const cuda_share &s, float least, unsigned l
     uint32_t over;
     int i;
     cuda_left_of(m, s, first + lane, least);
-    run = sum = (m[0] + m[1]) + (m[2] + m[3]);
-    for (i = 1; i < 32; i *= 2) {
-      unsigned long long other = __shfl_up_sync(~0u, run, i);
-      if (lane >= i) run += other;
-    }
+    sum = (m[0] + m[1]) + (m[2] + m[3]);
+    run = cuda_warp_run(sum);
     over = __ballot_sync(~0u, (double)(before + run) > goal);
     if (over && lane == __ffs((int)over) - 1) {
       before += run - sum;
@@ -3389,6 +3665,7 @@ __device__ static int cuda_draw(cuda_share &s, float least, float u, cuda_choice
     cuda_left_of(m, s, k, least);
     mine += (m[0] + m[1]) + (m[2] + m[3]);
   }
+  s.raw = false;
   mine = cuda_warp_total(mine);
   told = cuda_tell(mine, s, c);
   for (int i = lane; i < (int)gridDim.x * CUDA_WARPS; i += 32) {
@@ -3407,31 +3684,26 @@ __device__ static int cuda_draw(cuda_share &s, float least, float u, cuda_choice
 __device__ static int cuda_choose(const float *logits, cuda_share &s, const tfm_sampling &how,
                                   int pos, const int32_t *history, cuda_choice *c) {
   const bool penalised = how.repetition_penalty != 0 && how.repetition_penalty != 1;
-  unsigned long long best = cuda_share_fill(logits, s, c);
-  float top = cuda_rank_value(best);
   uint32_t word[4];
-  if (penalised && top > -INFINITY) {
-    best = cuda_penalise(logits, how.repetition_penalty, pos, history, s, c);
-    top = cuda_rank_value(best);
-  }
-  if (!(top > -INFINITY) || !(how.temperature > 0) || top == INFINITY) return cuda_rank_id(best);
-  cuda_share_exp(s, top, how.temperature);
+  s.top = cuda_share_fill(logits, s, c);
+  if (penalised && s.top > -INFINITY)
+    s.top = cuda_penalise(logits, how.repetition_penalty, pos, history, s, c);
+  if (!(fabsf(s.top) < INFINITY) || !(how.temperature > 0))
+    return cuda_first_best(logits, s.top, s, c);
+  s.by = fminf(1.44269504f / how.temperature, 1e38f);
   cuda_philox(word, how.seed, (uint64_t)pos, how.sequence);
   return cuda_draw(s, cuda_least(s, how, c), (float)(word[0] >> 8) * (1.0f / 16777216.0f), c);
 }
 
 /* Nothing is kept of the row. */
 __device__ static float cuda_log_sum_exp(const float *x, cuda_share &s, cuda_choice *c) {
-  cuda_best best = {-INFINITY, 0};
-  float top, sum = 0;
-  for (int k = threadIdx.x % 32; k < s.quads; k += 32)
-    cuda_best_of(best, cuda_quad_slow<false>(x, s.begin / 4 + k, s.n), s.begin + 4 * k, s.n);
-  top = cuda_rank_value(cuda_row_best(best.rank, s, c));
+  float top = -INFINITY, sum = 0;
+  cuda_row_quads(x, s, [&](int, float4 v) { top = fmaxf(top, cuda_top4(v)); });
+  top = cuda_row_max(top, s, c);
   if (!(fabsf(top) < INFINITY)) return top;
-  for (int i = s.begin + (int)threadIdx.x % 32; i < min(s.begin + 4 * s.quads, s.n); i += 32) {
-    const float l = __ldcg(x + i);
-    sum += l == l ? expf(l - top) : 0.0f;
-  }
+  cuda_row_quads(x, s, [&](int, float4 v) {
+    sum += (expf(v.x - top) + expf(v.y - top)) + (expf(v.z - top) + expf(v.w - top));
+  });
   return top + logf(cuda_row_sum(sum, s, c));
 }
 
@@ -3576,7 +3848,7 @@ __device__ static void cuda_finish_qkv(const cuda_phase &p, const cuda_unit &u, 
   const bool is_k = kv_head < p.kv.heads;
   int64_t at = kv_at - (int64_t)(p.heads + kv_head) * p.kv.width;
   if (is_k) v = cuda_rotate(v.x, v.y, make_float2(u.x, u.y));
-  if (kv_head < 0) {
+  if (kv_head < 0 || p.kv.type == TFM_Q8_0) { /* whose scales are of whole 32 */
     __stcg(p.to + u.a, v.x);
     __stcg(p.to + u.b, v.y);
     return;
@@ -3740,11 +4012,12 @@ static void *cuda_take(cuda_room *r, size_t count, size_t size) {
 static void cuda_decoder_lay_out(cuda_decoder *c, cuda_room *r, const tfm_net *net, int32_t context,
                                  int processors) {
   size_t inner = (size_t)(net->heads * net->head_width);
+  size_t kv = (size_t)(net->kv_heads * net->head_width);
   int group = net->kv_heads ? net->heads / net->kv_heads : 1; /* blocks have one head, or four */
   size_t of = (size_t)net->kv_heads * cuda_blocks(group, 4) * 4;
   c->stretch_count = context / CUDA_STRETCH + 1;
   c->x = (float *)cuda_take(r, (size_t)net->width, sizeof(float));
-  c->q = (float *)cuda_take(r, inner, sizeof(float));
+  c->q = (float *)cuda_take(r, inner + 2 * kv, sizeof(float)); /* k and v, for a cache of Q8_0 */
   c->attn = (float *)cuda_take(r, inner, sizeof(float));
   c->h = (float *)cuda_take(r, (size_t)net->ffn_width, sizeof(float));
   c->h_most = (float *)cuda_take(r, 1, sizeof(float));
@@ -3836,6 +4109,16 @@ static cuda_phase cuda_phase_of(int kind, const float *x, const float *bias, flo
   return p;
 }
 
+/* Keys and values that qkv has left beside q. */
+static void cuda_decode_append(tfm_dev *d, const cuda_decoder *c, const tfm_rows *rows,
+                               int32_t layer) {
+  const tfm_net *net = c->net;
+  int32_t inner = net->heads * net->head_width, wide = net->kv_heads * net->head_width;
+  tfm_mat k = {c->q + inner, TFM_F32, 1, wide, wide}, v = k;
+  v.data = c->q + inner + wide;
+  cuda_kv_put_run(d, &c->kv[layer], k, v, rows);
+}
+
 static void cuda_decode_attend(tfm_dev *d, const cuda_decoder *c, const tfm_rows *rows,
                                int32_t layer) {
   const tfm_net *net = c->net;
@@ -3864,6 +4147,7 @@ static void cuda_decode_layer(tfm_dev *d, const cuda_decoder *c, const tfm_rows 
   up.act = net->act;
   cuda_phase_run(d, &qkv, cuda_packed(&l->qkv));
   cuda_of(d)->chained = true;
+  if (qkv.kv.type == TFM_Q8_0) cuda_decode_append(d, c, rows, layer);
   cuda_decode_attend(d, c, rows, layer);
   cuda_phase_run(d, &out, cuda_packed(&l->out));
   cuda_phase_run(d, &up, cuda_packed(&l->up));
@@ -3953,69 +4237,96 @@ enum {
   CUDA_LISTED = 1024 /* threads that make the list; tiles that are put in order */
 };
 
-/* Rows [begin, end) are a run. */
+/* Rows [begin, end) are a run; count: of tiles, of rows of none, of runs. */
 __device__ static void cuda_tiles_cut(const cuda_tiles &to, const tfm_rows &rows, int begin,
-                                      int end) {
+                                      int end, int32_t *count) {
   const int seq = rows.seq[begin], pos = rows.pos[begin], n = end - begin;
   int at;
   if (seq < 0) return;
   if (n < CUDA_RUN) {
-    at = atomicAdd(to.count + 1, n);
+    at = atomicAdd(count + 1, n);
     for (int i = 0; i < n; i++) to.rest[at + i] = begin + i;
     return;
   }
-  at = atomicAdd(to.count, (n + CUDA_TILE - 1) / CUDA_TILE);
+  to.run[atomicAdd(count + 2, 1)] = make_int2(seq, pos + n);
+  at = atomicAdd(count, (n + CUDA_TILE - 1) / CUDA_TILE);
   for (int i = 0; i < n; i += CUDA_TILE)
     to.tile[at + i / CUDA_TILE] = make_int4(begin + i, min(CUDA_TILE, n - i), pos + i, seq);
 }
 
-__device__ static bool cuda_run_begins(const tfm_rows &rows, int i) {
-  return i == 0 || i == rows.n || rows.seq[i] != rows.seq[i - 1] ||
-         rows.pos[i] != rows.pos[i - 1] + 1;
+/* The tiles whose last rows see most keys first, by counting those of as many tiles of keys. */
+__device__ static void cuda_tiles_sort(const cuda_tiles &to, int n) {
+  __shared__ int begin[CUDA_LISTED], warps[32];
+  const int i = threadIdx.x, lane = i % 32;
+  int4 mine = make_int4(0, 0, 0, 0);
+  int key = 0, at = 0, own, sum, before = 0;
+  begin[i] = 0;
+  __syncthreads();
+  if (i < n) {
+    mine = to.tile[i];
+    key = max(CUDA_LISTED - 1 - (mine.y + mine.z) / CUDA_TILE, 0);
+    at = atomicAdd(&begin[key], 1);
+  }
+  __syncthreads();
+  sum = own = begin[i];
+  for (int k = 1; k < 32; k *= 2) {
+    const int other = __shfl_up_sync(~0u, sum, k);
+    if (lane >= k) sum += other;
+  }
+  if (lane == 31) warps[i / 32] = sum;
+  __syncthreads();
+  for (int k = 0; k < i / 32; k++) before += warps[k];
+  begin[i] = before + sum - own;
+  __syncthreads();
+  if (i < n) to.tile[begin[key] + at] = mine;
 }
 
-/* The tile whose last row sees most keys first; of equal ones, that of earlier rows. */
-__device__ static void cuda_tiles_sort(const cuda_tiles &to) {
-  __shared__ long long key[CUDA_LISTED];
-  const int n = *(volatile int32_t *)to.count, i = threadIdx.x;
-  int4 mine = make_int4(0, 0, 0, 0);
-  int rank = 0;
-  if (n > CUDA_LISTED) return;
-  if (i < n) mine = to.tile[i];
-  key[i] = ((long long)(mine.y + mine.z) << 32) - mine.x;
-  __syncthreads();
-  for (int k = 0; k < n; k++) rank += key[k] > key[i];
-  if (i < n) to.tile[rank] = mine;
-}
+enum { CUDA_LOOKED = 8 }; /* times 32 rows that a warp looks at together */
 
 /* One block, whose warps look for beginnings in a stretch of rows each: all but a stretch's first
    end a run that began there. */
 __global__ void __launch_bounds__(CUDA_LISTED) cuda_tiles_kernel(cuda_tiles to, tfm_rows rows) {
-  __shared__ int latest[CUDA_LISTED / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int each = (rows.n / CUDA_LISTED + 1) * 32, from = warp * each;
-  int first = 0, last = -1;
-  if (threadIdx.x < 2) to.count[threadIdx.x] = 0;
+  __shared__ int latest[CUDA_LISTED / 32], count[3];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = 32 * CUDA_LOOKED;
+  const int each = (rows.n / (CUDA_LISTED / 32 * step) + 1) * step, from = warp * each;
+  const bool first_row = from == 0 || from > rows.n;
+  int before_seq = first_row ? -1 : rows.seq[from - 1];
+  int before_pos = first_row ? -1 : rows.pos[from - 1], first = 0, last = -1;
+  if (threadIdx.x < 3) count[threadIdx.x] = 0;
   __syncthreads();
-#pragma unroll 4
-  for (int begin = from; begin < from + each; begin += 32) {
-    const int i = begin + lane;
-    const bool begins = i <= rows.n && cuda_run_begins(rows, i);
-    const unsigned all = __ballot_sync(~0u, begins), below = all & ((1u << lane) - 1);
-    const int before = below ? begin + 31 - __clz((int)below) : last;
-    if (begins && before >= 0) cuda_tiles_cut(to, rows, before, i);
-    else if (begins) first = i;
-    if (all) last = begin + 31 - __clz((int)all);
+  for (int at = from; at < from + each && at <= rows.n; at += step) {
+    int seq[CUDA_LOOKED], pos[CUDA_LOOKED];
+#pragma unroll
+    for (int k = 0; k < CUDA_LOOKED; k++) {
+      const int i = min(at + 32 * k + lane, rows.n - 1);
+      seq[k] = rows.seq[i];
+      pos[k] = rows.pos[i];
+    }
+#pragma unroll
+    for (int k = 0; k < CUDA_LOOKED; k++) {
+      const int begin = at + 32 * k, i = begin + lane;
+      int old_seq = __shfl_up_sync(~0u, seq[k], 1), old_pos = __shfl_up_sync(~0u, pos[k], 1);
+      if (lane == 0) old_seq = before_seq, old_pos = before_pos;
+      before_seq = __shfl_sync(~0u, seq[k], 31), before_pos = __shfl_sync(~0u, pos[k], 31);
+      const bool begins = i == 0 || i == rows.n ||
+                          (i < rows.n && (seq[k] != old_seq || pos[k] != old_pos + 1));
+      const unsigned all = __ballot_sync(~0u, begins), below = all & ((1u << lane) - 1);
+      const int before = below ? begin + 31 - __clz((int)below) : last;
+      if (begins && before >= 0) cuda_tiles_cut(to, rows, before, i, count);
+      else if (begins) first = i;
+      if (all) last = begin + 31 - __clz((int)all);
+    }
   }
   if (lane == 0) latest[warp] = last;
   __syncthreads();
   if (first > 0) {
     last = 0;
     for (int k = 0; k < warp; k++) last = max(last, latest[k]);
-    cuda_tiles_cut(to, rows, last, first);
+    cuda_tiles_cut(to, rows, last, first, count);
   }
   __syncthreads();
-  cuda_tiles_sort(to);
+  if (threadIdx.x < 3) to.count[threadIdx.x] = count[threadIdx.x];
+  if (count[0] <= CUDA_LISTED) cuda_tiles_sort(to, count[0]);
 }
 
 /* In tfm_dev.work; for passes of up to `rows` rows. */
@@ -4023,7 +4334,8 @@ static cuda_tiles cuda_tiles_lay_out(cuda_room *r, int32_t rows) {
   cuda_tiles t;
   t.tile = (int4 *)cuda_take(r, (size_t)rows / CUDA_RUN + 1, sizeof(int4));
   t.rest = (int32_t *)cuda_take(r, (size_t)rows, sizeof(int32_t));
-  t.count = (int32_t *)cuda_take(r, 2, sizeof(int32_t));
+  t.run = (int2 *)cuda_take(r, (size_t)rows / CUDA_RUN + 1, sizeof(int2));
+  t.count = (int32_t *)cuda_take(r, 3, sizeof(int32_t));
   return t;
 }
 
@@ -4577,6 +4889,22 @@ __device__ __forceinline__ void cuda_turn_pass(int half) {
   asm volatile("bar.arrive %0, 256;" : : "r"(2 - half) : "memory");
 }
 
+/* Four lanes have a column of words each and get a row each: lane k's word i is word k of i's. */
+__device__ __forceinline__ void cuda_turn4(uint32_t (&w)[4]) {
+#pragma unroll
+  for (int by = 1; by < 4; by *= 2) {
+    const bool odd = threadIdx.x & by;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      if (k & by) continue;
+      const uint32_t sent = odd ? w[k] : w[k + by];
+      const uint32_t got = __shfl_xor_sync(~0u, sent, by);
+      if (odd) w[k] = got;
+      else w[k + by] = got;
+    }
+  }
+}
+
 template <int D, bool BF>
 __device__ __forceinline__ void cuda_rows64_store(cuda_rows64<D> &t, const cuda_attn &a,
                                                   const cuda_piece_of &m) {
@@ -4585,17 +4913,23 @@ __device__ __forceinline__ void cuda_rows64_store(cuda_rows64<D> &t, const cuda_
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = t.pos - m.pos + 8 * r;
-    uint16_t *to = (uint16_t *)a.y.data + (m.row + row) * a.y.stride + m.head * a.kv.width +
-                   lane % 4 * 2;
+    uint16_t *to = (uint16_t *)a.y.data + (m.row + row) * a.y.stride + m.head * a.kv.width;
     float by;
     t.sum[r] += __shfl_xor_sync(~0u, t.sum[r], 1);
     t.sum[r] += __shfl_xor_sync(~0u, t.sum[r], 2);
     by = 1 / t.sum[r];
 #pragma unroll
-    for (int i = 0; i < D / 8; i++) {
-      const float *o = &t.o[i / (OUT / 8)][i % (OUT / 8) * 4 + 2 * r];
-      if (row < m.rows && i * 8 < a.kv.width)
-        *(uint32_t *)(to + i * 8) = cuda_pack2<BF>(o[0] * by, o[1] * by);
+    for (int i = 0; i < D / 8; i += 4) {
+      const int col = (i + lane % 4) * 8;
+      uint32_t w[4];
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const float *o = &t.o[i / (OUT / 8)][(i + k) % (OUT / 8) * 4 + 2 * r];
+        w[k] = cuda_pack2<BF>(o[0] * by, o[1] * by);
+      }
+      cuda_turn4(w);
+      if (row < m.rows && col < a.kv.width)
+        *(uint4 *)(to + col) = make_uint4(w[0], w[1], w[2], w[3]);
     }
   }
 }
@@ -4737,8 +5071,9 @@ static int cuda_hopper_box(const tfm_kv *kv) {
 static bool cuda_hopper_knows(const tfm_dev *d, const cuda_attn *a) {
   const tfm_kv *kv = &a->kv;
   return cuda_of(d)->encode && kv->width % 8 == 0 && kv->width <= 256 && cuda_hopper_box(kv) &&
-         a->p.scale > 0 && ((uintptr_t)kv->k | (uintptr_t)kv->v | (uintptr_t)a->q.data) % 16 == 0 &&
-         a->q.stride % 8 == 0;
+         a->p.scale > 0 && (a->q.stride | a->y.stride) % 8 == 0 &&
+         ((uintptr_t)kv->k | (uintptr_t)kv->v | (uintptr_t)a->q.data | (uintptr_t)a->y.data) % 16 ==
+             0;
 }
 
 /* [z, y, width] values of 16 bits, of which a copy brings 64 columns of [box_z, box_y] rows. */
@@ -4778,16 +5113,78 @@ static void cuda_hopper_run(tfm_dev *d, const cuda_attn *a) {
   else cuda_hopper_launch<256>(d, maps, h);
 }
 
+/* ---- attn: tiles of a cache of 8 bits ----
+   What the runs of a pass see of a layer's cache is widened, once for all rows and heads, and then
+   attended to as any cache of 16 bits. A sequence has one page of it. */
+
+static tfm_kv cuda_wide_lay_out(cuda_room *r, int32_t heads, int32_t width, int32_t sequences,
+                                int32_t context) {
+  const size_t values = (size_t)sequences * (size_t)heads * (size_t)context * (size_t)width;
+  tfm_kv kv = {};
+  kv.k = cuda_take(r, values, 2);
+  kv.v = cuda_take(r, values, 2);
+  kv.table = (int32_t *)cuda_take(r, (size_t)sequences, sizeof(int32_t));
+  kv.max_pages = 1;
+  kv.page_tokens = context;
+  kv.heads = heads;
+  kv.width = width;
+  return kv;
+}
+
+/* blockIdx.y: a head's keys, or its values; eight a thread. */
+template <int TYPE>
+__global__ void __launch_bounds__(CUDA_CREW) cuda_wide_kernel(tfm_kv to, tfm_kv from,
+                                                              cuda_tiles tiles) {
+  const int head = (int)blockIdx.y / 2, eights = from.width / 8;
+  const void *data = blockIdx.y % 2 ? from.v : from.k;
+  uint16_t *out = (uint16_t *)(blockIdx.y % 2 ? to.v : to.k);
+  for (int r = 0; r < __ldcg(tiles.count + 2); r++) {
+    const int2 run = __ldcg(tiles.run + r);
+    const int64_t first = ((int64_t)run.x * to.heads + head) * to.page_tokens * to.width;
+    if (blockIdx.x + blockIdx.y + threadIdx.x == 0) ((int32_t *)to.table)[run.x] = run.x;
+    for (int i = (int)(blockIdx.x * CUDA_CREW + threadIdx.x); i < run.y * eights;
+         i += (int)gridDim.x * CUDA_CREW) {
+      float f[8];
+      const int64_t at = cuda_kv_at(from, run.x, i / eights, head);
+      cuda_eight<TFM_Q8_0>(f, cuda_cached8<TFM_Q8_0>(data, at, i % eights * 8, from.width));
+      *(uint4 *)(out + first + (int64_t)i * 8) = cuda_narrow<TYPE>(f);
+    }
+  }
+}
+
+/* The cache that tiles are to attend to; its type is Q8_0 still where there is no room for another,
+   and they are not listed. */
+static tfm_kv cuda_wide_of(const tfm_dev *d, const cuda_attn *a) {
+  const cuda_state *s = cuda_of(d);
+  cuda_room room = {(char *)d->work + s->wide_at, 0};
+  tfm_kv kv = a->kv;
+  if (kv.type == TFM_Q8_0 && s->wide_at) {
+    kv = cuda_wide_lay_out(&room, kv.heads, kv.width, s->wide_sequences, s->wide_context);
+    kv.type = a->q.type;
+  }
+  return kv;
+}
+
+static void cuda_wide_run(tfm_dev *d, const cuda_attn *wide, const tfm_kv *kv) {
+  const unsigned heads = 2 * (unsigned)kv->heads;
+  const dim3 grid(cuda_blocks(8 * cuda_of(d)->processors, heads), heads);
+  cuda_run(d, wide->kv.type == TFM_F16 ? cuda_wide_kernel<TFM_F16> : cuda_wide_kernel<TFM_BF16>,
+           grid, CUDA_CREW, 0, wide->kv, *kv, wide->tiles);
+}
+
 /* Tiles first, where they have been listed, then what is left. q and y have the same 16 bits. */
 static void cuda_attn_tiles(tfm_dev *d, cuda_attn *a) {
-  const bool hopper = cuda_hopper_knows(d, a);
-  const bool tiles = cuda_tiles_fit(d, &a->rows) && a->kv.type == a->q.type &&
-                     a->y.type == a->q.type && (hopper || cuda_flash_knows(a));
-  if (tiles) {
-    a->tiles = cuda_tiles_of(d);
-    if (hopper) cuda_hopper_run(d, a);
-    else if (a->kv.type == TFM_F16) cuda_flash_run<false>(d, a);
-    else cuda_flash_run<true>(d, a);
+  cuda_attn t = *a;
+  bool hopper;
+  t.kv = cuda_wide_of(d, a);
+  hopper = cuda_hopper_knows(d, &t);
+  if (cuda_tiles_fit(d, &a->rows) && t.kv.type == a->q.type && a->y.type == a->q.type &&
+      (hopper || cuda_flash_knows(&t))) {
+    a->tiles = t.tiles = cuda_tiles_of(d);
+    if (a->kv.type == TFM_Q8_0) cuda_wide_run(d, &t, &a->kv);
+    if (hopper) cuda_hopper_run(d, &t);
+    else if (t.kv.type == TFM_F16) cuda_flash_run<false>(d, &t);
+    else cuda_flash_run<true>(d, &t);
   }
   cuda_attn_run(d, a);
 }
@@ -4797,7 +5194,8 @@ static void cuda_attn_tiles(tfm_dev *d, cuda_attn *a) {
    cuBLASLt adds to it. Quantised weights are widened a stretch at a time. Attention goes by
    tiles. */
 
-/* q is rotated in place, k and v go to the cache: pair i of a row's heads, q then k then v. */
+/* q is rotated in place, k and v go to the cache, or if it is of Q8_0 stay too: pair i of a row's
+   heads, q then k then v. */
 __global__ void cuda_append_kernel(tfm_mat qkv, const float *bias, tfm_rope p, tfm_kv kv,
                                    tfm_rows rows, int heads) {
   int i = (int)(blockIdx.y * blockDim.x + threadIdx.x), row = (int)blockIdx.x, half = kv.width / 2;
@@ -4813,7 +5211,7 @@ __global__ void cuda_append_kernel(tfm_mat qkv, const float *bias, tfm_rope p, t
   if (bias) v.x += bias[head * kv.width + pair.x], v.y += bias[head * kv.width + pair.y];
   if (is_k && i % half < p.rot / 2)
     v = cuda_rotate(v.x, v.y, cuda_turn(p, rows.pos[row], i % half));
-  if (kv_head < 0) {
+  if (kv_head < 0 || kv.type == TFM_Q8_0) {
     cuda_store(qkv.data, qkv.type, from + pair.x, v.x);
     cuda_store(qkv.data, qkv.type, from + pair.y, v.y);
     return;
@@ -4821,13 +5219,6 @@ __global__ void cuda_append_kernel(tfm_mat qkv, const float *bias, tfm_rope p, t
   at = cuda_kv_at(kv, seq, rows.pos[row], is_k ? kv_head : kv_head - kv.heads);
   cuda_store(is_k ? kv.k : kv.v, kv.type, at + pair.x, v.x);
   cuda_store(is_k ? kv.k : kv.v, kv.type, at + pair.y, v.y);
-}
-
-/* Eight values of 16 bits. */
-template <int TYPE> __device__ __forceinline__ uint4 cuda_narrow(const float (&f)[8]) {
-  constexpr bool BF = TYPE == TFM_BF16;
-  return make_uint4(cuda_pack2<BF>(f[0], f[1]), cuda_pack2<BF>(f[2], f[3]),
-                    cuda_pack2<BF>(f[4], f[5]), cuda_pack2<BF>(f[6], f[7]));
 }
 
 __device__ __forceinline__ void cuda_rotate_pairs(float (&v)[8], const float2 *turn) {
@@ -4881,7 +5272,7 @@ __global__ void __launch_bounds__(128) cuda_append16_kernel(tfm_mat qkv, const f
     } else if (turned) {
       cuda_rotate_halves(a, b, turn + 8 * c);
     }
-    if (kv_head >= 0)
+    if (kv_head >= 0 && kv.type != TFM_Q8_0)
       to = (uint16_t *)(is_k ? kv.k : kv.v) + at +
            (int64_t)(is_k ? kv_head : kv_head - kv.heads) * kv.page_tokens * kv.width;
     *(uint4 *)(to + low) = cuda_narrow<TYPE>(a);
@@ -4889,15 +5280,28 @@ __global__ void __launch_bounds__(128) cuda_append16_kernel(tfm_mat qkv, const f
   }
 }
 
+static size_t cuda_size(tfm_type type) { return type == TFM_F32 ? 4 : 2; }
+
+static tfm_mat cuda_columns(tfm_mat m, int32_t first, int32_t cols) {
+  m.data = (char *)m.data + (size_t)first * cuda_size(m.type);
+  m.cols = cols;
+  return m;
+}
+
 static void cuda_append(tfm_dev *d, tfm_mat qkv, const float *bias, const tfm_rope *p,
                         const tfm_kv *kv, const tfm_rows *rows, int heads) {
-  if (kv->type == qkv.type && kv->width % 16 == 0 && p->rot % 16 == 0 && p->rot <= 256)
+  const int32_t inner = heads * kv->width, wide = kv->heads * kv->width;
+  const bool eight = kv->type == TFM_Q8_0;
+  if ((kv->type == qkv.type || eight) && kv->width % 16 == 0 && p->rot % 16 == 0 && p->rot <= 256)
     cuda_run(d, qkv.type == TFM_F16 ? cuda_append16_kernel<TFM_F16>
                                     : cuda_append16_kernel<TFM_BF16>,
              dim3((unsigned)rows->n), 128, 0, qkv, bias, *p, *kv, *rows, heads);
   else
     cuda_run(d, cuda_append_kernel, dim3((unsigned)rows->n, cuda_blocks(qkv.cols / 2, 256)), 256, 0,
              qkv, bias, *p, *kv, *rows, heads);
+  if (eight)
+    cuda_kv_put_run(d, kv, cuda_columns(qkv, inner, wide), cuda_columns(qkv, inner + wide, wide),
+                    rows);
 }
 
 /* As cuda_glu_kernel, eight values a thread; y and x of one type of 16 bits. */
@@ -4970,8 +5374,6 @@ static bool cuda_lt_check(tfm_dev *d, cublasStatus_t status, const char *call) {
                "CUDA device %d: %s: cuBLAS status %d", (int)d->index, call, (int)status);
   return false;
 }
-
-static size_t cuda_size(tfm_type type) { return type == TFM_F32 ? 4 : 2; }
 
 static cudaDataType_t cuda_data_type(tfm_type type) {
   return type == TFM_F32 ? CUDA_R_32F : type == TFM_F16 ? CUDA_R_16F : CUDA_R_16BF;
@@ -5145,12 +5547,6 @@ static void cuda_lt_product(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_ma
   if (cuda_lt_describe(d, &job, &p, ldw, bias) && cuda_lt_choose(d, &job, &p, &trial, &algorithm))
     cuda_lt_run(d, &job, &product, &algorithm);
   cuda_lt_forget(&job);
-}
-
-static tfm_mat cuda_columns(tfm_mat m, int32_t first, int32_t cols) {
-  m.data = (char *)m.data + (size_t)first * cuda_size(m.type);
-  m.cols = cols;
-  return m;
 }
 
 /* The same for packed weights: quantised ones in stretches of rows. */
@@ -5403,7 +5799,6 @@ static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int3
                               int32_t context) {
   cuda_room room = {NULL, 0};
   cuda_decoder decoder;
-  (void)sequences;
   cuda_decoder_lay_out(&decoder, &room, net, context, cuda_of(d)->processors);
   cuda_of(d)->pass_at = room.used;
   cuda_pass_lay_out(&room, net, TFM_F16, rows);
@@ -5412,6 +5807,11 @@ static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int3
   cuda_of(d)->tiles_rows = rows;
   cuda_of(d)->tiles_layer = INT32_MAX;
   cuda_tiles_lay_out(&room, rows);
+  cuda_of(d)->wide_at = d->cache == TFM_Q8_0 ? room.used : 0;
+  cuda_of(d)->wide_sequences = sequences;
+  cuda_of(d)->wide_context = context;
+  if (cuda_of(d)->wide_at)
+    cuda_wide_lay_out(&room, net->kv_heads, net->head_width, sequences, context);
   cuda_of(d)->parts_at = room.used;
   cuda_of(d)->parts_bytes = cuda_parts_bytes(net, rows);
   return room.used + 256 + cuda_of(d)->parts_bytes;

@@ -6,7 +6,8 @@
             build/bench train:char
             build/bench ceilings
    output:  one line per workload. pp512 reads a prompt of 512 tokens and chooses one (tfm_feed,
-            then tfm_next); tg128 writes 128 tokens after a single one (tfm_next), as generate does.
+            then tfm_next); tg128 writes 128 tokens after a single one (tfm_next), as generate does
+            at the same --temperature.
 
    "shape:" names an architecture: small random weights, made in memory. The limit of a workload is
    the slower of: its bytes at the read bandwidth measured over as many bytes, and its operations at
@@ -28,6 +29,7 @@ typedef struct options {
   int32_t prompt, tokens, batch, repeat, rows, depth;
   tfm_type cache;
   double memory_rate, product_rate; /* a GPU's limits, bytes and operations a second, or 0 */
+  float temperature;
   bool json, check, load, deterministic;
 } options;
 
@@ -531,7 +533,8 @@ static workload workload_of(const char *kind, int32_t tokens, const options *o,
   int32_t most = o->rows ? o->rows : 256;
   double heads, mean = 0.5 * tokens, rows = prompt ? (tokens < most ? tokens : most) : o->batch;
   bool halves = !strcmp(i->device, "cuda") && i->weights != TFM_F32; /* by default */
-  double cache = (o->cache ? o->cache != TFM_F32 : halves) ? 2 : 4;
+  double cache = o->cache == TFM_Q8_0                           ? 34 / 32.0
+                 : (o->cache ? o->cache != TFM_F32 : halves) ? 2 : 4;
   if (!prompt) mean += o->depth;
   heads = prompt ? 1.0 / tokens : 1; /* of a prompt, only the last token needs logits */
   w.bytes = (double)i->token_bytes / rows;
@@ -544,7 +547,8 @@ static workload workload_of(const char *kind, int32_t tokens, const options *o,
 typedef struct run_state {
   tfm_engine *engine;
   tfm_session **sessions;
-  int32_t *ids; /* prompt of each, and results */
+  tfm_sampling *how; /* of each */
+  int32_t *ids;      /* prompt of each, and results */
   int32_t batch, vocabulary, depth;
 } run_state;
 
@@ -560,7 +564,7 @@ static bool run_prompt(const run_state *r, int32_t tokens) {
   for (i = 0; i < r->batch; i++) {
     if (tfm_session_rewind(r->sessions[i], 0) != TFM_OK) return false;
     if (tfm_feed(r->sessions[i], r->ids, (size_t)tokens) != TFM_OK) return false;
-    next = tfm_next(r->sessions[i], NULL);
+    next = tfm_next(r->sessions[i], &r->how[i]);
     if (next < 0 && next != TFM_END) return false;
   }
   return true;
@@ -570,7 +574,7 @@ static bool run_prompt(const run_state *r, int32_t tokens) {
 static bool run_decode(const run_state *r, int32_t tokens, int32_t *results) {
   int32_t i, t;
   for (t = 0; t < tokens; t++) {
-    if (tfm_next_batch(r->sessions, (size_t)r->batch, NULL, results) != TFM_OK) return false;
+    if (tfm_next_batch(r->sessions, (size_t)r->batch, r->how, results) != TFM_OK) return false;
     for (i = 0; i < r->batch; i++)
       if (results[i] == TFM_END && tfm_feed(r->sessions[i], r->ids, 1) != TFM_OK) return false;
       else if (results[i] < 0 && results[i] != TFM_END) return false;
@@ -620,13 +624,14 @@ static void print_figure(const options *o, const tfm_model_info *info, const wor
   if (f->share >= 0) snprintf(share, sizeof share, "%.3f", f->share);
   if (o->json)
     printf("{\"model\": \"%s\", \"type\": \"%s\", \"backend\": \"%s\", \"threads\": %d, "
-           "\"batch\": %d, \"deterministic\": %s, \"workload\": \"%s\", \"tokens_per_s\": %.2f, "
-           "\"best_tokens_per_s\": %.2f, \"bytes_per_token\": %.0f, \"gb_per_s\": %.2f, "
-           "\"flops_per_token\": %.0f, \"gflops\": %.2f, \"bound\": \"%s\", "
+           "\"batch\": %d, \"deterministic\": %s, \"temperature\": %g, \"workload\": \"%s\", "
+           "\"tokens_per_s\": %.2f, \"best_tokens_per_s\": %.2f, \"bytes_per_token\": %.0f, "
+           "\"gb_per_s\": %.2f, \"flops_per_token\": %.0f, \"gflops\": %.2f, \"bound\": \"%s\", "
            "\"share_of_ceiling\": %s, \"version\": \"%s\"}\n",
            slash ? slash + 1 : o->path, tfm_type_name(info->weights), info->device, (int)threads,
-           (int)o->batch, o->deterministic ? "true" : "false", name, f->median, f->best, w->bytes,
-           f->gb_per_s, w->flops, f->gflops, f->bound, share, tfm_version());
+           (int)o->batch, o->deterministic ? "true" : "false", (double)o->temperature, name,
+           f->median, f->best, w->bytes, f->gb_per_s, w->flops, f->gflops, f->bound, share,
+           tfm_version());
   else
     printf("%-6s %10.1f tokens/s (best %.1f)  %.2f MB and %.2f MFLOP a token: %.1f GB/s, "
            "%.1f GFLOP/s, %s of the limit (%s)\n",
@@ -686,7 +691,7 @@ static int measure_all(const options *o, const tfm_model *m) {
   int32_t longest = o->prompt > o->tokens ? o->prompt : o->tokens, i;
   int32_t most = longest > o->depth ? longest : o->depth;
   tfm_model_info info;
-  run_state r = {NULL, NULL, NULL, 0, 0, 0};
+  run_state r = {NULL, NULL, NULL, NULL, 0, 0, 0};
   workload pp, tg;
   int status = 0;
   r.batch = o->batch;
@@ -694,9 +699,16 @@ static int measure_all(const options *o, const tfm_model *m) {
   if (tfm_model_describe(m, &info) != TFM_OK) return tool_fail();
   r.vocabulary = info.vocabulary;
   r.sessions = (tfm_session **)calloc((size_t)o->batch, sizeof *r.sessions);
+  r.how = (tfm_sampling *)calloc((size_t)o->batch, sizeof *r.how);
   r.ids = (int32_t *)calloc((size_t)most + (size_t)o->batch + 1, sizeof *r.ids);
-  if (!r.sessions || !r.ids) status = (fprintf(stderr, TOOL ": out of memory\n"), TOOL_FAILED);
+  if (!r.sessions || !r.how || !r.ids)
+    status = (fprintf(stderr, TOOL ": out of memory\n"), TOOL_FAILED);
   else if (open_sessions(&r, m, o, most) != TFM_OK) status = tool_fail();
+  for (i = 0; status == 0 && i < r.batch; i++) {
+    r.how[i].temperature = o->temperature;
+    r.how[i].top_p = 0.95f;
+    r.how[i].sequence = (uint64_t)i;
+  }
   if (status == 0) fill_ids(r.ids, most, info.vocabulary);
   pp = workload_of("pp", o->prompt, o, &info);
   tg = workload_of("tg", o->tokens, o, &info);
@@ -705,6 +717,7 @@ static int measure_all(const options *o, const tfm_model *m) {
   for (i = 0; r.sessions && i < r.batch; i++) tfm_session_free(r.sessions[i]);
   tfm_engine_free(r.engine);
   free(r.sessions);
+  free(r.how);
   free(r.ids);
   return status;
 }
@@ -1002,6 +1015,8 @@ static const struct argp_option option_list[] = {
   {"rows", KEY_ROWS, "N", 0, "Run prompts in passes of up to N tokens, default 256", 0},
   {"depth", KEY_DEPTH, "N", 0, "Write after prompts of N tokens, default 1", 0},
   {"type", 'w', "TYPE", 0, "The same as --weights; of training, its precision", 0},
+  {"temperature", 't', "T", 0,
+   "Choose tokens as generate does, --top-p 0.95; default 0: the most probable", 0},
   {"cache", KEY_CACHE, "TYPE", 0, "Keep keys and values as f32, f16, bf16 or q8_0", 0},
   {"check", KEY_CHECK, NULL, 0, "Also compare logits with the reference's on the same weights", 0},
   {"deterministic", KEY_DETERMINISTIC, NULL, 0, "Bits do not depend on the batch", 0},
@@ -1018,6 +1033,7 @@ static error_t set_option(int key, char *arg, struct argp_state *state) {
   case 'p': o->prompt = (int32_t)tool_integer(state, "-p", arg, 0, 1 << 20); return 0;
   case 'n': o->tokens = (int32_t)tool_integer(state, "-n", arg, 0, 1 << 20); return 0;
   case 'w': o->model.weights = tool_type(state, "--type", arg); return 0;
+  case 't': o->temperature = tool_number(state, "-t", arg, 0, 1e6f); return 0;
   case KEY_BATCH: o->batch = (int32_t)tool_integer(state, "--batch", arg, 1, 1 << 16); return 0;
   case KEY_REPEAT:
     o->repeat = (int32_t)tool_integer(state, "--repeat", arg, 1, REPEAT_MAX);

@@ -3,7 +3,9 @@
 
 bench/peers.py llama_cpp FILE.gguf PROMPT TOKENS THREADS    llama-cpp-python from PyPI
 bench/peers.py torch FOLDER PROMPT TOKENS THREADS           transformers and torch, float32
+bench/peers.py torch_bf16 FOLDER PROMPT TOKENS THREADS      the same in bfloat16
 bench/peers.py sequences FILE.gguf N TOKENS THREADS         llama.cpp, N texts at a time: one number
+bench/peers.py q4_k_m FILE.gguf TO.gguf                     only quantised so, by llama.cpp
 """
 
 import sys
@@ -75,12 +77,21 @@ def sequences(path, count, tokens, threads):
     return timed(lambda: [step(2 + i) for i in range(tokens)])
 
 
-def torch(folder, prompt, tokens, threads):
+def q4_k_m(path, to):
+    import llama_cpp as ll
+
+    how = ll.llama_model_quantize_default_params()
+    how.ftype = ll.LLAMA_FTYPE_MOSTLY_Q4_K_M
+    if ll.llama_model_quantize(path.encode(), to.encode(), how):
+        sys.exit("llama_model_quantize failed")
+
+
+def torch(folder, prompt, tokens, threads, dtype="float32"):
     import torch as t
     from transformers import AutoModelForCausalLM
 
     t.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=t.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(t, dtype)).eval()
     first = t.tensor([ids(prompt, model.config.vocab_size)])
 
     def read(ids):
@@ -99,13 +110,19 @@ def torch(folder, prompt, tokens, threads):
         return pp, timed(write)
 
 
+def torch_bf16(folder, prompt, tokens, threads):
+    return torch(folder, prompt, tokens, threads, "bfloat16")
+
+
 def main():
     peer, path = sys.argv[1:3]
+    if peer == "q4_k_m":
+        return q4_k_m(path, sys.argv[3])
     prompt, tokens, threads = map(int, sys.argv[3:6])
     if peer == "sequences":
         print(f"{prompt * tokens / sequences(path, prompt, tokens, threads):.2f}")
         return
-    pp, tg = {"llama_cpp": llama_cpp, "torch": torch}[peer](path, prompt, tokens, threads)
+    pp, tg = {"llama_cpp": llama_cpp, "torch": torch, "torch_bf16": torch_bf16}[peer](path, prompt, tokens, threads)
     print(f"{prompt / pp:.2f} {tokens / tg:.2f}")
 
 

@@ -515,6 +515,37 @@ TEST(cache_types_are_close) {
   tfm_model_free(m);
 }
 
+static size_t largest_of(const float *x, size_t n) {
+  size_t best = 0, i;
+  for (i = 1; i < n; i++)
+    if (x[i] > x[best]) best = i;
+  return best;
+}
+
+/* The same, with as many tokens as are chosen alike: heads of 64. */
+TEST(a_cache_of_8_bits_is_close) {
+  tfm_model *m = model_open("examples/tales/tales.gguf");
+  tfm_engine_config f32, eight;
+  float *a, *b, range = 0, worst = 0;
+  size_t v = (size_t)vocabulary_of(m), i, k;
+  memset(&f32, 0, sizeof f32);
+  f32.cache = TFM_F32;
+  eight = f32;
+  eight.cache = TFM_Q8_0;
+  a = run_alone(m, &f32, PROMPT);
+  b = run_alone(m, &eight, PROMPT);
+  for (k = 0; k < 13; k++) {
+    for (i = 0; i < v; i++) range = fmaxf(range, fabsf(a[k * v + i]));
+    for (i = 0; i < v; i++) worst = fmaxf(worst, fabsf(a[k * v + i] - b[k * v + i]));
+    if (largest_of(a + k * v, v) != largest_of(b + k * v, v)) break;
+  }
+  CHECK(k > 3 && worst > 0 && worst < 8e-2f * range);
+  printf("  %d tokens alike, %.1e of the logits' range apart\n", (int)k, (double)(worst / range));
+  free(a);
+  free(b);
+  tfm_model_free(m);
+}
+
 TEST(null_objects_and_arguments) {
   int32_t id = 0;
   tfm_plan plan;

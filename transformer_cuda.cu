@@ -1281,11 +1281,11 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
    are multiplied without tensor cores, in the same order of things.
 
    A tile is 8 units, a unit two rows of W that belong together: a pair that is rotated, a gate and
-   what it opens, rows eight apart; or one row, twice (cuda_teams). A piece is 64 bytes of each of
-   the tile's 16 rows: lane 4g + t has 16 bytes of both rows of unit g. A team of warps shares a
-   tile: each takes a stretch of pieces, CUDA_AHEAD of them asked for before they are used, those
-   that come first even before x is there. The team's sums are added in order: the bits of a row
-   depend on the shape of W alone. */
+   what it opens, rows eight apart; or one row, twice (cuda_teams). A piece is 64 bytes of each of the
+   tile's 16 rows: lane 4g + t has 16 bytes of both rows of unit g. A team of `split` warps shares a
+   tile: each takes a stretch of pieces, CUDA_AHEAD of them asked for before they are used, the first
+   even before x is there. The team's sums are added in order: the bits of a row depend on the shape
+   of W alone. */
 
 enum { CUDA_AHEAD = 8, CUDA_BLOCKS_AHEAD = 4 }; /* pieces; at most the first */
 
@@ -1495,22 +1495,19 @@ __device__ __forceinline__ void cuda_planes_end(const cuda_crew_room &r, const c
 
 /* A norm's weights and biases come to shared memory, each quad to the thread that will use it. They
    are there before x is, unlike what a wait for other kernels leaves in the first cache. */
-template <int TYPE, int Q>
+template <int TYPE>
 __device__ __forceinline__ void cuda_norm_bring(const cuda_crew_room &r, const cuda_weight &w,
                                                 const cuda_norm &norm) {
   const int quads = cuda_pieces(w) * cuda_operand<TYPE>::values;
   auto bring = [&](float4 *to, const float *from) {
     const bool aligned = (uintptr_t)from % 16 == 0;
-#pragma unroll
-    for (int i = 0; i < Q; i++) {
-      const int k = (int)threadIdx.x + i * CUDA_CREW;
-      if (k < quads && aligned)
+#pragma unroll 1
+    for (int k = threadIdx.x; k < quads; k += CUDA_CREW)
+      if (aligned)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                      : : "r"((uint32_t)__cvta_generic_to_shared(to + k)), "l"(from + 4 * k),
                          "r"(4 * max(min(w.cols - 4 * k, 4), 0)));
-    }
-    for (int k = threadIdx.x; k < quads && !aligned; k += CUDA_CREW)
-      to[k] = cuda_quad_slow<true>(from, k, w.cols);
+      else to[k] = cuda_quad_slow<true>(from, k, w.cols);
   };
   if (norm.w) bring(r.norm, norm.w);
   if (norm.b) bring(r.norm + quads, norm.b);
@@ -1703,7 +1700,7 @@ template <int TYPE> __device__ __forceinline__ float2 cuda_share_of_sums(const c
 }
 
 typedef struct cuda_teams { /* how a block's warps share a product */
-  int shift, units; /* a team has 1 << shift warps */
+  int split, units; /* warps of a team */
   unsigned grid;
   bool narrow; /* a unit is one row, whose later half of every warp's pieces is as another row's */
 } cuda_teams;
@@ -1766,9 +1763,8 @@ __device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int
 
 /* The sum over lanes and over the team's warps: v of the team's first warp is whole. */
 template <int C, int N>
-__device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int shift, int turn) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = 1 << shift;
-  const bool first = (warp & (split - 1)) == 0;
+__device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int split, int turn) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float2 *mine = part + ((turn * CUDA_CREW_WARPS + warp) * N) * 32 + lane;
 #pragma unroll
   for (int n = 0; n < N; n++)
@@ -1778,11 +1774,11 @@ __device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int 
       v[n].y += __shfl_xor_sync(~0u, v[n].y, i);
     }
   if (split == 1) return;
-  if (!first)
+  if (warp % split)
 #pragma unroll
     for (int n = 0; n < N; n++) mine[n * 32] = v[n];
-  asm volatile("bar.sync %0, %1;" : : "r"(1 + (warp >> shift)), "r"(32 << shift) : "memory");
-  if (!first) return;
+  asm volatile("bar.sync %0, %1;" : : "r"(1 + warp / split), "r"(32 * split) : "memory");
+  if (warp % split) return;
   for (int other = 1; other < split; other++)
 #pragma unroll
     for (int n = 0; n < N; n++) {
@@ -1792,24 +1788,23 @@ __device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int 
     }
 }
 
-/* All tiles of this warp's team. unit(u) tells a unit's rows; about(unit, u) what else is to be
-   known, when its pieces have been asked for; ready(unit), when the first have, leaves x in the
-   planes; done(unit, m, v) gets the products of a unit with row m of x, in one lane. A piece that
-   has been used makes room for one further on at once, so that memory is never waited for from a
-   standstill. */
-template <int TYPE, int M, typename UNIT, typename ABOUT, typename READY, typename DONE>
+/* All tiles of this warp's team. unit(u) tells a unit's rows and bias; ready(unit) runs when the
+   first pieces have been asked for, and leaves x in the planes; done(unit, m, v) gets the products
+   of a unit with row m of x, in one lane. A piece that has been used makes room for one further on
+   at once, so that memory is never waited for from a standstill. */
+template <int TYPE, int M, typename UNIT, typename READY, typename DONE>
 __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_room &r,
-                                          const cuda_teams &teams, UNIT unit, ABOUT about,
-                                          READY ready, DONE done) {
+                                          const cuda_teams &teams, UNIT unit, READY ready,
+                                          DONE done) {
   constexpr int C = cuda_operand<TYPE>::columns, N = (M * C + 7) / 8;
   constexpr int AHEAD = cuda_operand<TYPE>::ahead;
   const int warp = threadIdx.x / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
-  const int shift = teams.shift, units = teams.units, tiles = (units + 7) / 8;
-  const int step = (int)gridDim.x * (CUDA_CREW_WARPS >> shift), team = warp >> shift;
-  const int in_team = warp & ((1 << shift) - 1), begin = in_team * cuda_pieces(w) >> shift;
-  const int last = (in_team + 1) * cuda_pieces(w) >> shift;
+  const int split = teams.split, units = teams.units, tiles = (units + 7) / 8;
+  const int step = (int)gridDim.x * (CUDA_CREW_WARPS / split);
+  const int begin = warp % split * cuda_pieces(w) / split;
+  const int last = (warp % split + 1) * cuda_pieces(w) / split;
   const int half = teams.narrow ? (last - begin + 1) / 2 : 0, end = half ? begin + half : last;
-  const bool any = team * (int)gridDim.x + (int)blockIdx.x < tiles;
+  const bool any = warp / split * (int)gridDim.x + (int)blockIdx.x < tiles;
   const int lefts_b = any ? min(4 * last, w.vectors) - 4 * half - t : 0;
   const int lefts_a = any ? min(4 * end, w.vectors) - t : 0; /* of this lane, from piece 0 on */
   cuda_cursor at = {}, next;
@@ -1817,13 +1812,12 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
   cuda_column column[N];
   cuda_sums c[N] = {};
   int turn = 0;
-  at.tile = team * (int)gridDim.x + (int)blockIdx.x;
+  at.tile = warp / split * (int)gridDim.x + (int)blockIdx.x;
   at.unit = unit(min(at.tile * 8 + g, units - 1));
   cuda_point<TYPE>(at, w, begin, half);
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     cuda_ask<TYPE>(q[i], at, lefts_a - 4 * begin, lefts_b - 4 * begin, i);
-  about(at.unit, min(at.tile * 8 + g, units - 1));
 #pragma unroll
   for (int n = 0; n < N; n++)
     column[n] = cuda_column_of<TYPE, M>(r, n, half * M * cuda_operand<TYPE>::bytes);
@@ -1847,7 +1841,6 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
         use(i);
         cuda_ask<TYPE>(q[i], next, lefts_a - 4 * next.piece, lefts_b - 4 * next.piece, i);
       }
-      if (next.tile != at.tile) about(next.unit, min(next.tile * 8 + g, units - 1));
     } else {
 #pragma unroll
       for (int i = 0; i < AHEAD; i++) use(i);
@@ -1859,12 +1852,12 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
         v[n] = cuda_share_of_sums<TYPE>(c[n]);
         if (half) v[n].x += v[n].y;
       }
-      cuda_team_sum<C>(v, r.part, shift, turn);
+      cuda_team_sum<C>(v, r.part, split, turn);
       turn ^= 1;
 #pragma unroll
       for (int n = 0; n < N; n++) {
         int m = n * (8 / C) + t * 2 / C;
-        if (in_team == 0 && t % (C / 2) == 0 && m < M && at.tile * 8 + g < units)
+        if (warp % split == 0 && t % (C / 2) == 0 && m < M && at.tile * 8 + g < units)
           done(at.unit, m, make_float2(v[n].x * r.factor[m], v[n].y * r.factor[m]));
         c[n] = {};
       }
@@ -1886,17 +1879,17 @@ static cuda_teams cuda_teams_of(const tfm_dev *d, const cuda_weight *w, bool pai
   const int blocks = cuda_of(d)->processors * ((int64_t)w->rows * w->vectors >= 1 << 19 ? 2 : 1);
   const int pieces = cuda_pieces(*w);
   int64_t least = INT64_MAX;
-  cuda_teams t = {0, 0, 0, !pairs && cuda_narrow(d, w)};
-  int shift, tiles;
+  cuda_teams t = {1, 0, 0, !pairs && cuda_narrow(d, w)};
+  int split, tiles;
   t.units = pairs ? w->rows / 2 : t.narrow ? w->rows : cuda_plain_units(w->rows);
   tiles = (t.units + 7) / 8;
-  for (shift = 0; CUDA_CREW_WARPS >> shift; shift++) {
-    int64_t teams = (int64_t)blocks * (CUDA_CREW_WARPS >> shift);
-    int each = (pieces + (1 << shift) - 1) >> shift, ahead = w->scale ? 4 : 2;
+  for (split = 1; split <= CUDA_CREW_WARPS; split *= 2) {
+    int64_t teams = (int64_t)blocks * (CUDA_CREW_WARPS / split);
+    int each = (pieces + split - 1) / split, ahead = w->scale ? 4 : 2;
     int64_t cost = (tiles + teams - 1) / teams * (2 * ((each + ahead - 1) / ahead * ahead) + 1);
-    if (cost < least) least = cost, t.shift = shift;
+    if (cost < least) least = cost, t.split = split;
   }
-  t.grid = cuda_blocks(t.units, 8 * (CUDA_CREW_WARPS >> t.shift)); /* that have something to do */
+  t.grid = cuda_blocks(t.units, 8 * (CUDA_CREW_WARPS / t.split)); /* that have something to do */
   if (t.grid > (unsigned)blocks) t.grid = (unsigned)blocks;
   return t;
 }
@@ -1918,15 +1911,9 @@ __device__ static void cuda_epilogue(const tfm_mat &y, const tfm_epilogue &e, in
   *cuda_at(y, row, col) = v;
 }
 
-__device__ static cuda_unit cuda_plain_unit(int u, int rows, bool narrow) {
-  const int a = narrow ? u : u / 8 * 16 + u % 8;
-  return {a, !narrow && a + 8 < rows ? a + 8 : a, 0, 0, 0, 0};
-}
-
-__device__ static void cuda_unit_bias(cuda_unit &u, const float *bias) {
-  if (!bias) return;
-  u.bias_a = __ldg(bias + u.a);
-  u.bias_b = __ldg(bias + u.b);
+__device__ static cuda_unit cuda_plain_unit(const float *bias, int u, int rows, bool narrow) {
+  const int a = narrow ? u : u / 8 * 16 + u % 8, b = !narrow && a + 8 < rows ? a + 8 : a;
+  return {a, b, bias ? __ldg(bias + a) : 0.0f, bias ? __ldg(bias + b) : 0.0f, 0, 0};
 }
 
 typedef struct cuda_experts { /* of matmul_moe: slot s multiplies by the matrix of expert[s] */
@@ -1949,8 +1936,7 @@ cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int firs
     first = (int)blockIdx.y;
     count = 1;
   }
-  auto unit = [&](int u) { return cuda_plain_unit(u, w.rows, teams.narrow); };
-  auto about = [&](cuda_unit &u, int) { cuda_unit_bias(u, e.bias); };
+  auto unit = [&](int u) { return cuda_plain_unit(e.bias, u, w.rows, teams.narrow); };
   auto ready = [&](cuda_unit &) {
 #pragma unroll 1
     for (int m = 0; m < count; m++) {
@@ -1962,7 +1948,7 @@ cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int firs
     if (m < count) cuda_epilogue(y, e, first + m, u.a, v.x, u.bias_a);
     if (m < count && u.b != u.a) cuda_epilogue(y, e, first + m, u.b, v.y, u.bias_b);
   };
-  cuda_dots<TYPE, M>(w, r, teams, unit, about, ready, done);
+  cuda_dots<TYPE, M>(w, r, teams, unit, ready, done);
 }
 
 typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int, cuda_teams,
@@ -3800,8 +3786,7 @@ typedef struct cuda_phase { /* what becomes of W norm(x) */
   const float *x, *most; /* most: the largest of |x|, or NULL */
   float *leaves_most;    /* the same of what the phase leaves, or NULL */
   float *no_most;        /* becomes zero */
-  cuda_norm norm;        /* w NULL: none */
-  float each;            /* 1 / columns */
+  cuda_norm norm;    /* w NULL: none */
   const float *bias;
   float *to;
   tfm_act act;
@@ -3815,30 +3800,33 @@ typedef struct cuda_phase { /* what becomes of W norm(x) */
 
 static bool cuda_pairs(int kind) { return kind == CUDA_GATED || kind == CUDA_QKV; }
 
-/* The unit's pair within its head, of q and k those that are rotated. */
-__device__ static int cuda_unit_pair(const cuda_phase &p, int u) { return u % (p.kv.width / 2); }
-
-__device__ static bool cuda_unit_turns(const cuda_phase &p, int u) {
-  return u < (p.heads + p.kv.heads) * (p.kv.width / 2);
-}
-
 __device__ static cuda_unit cuda_unit_of(const cuda_phase &p, int u) {
-  if (p.kind == CUDA_GATED) return {u, u + p.w.rows / 2, 0, 0, 0, 0};
-  if (p.kind == CUDA_QKV) {
-    const int i = cuda_unit_pair(p, u), head = 2 * (u - i); /* its first row */
-    const int2 pair = cuda_unit_turns(p, u) ? cuda_pair(p.rope, i) : make_int2(2 * i, 2 * i + 1);
-    return {head + pair.x, head + pair.y, 0, 0, 1, 0};
+  int half = p.kv.width / 2, head = 0, first = 0;
+  int2 pair;
+  cuda_unit v;
+  if (p.kind == CUDA_GATED) {
+    v.a = u;
+    v.b = u + p.w.rows / 2;
+  } else if (p.kind == CUDA_QKV) {
+    head = u / half;
+    first = u - head * half;
+    pair = make_int2(2 * first, 2 * first + 1);
+    if (head < p.heads + p.kv.heads) pair = cuda_pair(p.rope, first);
+    v.a = head * p.kv.width + pair.x;
+    v.b = head * p.kv.width + pair.y;
+  } else {
+    return cuda_plain_unit(p.bias, u, p.w.rows, p.teams.narrow);
   }
-  return cuda_plain_unit(u, p.w.rows, p.teams.narrow);
-}
-
-__device__ static void cuda_unit_about(const cuda_phase &p, cuda_unit &v, int u) {
-  const int i = p.kind == CUDA_QKV ? cuda_unit_pair(p, u) : 0;
-  cuda_unit_bias(v, p.bias);
-  if (p.kind != CUDA_QKV || i >= p.rope.rot / 2 || !cuda_unit_turns(p, u)) return;
-  const float2 turn = cuda_turn(p.rope, __ldg(p.pos), i);
-  v.x = turn.x;
-  v.y = turn.y;
+  v.bias_a = p.bias ? __ldg(p.bias + v.a) : 0.0f;
+  v.bias_b = p.bias ? __ldg(p.bias + v.b) : 0.0f;
+  v.x = 1;
+  v.y = 0;
+  if (p.kind == CUDA_QKV && head < p.heads + p.kv.heads && first < p.rope.rot / 2) {
+    float2 turn = cuda_turn(p.rope, __ldg(p.pos), first);
+    v.x = turn.x;
+    v.y = turn.y;
+  }
+  return v;
 }
 
 /* Two columns of q, k or v, rotated, to where attention reads them. */
@@ -3875,24 +3863,23 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
   __shared__ unsigned long long bests[CUDA_CREW_WARPS];
   const cuda_crew_room r = cuda_crew_lay_out<TYPE, 1>(shared, p.w);
   unsigned long long best = 0;
-  float most = 0;
-  int64_t kv_at = 0;
+  float most = 0, each = 1.0f / (float)p.w.cols;
+  int64_t kv_at = p.kind == CUDA_QKV ? cuda_kv_at(p.kv, __ldg(p.seq), __ldg(p.pos), 0) : 0;
   bool following = false;
-  auto unit = [&](int u) { return cuda_unit_of(p, u); };
-  auto about = [&](cuda_unit &v, int u) {
-    cuda_unit_about(p, v, u);
+  auto unit = [&](int u) {
+    cuda_unit v = cuda_unit_of(p, u);
     if (p.kind == CUDA_ADD && following) v.x = __ldcg(p.to + v.a), v.y = __ldcg(p.to + v.b);
+    return v;
   };
   auto ready = [&](cuda_unit &u) {
-    if (p.kind == CUDA_QKV) kv_at = cuda_kv_at(p.kv, __ldg(p.seq), __ldg(p.pos), 0);
     cuda_planes_end<TYPE, 1>(r, p.w, 0);
-    cuda_norm_bring<TYPE, Q>(r, p.w, p.norm);
+    cuda_norm_bring<TYPE>(r, p.w, p.norm);
     cuda_launch_next();
     cuda_follow();
     following = true;
     if (p.kind == CUDA_ADD) u.x = __ldcg(p.to + u.a), u.y = __ldcg(p.to + u.b);
     if (p.no_most && blockIdx.x == 0 && threadIdx.x == 0) *p.no_most = 0;
-    cuda_planes<TYPE, 1, Q>(r, p.w, p.x, p.norm, p.each, p.most, 0);
+    cuda_planes<TYPE, 1, Q>(r, p.w, p.x, p.norm, each, p.most, 0);
   };
   auto done = [&](const cuda_unit &u, int, float2 v) {
     v.x += u.bias_a;
@@ -3908,7 +3895,7 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
       if (u.b != u.a) most = cuda_max(most, cuda_finish_row(p, u.b, v.y, u.y, best));
     }
   };
-  cuda_dots<TYPE, 1>(p.w, r, p.teams, unit, about, ready, done);
+  cuda_dots<TYPE, 1>(p.w, r, p.teams, unit, ready, done);
   if (p.leaves_most) {
     most = cuda_crew_max(most, r.room + 16);
     if (threadIdx.x == 0) atomicMax((unsigned *)p.leaves_most, __float_as_uint(most));
@@ -4097,7 +4084,6 @@ static void cuda_phase_run(tfm_dev *d, cuda_phase *p, const cuda_weight *w) {
   const int norms = !!p->norm.w + !!p->norm.b;
   p->w = *w;
   p->teams = cuda_teams_of(d, w, cuda_pairs(p->kind));
-  p->each = 1.0f / (float)w->cols;
   cuda_run(d, cuda_phase_choose(w->type, cuda_row_quads(cuda_values(*w))), p->teams.grid, CUDA_CREW,
            cuda_crew_bytes(w, 1, norms), *p);
 }

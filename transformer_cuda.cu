@@ -1281,11 +1281,11 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
    are multiplied without tensor cores, in the same order of things.
 
    A tile is 8 units, a unit two rows of W that belong together: a pair that is rotated, a gate and
-   what it opens, rows eight apart; or one row, twice (cuda_teams). A piece is 64 bytes of each of the
-   tile's 16 rows: lane 4g + t has 16 bytes of both rows of unit g. A team of `split` warps shares a
-   tile: each takes a stretch of pieces, CUDA_AHEAD of them asked for before they are used, the first
-   even before x is there. The team's sums are added in order: the bits of a row depend on the shape
-   of W alone. */
+   what it opens, rows eight apart; or one row, twice (cuda_teams). A piece is 64 bytes of each of
+   the tile's 16 rows: lane 4g + t has 16 bytes of both rows of unit g. A team of `split` warps
+   shares a tile: each takes a stretch of pieces, CUDA_AHEAD of them asked for before they are used,
+   those that come first even before x is there. The team's sums are added in order: the bits of a
+   row depend on the shape of W alone. */
 
 enum { CUDA_AHEAD = 8, CUDA_BLOCKS_AHEAD = 4 }; /* pieces; at most the first */
 

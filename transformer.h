@@ -1169,9 +1169,9 @@ struct tfm_backend {
      as epilogue_bwd does, in place. w needs TFM_ROLE_GRADIENT; before NULL: none. */
   void (*matmul_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w, float beta,
                     const tfm_epilogue *before);
-  /* dw += dy^T x [N, K]; db += column sums of dy [N], when not NULL. dw.type: the gradients'
-     type, F32 in the reference. */
-  void (*matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x);
+  /* dw = beta * dw + dy^T x [N, K]: beta 0 or 1; db += column sums of dy [N], when not NULL.
+     dw.type: the gradients' type, F32 in the reference. */
+  void (*matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x, float beta);
   /* Backward of the epilogue up to x W^T + bias: dx = dropout(dy) * cap'(act'(aux)), which may
      alias dy; without aux neither act nor cap is passed. The residual's gradient is dy as it
      was. */
@@ -1233,8 +1233,8 @@ struct tfm_backend {
 
 /* The reference; and the companions, when they are linked (TFM_USE_CPU, TFM_USE_CUDA). A companion
    built against another layout of the table does not link: its name carries the number. */
-#define tfm_backend_cpu tfm_backend_cpu_abi3
-#define tfm_backend_cuda tfm_backend_cuda_abi3
+#define tfm_backend_cpu tfm_backend_cpu_abi4
+#define tfm_backend_cuda tfm_backend_cuda_abi4
 TFM_API const tfm_backend *tfm_backend_ref(void);
 extern const tfm_backend *tfm_backend_cpu(void);
 extern const tfm_backend *tfm_backend_cuda(void);
@@ -15426,7 +15426,10 @@ static void tfmi_dw_items(void *context, int32_t begin, int32_t end, int32_t wor
     int32_t block = item % t->blocks, col = item / t->blocks * TFMI_WIDTH;
     int32_t e = block / per_expert, row = block % per_expert * TFMI_ROWS;
     int32_t m = tfmi_min32(TFMI_ROWS, rows - row), cols = tfmi_min32(TFMI_WIDTH, t->y.cols - col);
-    for (i = 0; i < m; i++) y[i] = tfmi_row(t->y, (int64_t)e * rows + row + i) + col;
+    for (i = 0; i < m; i++) {
+      y[i] = tfmi_row(t->y, (int64_t)e * rows + row + i) + col;
+      if (t->beta == 0) memset(y[i], 0, (size_t)cols * sizeof *y[i]);
+    }
     if (r) tfmi_mix_tokens(t, y, m, row, r->order + r->begin[e], r->begin[e + 1] - r->begin[e],
                            col, cols);
     else tfmi_mix_tokens(t, y, m, row, NULL, t->dy.rows, col, cols);
@@ -15442,8 +15445,9 @@ static bool tfmi_dw_check(tfm_dev *d, tfm_mat dw) {
   return dw.type == TFM_F32;
 }
 
-static void tfmi_ref_matmul_dw(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x) {
-  tfmi_mix_job job = {dw, dy, x, NULL, db, 1, NULL, false, -1, 0, 0};
+static void tfmi_ref_matmul_dw(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x,
+                               float beta) {
+  tfmi_mix_job job = {dw, dy, x, NULL, db, beta, NULL, false, -1, 0, 0};
   if (tfmi_dw_check(d, dw)) tfmi_mix_run(d, &job, dy.cols, dy.rows, tfmi_dw_items);
 }
 
@@ -19294,6 +19298,7 @@ struct tfm_trainer {
   int32_t lowest;            /* layer with trained parameters; -1: embeddings too */
   tfmi_drop drop;
   float balance;             /* of the load-balancing loss's gradient, in one pass */
+  float beta;                /* of matrices' gradients: 0 in a step's first pass, then 1 */
   size_t list_bytes, host_bytes, device_bytes;
   void *lists, *host_block, *device_block;
   /* host */
@@ -19789,7 +19794,8 @@ static void tfmi_train_head(tfm_trainer *t, int32_t first, int32_t n, const tfmi
   if (!how->learn) return;
   if (e.softcap != 0) TFMI_OP(d, epilogue_bwd)(d, logits, logits, &e);
   if (!tfmi_frozen_at(t, at))
-    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h);
+    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, &t->net.head), NULL, logits, h,
+                          first ? 1 : t->beta);
   TFMI_OP(d, matmul_dx)(d, tfmi_rows_of(t->d_norm, first, n), logits, &t->net.head, 0, NULL);
 }
 
@@ -19813,7 +19819,8 @@ static void tfmi_project_back_add(tfm_trainer *t, tfm_mat dx, tfm_mat dy, tfm_ma
                                   const tfm_epilogue *before) {
   tfm_dev *d = &t->dev;
   if (!tfmi_frozen_at(t, at))
-    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, w), tfmi_vector_gradient(t, bias), dy, x);
+    TFMI_OP(d, matmul_dw)(d, tfmi_gradient(t, at, w), tfmi_vector_gradient(t, bias), dy, x,
+                          t->beta);
   TFMI_OP(d, matmul_dx)(d, dx, dy, w, beta, before);
 }
 
@@ -20049,6 +20056,18 @@ static tfm_status tfmi_trainer_sync(tfm_trainer *t) {
   return tfmi_report(status, "device %s: %s", d->table->name, d->message);
 }
 
+/* Gradients begin at 0, but for those that the first product of a step overwrites. */
+static void tfmi_gradients_clear(tfm_trainer *t) {
+  int32_t i;
+  for (i = 0; i < t->parameters; i++) {
+    const tfmi_parameter *p = &t->parameter[i];
+    bool gathered = p->slot == TFMI_POSITIONS || (p->slot == TFMI_EMBED && !t->tied);
+    if (p->cols == 0 || p->experts || gathered)
+      t->dev.table->zero(&t->dev, t->g + p->at,
+                         (size_t)tfmi_parameter_values(p) * sizeof *t->g);
+  }
+}
+
 /* Runs `passes` batches: sums in out, and, when learning, the mean's gradient in g. */
 static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, int32_t passes,
                                     bool learn, tfm_step *out) {
@@ -20062,8 +20081,9 @@ static tfm_status tfmi_train_passes(tfm_trainer *t, const tfmi_lesson *batch, in
   if (status != TFM_OK) return status;
   how.scale = (float)(1.0 / weight);
   t->balance = t->config.balance / (float)passes;
-  if (learn) d->table->zero(d, t->g, (size_t)t->total * sizeof *t->g);
+  if (learn) tfmi_gradients_clear(t);
   for (i = 0; i < passes; i++) {
+    t->beta = i ? 1.0f : 0.0f;
     tfmi_batch_put(t, batch, i);
     if (t->net.experts)
       d->table->zero(d, t->balance_count, 2 * (size_t)t->net.experts * sizeof(float));

@@ -95,6 +95,7 @@ enum {
   CPU_SIDE = 4 << 20,     /* in bf16: bytes of an operand that are packed together, */
   CPU_DEEP = 2048,        /* terms that are, of the backward products */
   CPU_ABREAST = 256,      /* columns that an item may have */
+  CPU_PIECES = 64,        /* of rows whose parts of a norm's gradient are added up apart */
   CPU_TRAIN_BYTES = 4 * (CPU_PANELS * CPU_ROWS * (CPU_DEPTH + CPU_BLOCK) + CPU_TURNED), /* of all */
   CPU_HUGE = 4 << 20      /* bytes from which memory is worth huge pages */
 };
@@ -1023,14 +1024,14 @@ typedef enum cpu_form { CPU_FORWARD, CPU_DX, CPU_DW } cpu_form;
 /* c = finish(a b), [rows, cols], a sum over `depth` terms.
      forward  y = epilogue(x W^T)     a: rows of x      b: rows of W, transposed
      dx       dx = before(... dy W)   a: rows of dy     b: rows of W
-     dw       dw += dy^T x            a: columns of dy  b: rows of x */
+     dw       dw = ... dy^T x         a: columns of dy  b: rows of x */
 typedef struct cpu_gemm {
   cpu_form form;
   tfm_dev *d;
   tfm_mat c, a, b;       /* b: of dw */
   const tfm_weight *w;   /* of the others */
   const tfm_epilogue *e; /* NULL: none */
-  float beta;            /* of dx */
+  float beta;            /* of dx and dw */
   int32_t rows, cols, depth;
   /* Of one expert: the slots that are rows of y and dy, and how many share a row of x, dx. */
   const int32_t *slots;  /* NULL: a plain matrix */
@@ -1092,16 +1093,6 @@ typedef struct cpu_sums_job { /* of a matrix's columns */
   tfm_mat x;
 } cpu_sums_job;
 
-static void cpu_column_sums(void *context, int32_t begin, int32_t end, int32_t worker) {
-  const cpu_sums_job *t = (const cpu_sums_job *)context;
-  int32_t row, i;
-  (void)worker;
-  for (row = 0; row < t->x.rows; row++) {
-    const float *x = cpu_row(t->x, row);
-    for (i = begin; i < end; i++) t->sums[i] += x[i];
-  }
-}
-
 typedef struct cpu_slope_job { /* of elementwise backward entries */
   tfm_mat dx, dy, gate_up;
   const tfm_epilogue *e;
@@ -1113,7 +1104,8 @@ typedef struct cpu_norm_bwd_job {
   const float *w, *stats;
   float *dw, *db;
   const tfm_norm *p;
-  int32_t groups;
+  int32_t groups, rows; /* of a piece, */
+  float *sums;          /* [pieces][2][n] */
 } cpu_norm_bwd_job;
 
 typedef struct cpu_loss_job {
@@ -1184,11 +1176,16 @@ typedef struct cpu_attn_bwd_job {
 
 #if CPU_AMX /* see below; false: not theirs */
 static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t);
+static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t);
 static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
                              int32_t n, int32_t col, int32_t worker);
 static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker);
 #elif defined(CPU_X86) || defined(CPU_ARM)
 static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
+  (void)d, (void)t;
+  return false;
+}
+static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t) {
   (void)d, (void)t;
   return false;
 }
@@ -1368,41 +1365,56 @@ CPU_INLINE void cpu_tile_store(uint8_t *to, const __m512i *v) {
   for (i = 0; i < CPU_TILE_ROWS; i++) _mm512_store_si512(to + 64 * i, v[i]);
 }
 
-/* Rows or columns first .. first + n - 1, 16 at most, where terms run along: all their tiles. */
-static void cpu_pack_along(uint8_t *to, const cpu_tiled *p, bool a, int32_t first, int32_t n) {
-  const float *line[CPU_TILE_ROWS];
+/* 16 lines of `depth` terms, NULL for zeros: their tiles, one after the other. */
+static void cpu_lines_along(uint8_t *to, const float *const *line, int32_t depth, bool turn) {
   __m512i v[CPU_TILE_ROWS];
-  int32_t step, left;
+  int32_t k;
   int i;
-  for (i = 0; i < CPU_TILE_ROWS; i++)
-    line[i] = i < n ? cpu_tiled_line(p->t, a, first + i) + p->k : NULL;
-  for (step = 0; step < p->steps; step++, to += CPU_TILE_SIZE) {
-    left = p->depth - step * CPU_TERMS;
+  for (k = 0; k < depth; k += CPU_TERMS, to += CPU_TILE_SIZE) {
     for (i = 0; i < CPU_TILE_ROWS; i++)
-      v[i] = cpu_pairs_along(line[i] ? line[i] + step * CPU_TERMS : NULL, left);
-    if (!a) cpu_turn_pairs(v);
+      v[i] = cpu_pairs_along(line[i] ? line[i] + k : NULL, depth - k);
+    if (turn) cpu_turn_pairs(v);
     cpu_tile_store(to, v);
   }
 }
 
+/* 32 lines that are terms of n columns: tiles of so many groups of 16, `group` bytes apart. */
+static void cpu_lines_across(uint8_t *to, int64_t group, int32_t groups, const float *const *line,
+                             int32_t n, bool turn) {
+  __m512i v[CPU_TILE_ROWS];
+  int32_t g;
+  int i;
+  for (g = 0; g < groups; g++, to += group) {
+    for (i = 0; i < CPU_TILE_ROWS; i++)
+      v[i] = cpu_pairs_across(line[2 * i], line[2 * i + 1], g * CPU_TILE_ROWS,
+                              n - g * CPU_TILE_ROWS);
+    if (turn) cpu_turn_pairs(v);
+    cpu_tile_store(to, v);
+  }
+}
+
+/* Rows or columns first .. first + n - 1, 16 at most, where terms run along: all their tiles. */
+static void cpu_pack_along(uint8_t *to, const cpu_tiled *p, bool a, int32_t first, int32_t n) {
+  const float *line[CPU_TILE_ROWS];
+  int i;
+  for (i = 0; i < CPU_TILE_ROWS; i++)
+    line[i] = i < n ? cpu_tiled_line(p->t, a, first + i) + p->k : NULL;
+  cpu_lines_along(to, line, p->depth, !a);
+}
+
 /* The same where terms run across, of four groups of 16, n rows or columns altogether. */
 static void cpu_pack_across(uint8_t *to, const cpu_tiled *p, bool a, int32_t first, int32_t n) {
+  const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
   const float *line[CPU_TERMS];
-  __m512i v[CPU_TILE_ROWS];
-  int32_t step, group, left;
+  int32_t step;
   int i;
-  for (step = 0; step < p->steps; step++)
-    for (group = 0; group < CPU_GROUPS; group++) {
-      for (i = 0; i < CPU_TERMS && group == 0; i++) {
-        int32_t k = step * CPU_TERMS + i;
-        line[i] = k < p->depth ? cpu_tiled_line(p->t, a, p->k + k) + first : NULL;
-      }
-      left = n - group * CPU_TILE_ROWS;
-      for (i = 0; i < CPU_TILE_ROWS; i++)
-        v[i] = cpu_pairs_across(line[2 * i], line[2 * i + 1], group * CPU_TILE_ROWS, left);
-      if (a) cpu_turn_pairs(v);
-      cpu_tile_store(to + ((int64_t)group * p->steps + step) * CPU_TILE_SIZE, v);
+  for (step = 0; step < p->steps; step++, to += CPU_TILE_SIZE) {
+    for (i = 0; i < CPU_TERMS; i++) {
+      int32_t k = step * CPU_TERMS + i;
+      line[i] = k < p->depth ? cpu_tiled_line(p->t, a, p->k + k) + first : NULL;
     }
+    cpu_lines_across(to, group, CPU_GROUPS, line, n, a);
+  }
 }
 
 /* Four groups of 16 rows or columns. */
@@ -1583,6 +1595,346 @@ static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *g) {
       }
     }
   }
+  return true;
+}
+
+/* ---- Training: attention in tiles ----
+   As vectors compute it (see there), but scores, and what becomes of them, are [keys, queries]: a
+   softmax then runs down vectors of 16 queries, and what it leaves is an operand of the products
+   that follow with no more than rounding to bf16. So these give y and dq transposed. A block is 128
+   queries of one head; it meets 128 keys at a time, or 32 in backward. Scores, sums and the softmax
+   are F32. */
+
+enum {
+  CPU_LOOK = 128,                        /* queries of a block, keys of forward's */
+  CPU_LOOK_STEPS = CPU_LOOK / CPU_TERMS, /* where these are terms */
+  CPU_LOOK_ROWS = CPU_LOOK * CPU_WIDTH * 2 /* bytes that they take as tiles, at most */
+};
+
+typedef struct cpu_look { /* a thread's memory; heads have `wide` columns, whole tiles */
+  int32_t wide, n, at, begin;      /* queries of the block, the first's position, its first key */
+  uint8_t *queries, *dys;          /* [128 / 16][wide / 32] tiles: columns of scores, and of dp */
+  uint8_t *query_terms, *dy_terms; /* [wide / 16][4]: columns of dk and dv */
+  uint8_t *keys, *values;          /* [keys / 16][wide / 32]: rows of scores, and of dp */
+  uint8_t *turned;                 /* [wide / 16][steps of keys]: values for y, keys for dq: rows */
+  uint8_t *p, *ds, *terms;         /* [32 / 16][4]: rows for dv, dk; [128 / 16][steps]: columns */
+  float *score, *dp;               /* [keys][128] */
+  float *out, *dk, *dv;            /* [wide][128] of y or dq; [32][wide] */
+  /* of each query: its largest score so far, or -lse; the sum so far, or -delta; keys it sees */
+  float top[CPU_LOOK], sum[CPU_LOOK];
+  int32_t first[CPU_LOOK], last[CPU_LOOK];
+} cpu_look;
+
+static cpu_look cpu_look_at(const cpu_attn_bwd_job *t, int32_t worker) {
+  uint8_t *at = t->work + (size_t)worker * CPU_TRAIN_BYTES;
+  cpu_look k;
+  k.wide = cpu_panels(t->attn.kv->width) * CPU_ROWS;
+  k.queries = at, k.dys = at += CPU_LOOK_ROWS;
+  k.query_terms = at += CPU_LOOK_ROWS, k.dy_terms = at += CPU_LOOK_ROWS;
+  k.keys = at += CPU_LOOK_ROWS, k.values = k.keys + CPU_LOOK_ROWS / 2;
+  k.turned = at += CPU_LOOK_ROWS;
+  k.terms = at += CPU_LOOK_ROWS, k.p = at += 2 * CPU_LOOK * CPU_LOOK;
+  k.ds = at += 2 * CPU_ROWS * CPU_LOOK;
+  k.score = (float *)(void *)(at += 2 * CPU_ROWS * CPU_LOOK);
+  k.dp = k.score + CPU_ROWS * CPU_LOOK;
+  k.out = k.score + CPU_LOOK * CPU_LOOK;
+  k.dk = k.out + CPU_WIDTH * CPU_LOOK, k.dv = k.dk + CPU_ROWS * CPU_WIDTH;
+  return k;
+}
+
+typedef struct cpu_heads { /* rows of one head */
+  const float *at;
+  int64_t stride;
+  int32_t n, width;
+} cpu_heads;
+
+static cpu_heads cpu_head_rows(tfm_mat m, int32_t row, int32_t n, int32_t head, int32_t width) {
+  cpu_heads x = {cpu_row(m, row) + head * width, m.stride, n, width};
+  return x;
+}
+
+static const float *cpu_line(const cpu_heads *x, int32_t i) {
+  return i < x->n ? x->at + i * x->stride : NULL;
+}
+
+/* Rows as rows, or turned as columns, of a product over a head's columns: whole pairs of tiles. */
+static void cpu_look_along(uint8_t *to, cpu_heads x, bool turn) {
+  const float *line[CPU_TILE_ROWS];
+  int32_t row, i;
+  for (row = 0; row < cpu_panels(x.n) * CPU_ROWS; row += CPU_TILE_ROWS) {
+    for (i = 0; i < CPU_TILE_ROWS; i++) line[i] = cpu_line(&x, row + i);
+    cpu_lines_along(to, line, x.width, turn);
+    to += cpu_panels(x.width) * CPU_TILE_SIZE;
+  }
+}
+
+/* Rows as terms of a product whose columns, or turned rows, are the head's: `steps` from group to
+   group of 16 of these. */
+static void cpu_look_across(uint8_t *to, cpu_heads x, int32_t steps, bool turn) {
+  const float *line[CPU_TERMS];
+  int32_t row, i;
+  for (row = 0; row < x.n; row += CPU_TERMS, to += CPU_TILE_SIZE) {
+    for (i = 0; i < CPU_TERMS; i++) line[i] = cpu_line(&x, row + i);
+    cpu_lines_across(to, (int64_t)steps * CPU_TILE_SIZE, 2 * cpu_panels(x.width), line, x.width,
+                     turn);
+  }
+}
+
+typedef struct cpu_side { /* tiles of an operand: [groups of 16][stride], from some step on */
+  const uint8_t *at;
+  int32_t stride;
+} cpu_side;
+
+/* out [rows][cols], `stride` floats from row to row, (+)= a b: so many steps. */
+static void cpu_look_product(float *out, int32_t stride, int32_t rows, int32_t cols, cpu_side a,
+                             cpu_side b, int32_t steps, bool more) {
+  cpu_walk x = {a.at, 64, (size_t)a.stride * CPU_TILE_SIZE, CPU_TILE_SIZE}, w = x;
+  int32_t i, j;
+  w.next = (size_t)b.stride * CPU_TILE_SIZE;
+  for (i = 0; i < rows; i += CPU_ROWS, x.at += 2 * x.next)
+    for (j = 0, w.at = b.at; j < cols; j += CPU_ROWS, w.at += 2 * w.next)
+      cpu_tiles_multiply(out + i * stride + j, (size_t)stride * sizeof *out, x, w, steps, more);
+}
+
+/* Which of 16 queries from number j on see a key. */
+CPU_INLINE __mmask16 cpu_look_sees(const cpu_look *k, int32_t j, int32_t key) {
+  const __m512i at = _mm512_set1_epi32(key);
+  return _mm512_cmple_epi32_mask(at, _mm512_loadu_si512(k->last + j)) &
+         _mm512_cmpge_epi32_mask(at, _mm512_loadu_si512(k->first + j));
+}
+
+/* Keys from `base` on, n at most, that all of these queries see. */
+static int32_t cpu_look_all(const cpu_look *k, int32_t j, int32_t base, int32_t n) {
+  return k->first[j + CPU_TILE_ROWS - 1] > base ? 0 : cpu_min(n, k->last[j] + 1 - base);
+}
+
+/* Terms of two rows beside one another, as the columns of a product have them. */
+CPU_INLINE void cpu_look_store(uint8_t *to, __m512 low, __m512 high) {
+  const __m512i deal = _mm512_set_epi16(
+      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
+      3, 18, 2, 17, 1, 16, 0);
+  _mm512_store_si512(to, _mm512_permutexvar_epi16(deal, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
+}
+
+/* A block of n queries from row `row`, at position `at`, of a head. */
+static void cpu_look_begin(cpu_look *k, const cpu_attn_job *t, int32_t row, int32_t at, int32_t n,
+                           int32_t head) {
+  int32_t j;
+  k->n = n;
+  k->at = at;
+  k->begin = cpu_first_key(t->p, at) / CPU_ROWS * CPU_ROWS;
+  for (j = 0; j < cpu_panels(n) * CPU_ROWS; j++) {
+    k->last[j] = at + j;
+    k->first[j] = cpu_first_key(t->p, at + j);
+  }
+  memset(k->out, 0, (size_t)(k->wide * CPU_LOOK) * sizeof *k->out);
+  cpu_look_along(k->queries, cpu_head_rows(t->q, row, n, head, t->kv->width), true);
+}
+
+/* Rows of y or dq become what lies transposed in `out`, over `divisor` or as it is. */
+static void cpu_look_end(const cpu_look *k, tfm_mat y, int32_t row, int32_t col, int32_t width,
+                         const float *divisor) {
+  int32_t j, d, i;
+  for (j = 0; j < k->n; j += CPU_TILE_ROWS)
+    for (d = 0; d < width; d += CPU_TILE_ROWS) {
+      __m512i v[CPU_TILE_ROWS];
+      for (i = 0; i < CPU_TILE_ROWS; i++) {
+        __m512 x = V(load)(k->out + (d + i) * CPU_LOOK + j);
+        v[i] = _mm512_castps_si512(divisor ? V(div)(x, V(load)(divisor + j)) : x);
+      }
+      cpu_turn_pairs(v);
+      for (i = 0; i < CPU_TILE_ROWS && j + i < k->n; i++)
+        V(store_some)(cpu_row(y, row + j + i) + col + d, _mm512_castsi512_ps(v[i]), width - d);
+    }
+}
+
+/* Scores of n keys from `base` on with 16 queries become exponentials, terms of y; what was summed
+   up of y shrinks where a score is larger than those before. */
+static void cpu_look_softmax(cpu_look *k, float scale, int32_t j, int32_t base, int32_t n) {
+  const V(vec) masked = V(all)(-INFINITY), by = V(all)(scale);
+  V(vec) top[2] = {V(load)(k->top + j), V(load)(k->top + j)}, sum[2], shrink, minus, e[2];
+  float *score = k->score + j;
+  uint8_t *to = k->terms + j / CPU_TILE_ROWS * CPU_LOOK_STEPS * CPU_TILE_SIZE;
+  int32_t all = cpu_look_all(k, j, base, n), i, d;
+  for (i = 0; i < n; i++) {
+    V(vec) s = V(mul)(V(load)(score + i * CPU_LOOK), by);
+    if (i >= all) s = _mm512_mask_mov_ps(masked, cpu_look_sees(k, j, base + i), s);
+    V(store)(score + i * CPU_LOOK, s);
+    top[i % 2] = V(max)(s, top[i % 2]);
+  }
+  top[0] = V(max)(top[0], top[1]);
+  shrink = V(exp)(_mm512_sub_ps(V(load)(k->top + j), top[0]));
+  minus = V(mul)(top[0], V(all)(-1.0f));
+  sum[0] = V(mul)(V(load)(k->sum + j), shrink), sum[1] = V(all)(0.0f);
+  for (i = 0; i < n; i += 2) {
+    for (d = 0; d < 2; d++) {
+      e[d] = V(exp)(V(add)(V(load)(score + (i + d) * CPU_LOOK), minus));
+      sum[d] = V(add)(sum[d], e[d]);
+    }
+    cpu_look_store(to + i / CPU_TERMS * CPU_TILE_SIZE + i % CPU_TERMS / 2 * 64, e[0], e[1]);
+  }
+  V(store)(k->top + j, top[0]);
+  V(store)(k->sum + j, V(add)(sum[0], sum[1]));
+  for (d = 0; d < k->wide && base > k->begin; d++)
+    V(store)(k->out + d * CPU_LOOK + j, V(mul)(V(load)(k->out + d * CPU_LOOK + j), shrink));
+}
+
+/* Of `keys` keys from `base` on, those, in whole tiles, that some of 32 queries from j on see. */
+static int32_t cpu_look_seen(const cpu_look *k, int32_t j, int32_t base, int32_t keys) {
+  return cpu_panels(cpu_min(keys, k->at + j / CPU_ROWS * CPU_ROWS + CPU_ROWS - base)) * CPU_ROWS;
+}
+
+/* A block meets keys from `base` on. */
+static void cpu_look_meet(const cpu_attn_job *t, cpu_look *k, const cpu_run *run, int32_t base) {
+  const int32_t width = t->kv->width, keys = cpu_min(CPU_LOOK, k->at + k->n - base);
+  const int32_t steps = cpu_panels(width), cols = cpu_panels(k->n) * CPU_ROWS;
+  cpu_side a = {k->keys, steps}, b = {k->queries, steps};
+  int32_t i, j;
+  cpu_look_along(k->keys, cpu_head_rows(t->kv->key_rows, run->row + base, keys, run->head, width),
+                 false);
+  cpu_look_across(k->turned, cpu_head_rows(t->kv->value_rows, run->row + base, keys, run->head,
+                                          width), CPU_LOOK_STEPS, true);
+  for (i = 0; i < keys; i += CPU_ROWS, a.at += 2 * steps * CPU_TILE_SIZE) {
+    j = base + i > k->at ? base + i - k->at : 0;
+    b.at = k->queries + j / CPU_TILE_ROWS * steps * CPU_TILE_SIZE;
+    cpu_look_product(k->score + i * CPU_LOOK + j, CPU_LOOK, CPU_ROWS, cols - j, a, b, steps, false);
+  }
+  a.at = k->turned, a.stride = b.stride = CPU_LOOK_STEPS;
+  for (j = base > k->at ? base - k->at : 0; j < cols; j += CPU_ROWS) {
+    int32_t seen = cpu_look_seen(k, j, base, keys);
+    cpu_look_softmax(k, t->p->scale, j, base, seen);
+    cpu_look_softmax(k, t->p->scale, j + CPU_TILE_ROWS, base, seen);
+    b.at = k->terms + j / CPU_TILE_ROWS * CPU_LOOK_STEPS * CPU_TILE_SIZE;
+    cpu_look_product(k->out + j, CPU_LOOK, k->wide, CPU_ROWS, a, b, seen / CPU_TERMS, true);
+  }
+}
+
+/* One sequence, one head of keys: y, and lse. */
+static void cpu_look_forward(const cpu_attn_bwd_job *t, cpu_look *k, const cpu_run *run) {
+  const cpu_attn_job *a = &t->attn;
+  int32_t g, pos, base, j;
+  for (g = 0; g < a->group; g++)
+    for (pos = 0; pos < run->rows; pos += k->n) {
+      const int32_t head = run->head * a->group + g, row = run->row + pos;
+      cpu_look_begin(k, a, row, pos, cpu_min(CPU_LOOK, run->rows - pos), head);
+      for (j = 0; j < CPU_LOOK; j++) k->top[j] = -3e38f, k->sum[j] = 0;
+      for (base = k->begin; base < pos + k->n; base += CPU_LOOK) cpu_look_meet(a, k, run, base);
+      cpu_look_end(k, a->y, row, head * a->kv->width, a->kv->width, k->sum);
+      for (j = 0; j < k->n && a->lse; j++)
+        a->lse[(int64_t)(row + j) * a->p->heads + head] = k->top[j] + logf(k->sum[j]);
+    }
+}
+
+/* Scores and dp of 32 keys from `base` on with 16 queries become p and ds. */
+static void cpu_look_slopes(const cpu_look *k, float scale, int32_t j, int32_t base) {
+  const V(vec) by = V(all)(scale), lse = V(load)(k->top + j), delta = V(load)(k->sum + j);
+  const int32_t all = cpu_look_all(k, j, base, CPU_ROWS), col = j % CPU_TERMS * 2;
+  uint8_t *terms = k->terms + j / CPU_TILE_ROWS * CPU_TILE_SIZE;
+  const int64_t tile = j / CPU_TERMS * CPU_TILE_SIZE + col;
+  int32_t i, r;
+  for (i = 0; i < CPU_ROWS; i += 2) {
+    V(vec) ds[2];
+    for (r = i; r < i + 2; r++) {
+      const int64_t at = tile + r / CPU_TILE_ROWS * CPU_LOOK_STEPS * CPU_TILE_SIZE +
+                         r % CPU_TILE_ROWS * 64;
+      V(vec) p = V(exp)(V(fma)(V(load)(k->score + r * CPU_LOOK + j), by, lse));
+      V(vec) d = V(mul)(V(add)(V(load)(k->dp + r * CPU_LOOK + j), delta), by);
+      if (r >= all) p = _mm512_maskz_mov_ps(cpu_look_sees(k, j, base + r), p);
+      ds[r % 2] = V(mul)(p, d);
+      _mm256_store_si256((__m256i *)(void *)(k->p + at), (__m256i)_mm512_cvtneps_pbh(p));
+      _mm256_store_si256((__m256i *)(void *)(k->ds + at), (__m256i)_mm512_cvtneps_pbh(ds[r % 2]));
+    }
+    cpu_look_store(terms + i / 2 * 64, ds[0], ds[1]);
+  }
+}
+
+/* Rows row .. row + n - 1 of a head's columns grow by x [n][wide]. */
+static void cpu_look_add(tfm_mat y, int32_t row, int32_t n, int32_t col, int32_t width,
+                         const float *x, int32_t wide) {
+  int32_t i, j;
+  for (i = 0; i < n; i++, x += wide) {
+    float *to = cpu_row(y, row + i) + col;
+    for (j = 0; j < width; j += CPU_TILE_ROWS)
+      V(store_some)(to + j, V(add)(V(load_some)(to + j, width - j), V(load)(x + j)), width - j);
+  }
+}
+
+/* A block meets 32 keys from `base` on: parts of dq, dk and dv. */
+static void cpu_look_back_at(const cpu_attn_bwd_job *t, cpu_look *k, const cpu_run *run,
+                             int32_t base) {
+  const cpu_attn_job *a = &t->attn;
+  const int32_t width = a->kv->width, keys = cpu_min(CPU_ROWS, run->rows - base), head = run->head;
+  const int32_t first = base > k->at ? base - k->at : 0, cols = cpu_panels(k->n) * CPU_ROWS;
+  const int32_t of_head = cpu_panels(width), steps = (cols - first) / CPU_TERMS;
+  const int64_t from = first / CPU_TERMS * CPU_TILE_SIZE;
+  cpu_heads key = cpu_head_rows(a->kv->key_rows, run->row + base, keys, head, width);
+  cpu_side q = {k->queries + from * 2 * of_head, of_head}, dy = q, rows = {k->keys, of_head};
+  cpu_side p = {k->p + from, CPU_LOOK_STEPS}, ds = p, to_dv = p, to_dk = p, values = rows;
+  cpu_side turned = {k->turned, 1}, to_dq = {k->terms + 2 * from, 1};
+  int32_t j;
+  values.at = k->values, dy.at = k->dys + from * 2 * of_head, ds.at = k->ds + from;
+  to_dv.at = k->dy_terms + from, to_dk.at = k->query_terms + from;
+  cpu_look_along(k->keys, key, false);
+  cpu_look_along(k->values, cpu_head_rows(a->kv->value_rows, run->row + base, keys, head, width),
+                 false);
+  cpu_look_across(k->turned, key, 1, true);
+  cpu_look_product(k->score + first, CPU_LOOK, CPU_ROWS, cols - first, rows, q, of_head, false);
+  cpu_look_product(k->dp + first, CPU_LOOK, CPU_ROWS, cols - first, values, dy, of_head, false);
+  for (j = first; j < cols; j += CPU_TILE_ROWS) cpu_look_slopes(k, a->p->scale, j, base);
+  cpu_look_product(k->dv, k->wide, CPU_ROWS, k->wide, p, to_dv, steps, false);
+  cpu_look_product(k->dk, k->wide, CPU_ROWS, k->wide, ds, to_dk, steps, false);
+  cpu_look_product(k->out + first, CPU_LOOK, k->wide, cols - first, turned, to_dq, 1, true);
+  cpu_look_add(t->dk, run->row + base, keys, head * width, width, k->dk, k->wide);
+  cpu_look_add(t->dv, run->row + base, keys, head * width, width, k->dv, k->wide);
+}
+
+/* A block of one query head: dq, and its parts of dk and dv. */
+static void cpu_look_back_block(const cpu_attn_bwd_job *t, cpu_look *k, const cpu_run *run,
+                                int32_t pos, int32_t head) {
+  const cpu_attn_job *a = &t->attn;
+  const int32_t width = a->kv->width, n = cpu_min(CPU_LOOK, run->rows - pos), row = run->row + pos;
+  int32_t j, base;
+  cpu_look_begin(k, a, row, pos, n, head);
+  cpu_look_along(k->dys, cpu_head_rows(t->dy, row, n, head, width), true);
+  cpu_look_across(k->query_terms, cpu_head_rows(a->q, row, n, head, width), CPU_LOOK_STEPS, false);
+  cpu_look_across(k->dy_terms, cpu_head_rows(t->dy, row, n, head, width), CPU_LOOK_STEPS, false);
+  for (j = 0; j < cpu_panels(n) * CPU_ROWS; j++) {
+    k->top[j] = j < n ? -a->lse[(int64_t)(row + j) * a->p->heads + head] : 0;
+    k->sum[j] = j < n ? -V(attn_delta)(t, row + j, head) : 0;
+  }
+  for (base = k->begin; base < pos + n; base += CPU_ROWS) cpu_look_back_at(t, k, run, base);
+  cpu_look_end(k, t->dq, row, head * width, width, NULL);
+}
+
+static void cpu_look_backward(const cpu_attn_bwd_job *t, cpu_look *k, const cpu_run *run) {
+  int32_t g, pos;
+  V(attn_bwd_clear)(t, run);
+  for (g = 0; g < t->attn.group; g++)
+    for (pos = 0; pos < run->rows; pos += CPU_LOOK)
+      cpu_look_back_block(t, k, run, pos, run->head * t->attn.group + g);
+}
+
+/* Items are (sequence, head of keys), heads running fastest. */
+static void cpu_look_items(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_attn_bwd_job *t = (const cpu_attn_bwd_job *)context;
+  const tfm_rows *rows = t->attn.rows;
+  int32_t heads = t->attn.kv->heads, item = 0, row = 0;
+  cpu_look k = cpu_look_at(t, worker);
+  cpu_run run;
+  cpu_tiles_begin(64);
+  for (; item < end && cpu_run_next(&run, rows, row, rows->n); row += run.rows)
+    for (run.head = 0; run.head < heads; run.head++, item++) {
+      if (item < begin || item >= end) continue;
+      if (t->dy.data) cpu_look_backward(t, &k, &run);
+      else cpu_look_forward(t, &k, &run);
+    }
+  _tile_release();
+}
+
+/* False: a cache holds the keys, or scores have a cap, which vectors know. */
+static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t) {
+  if (t->attn.kv->table || t->attn.p->softcap != 0) return false;
+  tfm_parallel_for(d, t->sequences * t->attn.kv->heads, 1, cpu_look_items, t);
   return true;
 }
 
@@ -3059,19 +3411,45 @@ static void V(rope_head)(float *x, const tfm_rope *p, int32_t first, int32_t n, 
   }
 }
 
+/* Sines and cosines of angles below 2^24. n quarter turns are taken off, exactly at first, as what
+   is left has no finer bits than pi / 2 as a float. The coefficients are Cephes'. */
+CPU_INLINE void V(sine_cosine)(V(vec) x, V(vec) *sine, V(vec) *cosine) {
+  const V(vec) one = V(all)(1.0f);
+  V(vec) n = V(round)(V(mul)(x, V(all)(0.63661977f))), minus = V(mul)(n, V(all)(-1.0f));
+  V(ints) turn = V(to_ints)(n), next = V(plus)(turn, V(all_ints)(1));
+  V(vec) odd = V(to_floats)(V(and)(turn, V(all_ints)(1)));
+  V(vec) even = V(to_floats)(V(and)(next, V(all_ints)(1))), r, square, s, c;
+  r = V(fma)(minus, V(all)(1.57079637f), x);
+  r = V(fma)(minus, V(all)(-4.37113883e-8f), r);
+  r = V(fma)(minus, V(all)(-1.71512451e-15f), r);
+  square = V(mul)(r, r);
+  s = V(fma)(V(all)(-1.9515295891e-4f), square, V(all)(8.3321608736e-3f));
+  s = V(fma)(s, square, V(all)(-1.6666654611e-1f));
+  s = V(fma)(V(mul)(s, square), r, r);
+  c = V(fma)(V(all)(2.4433157118e-5f), square, V(all)(-1.3887316255e-3f));
+  c = V(fma)(c, square, V(all)(4.1666645683e-2f));
+  c = V(fma)(V(mul)(c, square), square, V(fma)(square, V(all)(-0.5f), one));
+  n = V(to_floats)(V(and)(turn, V(all_ints)(2))); /* a sign: 1 - 0 or 1 - 2 */
+  *sine = V(mul)(V(fma)(n, V(all)(-1.0f), one), V(fma)(odd, c, V(mul)(even, s)));
+  n = V(to_floats)(V(and)(next, V(all_ints)(2)));
+  *cosine = V(mul)(V(fma)(n, V(all)(-1.0f), one), V(fma)(odd, s, V(mul)(even, c)));
+}
+
 static void V(rope_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_rope_job *t = (const cpu_rope_job *)context;
   const tfm_rope *p = t->p;
+  const V(vec) scale = V(all)(p->scale), turn = V(all)(p->inverse ? -p->scale : p->scale);
   float c[CPU_ANGLES], s[CPU_ANGLES];
   int32_t row, first, head, i, n;
   (void)worker;
   for (row = begin; row < end; row++)
     for (first = 0; first < p->rot / 2; first += n) {
       n = cpu_min(CPU_ANGLES, p->rot / 2 - first);
-      for (i = 0; i < n; i++) {
-        float angle = (float)t->pos[row] * p->inv_freq[first + i];
-        c[i] = cosf(angle) * p->scale;
-        s[i] = (p->inverse ? -sinf(angle) : sinf(angle)) * p->scale;
+      for (i = 0; i < n; i += CPU_LANES) {
+        V(vec) angle = V(load_some)(p->inv_freq + first + i, n - i), sine, cosine;
+        V(sine_cosine)(V(mul)(angle, V(all)((float)t->pos[row])), &sine, &cosine);
+        V(store)(c + i, V(mul)(cosine, scale));
+        V(store)(s + i, V(mul)(sine, turn));
       }
       for (head = 0; head < t->x.cols; head += p->head_width)
         V(rope_head)(cpu_row(t->x, row) + head, p, first, n, c, s);
@@ -3439,6 +3817,10 @@ static void V(attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tf
     tfm_backend_ref()->attn(d, y, q, kv, rows, lse, p);
     return;
   }
+  if (d->products == TFM_BF16) {
+    cpu_attn_bwd_job trains = {t, y, y, y, {NULL, TFM_F32, 0, 0, 0}, runs, cpu_quantised_at(d)};
+    if (cpu_tiles_attn(d, &trains)) return;
+  }
   /* rows of one sequence share its keys; others might as well be apart */
   t.tile = cpu_min(CPU_QUERIES / t.group, runs ? (rows->n + runs - 1) / runs : 1);
   t.tiles = (rows->n + t.tile - 1) / t.tile;
@@ -3559,11 +3941,11 @@ static void V(finish)(const cpu_gemm *t, int32_t row, int32_t col, const float *
     else memcpy(c, v, (size_t)n * sizeof *c);
     return;
   }
-  if (t->form == CPU_DX && t->beta == 0) memcpy(c, v, (size_t)n * sizeof *c);
-  else
-    for (j = 0; j < n; j += CPU_LANES)
-      V(store_some)(c + j, V(add)(V(load_some)(c + j, n - j), V(load)(v + j)), n - j);
-  if (t->e) V(epilogue_slope)(c, c, n, t->e, row, col);
+  for (j = 0; j < n && t->beta != 0; j += CPU_LANES)
+    V(store_some)(c + j, V(add)(V(load_some)(c + j, n - j), V(load)(v + j)), n - j);
+  if (t->e) V(epilogue_slope)(c, t->beta == 0 ? v : c, n, t->e, row, col);
+  for (j = 0; j < n && t->beta == 0 && !t->e; j += CPU_LANES) /* faster than memcpy: asked for */
+    V(store_some)(c + j, V(load)(v + j), n - j);
 }
 
 typedef struct V(gemm_part) { /* of an item: rows and columns whose sums wait together */
@@ -3723,16 +4105,38 @@ static void V(matmul_dx)(tfm_dev *d, tfm_mat dx, tfm_mat dy, const tfm_weight *w
   V(gemm)(d, &t);
 }
 
-static void V(matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x) {
-  cpu_gemm t = {CPU_DW, d, dw, dy, x, NULL, NULL, 1, dw.rows, dw.cols, dy.rows, NULL, 1, 0, 0, 0,
+/* Column sums, in the order of the rows, of 64 columns at a time. */
+static void V(column_sums)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  enum { ABREAST = 64 / CPU_LANES };
+  const cpu_sums_job *t = (const cpu_sums_job *)context;
+  V(vec) sum[ABREAST];
+  int32_t col, row, i;
+  (void)worker;
+  for (col = begin; col < end; col += 64) {
+    int32_t some = cpu_min(ABREAST, (end - col + CPU_LANES - 1) / CPU_LANES), n = end - col;
+    for (i = 0; i < some; i++)
+      sum[i] = V(load_some)(t->sums + col + i * CPU_LANES, n - i * CPU_LANES);
+    for (row = 0; row < t->x.rows; row++) {
+      const float *x = cpu_row(t->x, row) + col;
+      for (i = 0; i < ABREAST && n >= 64; i++) sum[i] = V(add)(sum[i], V(load)(x + i * CPU_LANES));
+      for (i = 0; i < some && n < 64; i++)
+        sum[i] = V(add)(sum[i], V(load_some)(x + i * CPU_LANES, n - i * CPU_LANES));
+    }
+    for (i = 0; i < some; i++)
+      V(store_some)(t->sums + col + i * CPU_LANES, sum[i], n - i * CPU_LANES);
+  }
+}
+
+static void V(matmul_dw)(tfm_dev *d, tfm_mat dw, float *db, tfm_mat dy, tfm_mat x, float beta) {
+  cpu_gemm t = {CPU_DW, d, dw, dy, x, NULL, NULL, beta, dw.rows, dw.cols, dy.rows, NULL, 1, 0, 0, 0,
                 NULL};
   cpu_sums_job sums = {db, dy};
   if (dw.type != TFM_F32) {
-    tfm_backend_ref()->matmul_dw(d, dw, db, dy, x); /* it says what is wrong */
+    tfm_backend_ref()->matmul_dw(d, dw, db, dy, x, beta); /* it says what is wrong */
     return;
   }
   V(gemm)(d, &t);
-  if (db) tfm_parallel_for(d, dy.cols, 64, cpu_column_sums, &sums);
+  if (db) tfm_parallel_for(d, dy.cols, 64, V(column_sums), &sums);
 }
 
 /* The products of all experts, one after the other: their rows are `slots`, their terms are too. */
@@ -3813,10 +4217,11 @@ static void V(glu_bwd)(tfm_dev *d, tfm_mat dgate_up, tfm_mat dy, tfm_mat gate_up
 /* ---- Training: norms ---- */
 
 /* dx of one vector of n values, with g = dy (w + offset):
-   deviation^-1 (g - mean of g - xhat * mean of g xhat), the first mean for layer norms only. */
+   deviation^-1 (g - mean of g - xhat * mean of g xhat), the first mean for layer norms only.
+   sums [2][n], of dw and db, grow. */
 static void V(norm_bwd_vector)(const cpu_norm_bwd_job *t, float *dx, const float *dy,
                                const float *x, const float *residual, int32_t n,
-                               const float *stats) {
+                               const float *stats, float *sums) {
   const V(vec) offset = V(all)(t->p->offset), minus = V(all)(-stats[0]), inverse = V(all)(stats[1]);
   V(vec) sum = V(all)(0.0f), product = sum, g, xhat, mean, slope;
   int32_t i;
@@ -3829,55 +4234,61 @@ static void V(norm_bwd_vector)(const cpu_norm_bwd_job *t, float *dx, const float
   mean = V(all)(t->p->kind == TFM_NORM_LAYER ? -V(sum_of)(sum) / (float)n : 0.0f);
   slope = V(all)(-V(sum_of)(product) / (float)n);
   for (i = 0; i < n; i += CPU_LANES) {
-    g = V(mul)(V(load_some)(dy + i, n - i), V(add)(V(load_some)(t->w + i, n - i), offset));
+    V(vec) y = V(load_some)(dy + i, n - i), dw = V(load_some)(sums + i, n - i);
+    g = V(mul)(y, V(add)(V(load_some)(t->w + i, n - i), offset));
     xhat = V(mul)(V(add)(V(load_some)(x + i, n - i), minus), inverse);
+    V(store_some)(sums + i, V(fma)(y, xhat, dw), n - i);
+    V(store_some)(sums + n + i, V(add)(y, V(load_some)(sums + n + i, n - i)), n - i);
     g = V(mul)(inverse, V(fma)(xhat, slope, V(add)(g, mean)));
     if (residual) g = V(add)(g, V(load_some)(residual + i, n - i));
     V(store_some)(dx + i, g, n - i);
   }
 }
 
-static void V(norm_bwd_rows)(void *context, int32_t begin, int32_t end, int32_t worker) {
+/* Rows of a piece: their dx, and its sums of dw and db. */
+static void V(norm_bwd_pieces)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_norm_bwd_job *t = (const cpu_norm_bwd_job *)context;
-  int32_t n = t->x.cols / t->groups, i, g;
+  int32_t n = t->x.cols / t->groups, piece, i, g;
   (void)worker;
-  for (i = begin; i < end; i++)
-    for (g = 0; g < t->groups; g++)
-      V(norm_bwd_vector)(t, cpu_row(t->dx, i) + g * n, cpu_row(t->dy, i) + g * n,
-                         cpu_row(t->x, i) + g * n,
-                         t->residual.data ? cpu_row(t->residual, i) + g * n : NULL, n,
-                         t->stats + 2 * ((int64_t)i * t->groups + g));
-}
-
-/* Columns [begin, end) of dw and db, over all rows and groups; at most a vector at a time. */
-static void V(norm_bwd_columns)(void *context, int32_t begin, int32_t end, int32_t worker) {
-  const cpu_norm_bwd_job *t = (const cpu_norm_bwd_job *)context;
-  int32_t n = t->x.cols / t->groups, row, g, i, some;
-  V(vec) dw, db, dy, xhat;
-  (void)worker;
-  for (i = begin; i < end; i += CPU_LANES) {
-    some = end - i;
-    dw = V(load_some)(t->dw + i, some);
-    db = t->db ? V(load_some)(t->db + i, some) : V(all)(0.0f);
-    for (row = 0; row < t->x.rows; row++)
-      for (g = 0; g < t->groups; g++) {
-        const float *stats = t->stats + 2 * ((int64_t)row * t->groups + g);
-        dy = V(load_some)(cpu_row(t->dy, row) + g * n + i, some);
-        xhat = V(add)(V(load_some)(cpu_row(t->x, row) + g * n + i, some), V(all)(-stats[0]));
-        dw = V(fma)(V(mul)(dy, xhat), V(all)(stats[1]), dw);
-        db = V(add)(db, dy);
-      }
-    V(store_some)(t->dw + i, dw, some);
-    if (t->db) V(store_some)(t->db + i, db, some);
+  for (piece = begin; piece < end; piece++) {
+    float *sums = t->sums + (int64_t)piece * 2 * n;
+    memset(sums, 0, 2 * (size_t)n * sizeof *sums);
+    for (i = piece * t->rows; i < cpu_min((piece + 1) * t->rows, t->x.rows); i++)
+      for (g = 0; g < t->groups; g++)
+        V(norm_bwd_vector)(t, cpu_row(t->dx, i) + g * n, cpu_row(t->dy, i) + g * n,
+                           cpu_row(t->x, i) + g * n,
+                           t->residual.data ? cpu_row(t->residual, i) + g * n : NULL, n,
+                           t->stats + 2 * ((int64_t)i * t->groups + g), sums);
   }
 }
 
+/* Columns [begin, end) of dw and db grow by the pieces' sums. */
+static void V(norm_bwd_columns)(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const cpu_norm_bwd_job *t = (const cpu_norm_bwd_job *)context;
+  int32_t n = t->x.cols / t->groups, piece, i;
+  (void)worker;
+  for (piece = 0; piece < (t->x.rows + t->rows - 1) / t->rows; piece++) {
+    const float *dw = t->sums + (int64_t)piece * 2 * n, *db = dw + n;
+    for (i = begin; i < end; i++) t->dw[i] += dw[i];
+    for (i = begin; i < end && t->db; i++) t->db[i] += db[i];
+  }
+}
+
+/* Pieces are as many whatever the threads. */
 static void V(norm_bwd)(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy, tfm_mat x,
                         const float *w, tfm_mat residual, const float *stats, const tfm_norm *p) {
-  cpu_norm_bwd_job t = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1};
-  tfm_parallel_for(d, x.cols / t.groups, CPU_LANES, V(norm_bwd_columns),
-                   &t); /* first: dx may lie over dy */
-  tfm_parallel_for(d, x.rows, cpu_grain(8 * (int64_t)x.cols), V(norm_bwd_rows), &t);
+  cpu_norm_bwd_job t = {dx, dy, x, residual, w, stats, dw, db, p, p->groups > 0 ? p->groups : 1,
+                        0, (float *)(void *)cpu_quantised_at(d)};
+  const int32_t n = x.cols / t.groups;
+  int32_t pieces = cpu_min(CPU_PIECES, CPU_TRAIN_BYTES / (2 * (int32_t)sizeof(float)) / n);
+  if (pieces == 0) {
+    tfm_backend_ref()->norm_bwd(d, dx, dw, db, dy, x, w, residual, stats, p);
+    return;
+  }
+  t.rows = (x.rows + pieces - 1) / pieces;
+  pieces = (x.rows + t.rows - 1) / t.rows;
+  tfm_parallel_for(d, pieces, cpu_grain(8 * (int64_t)x.cols * t.rows), V(norm_bwd_pieces), &t);
+  tfm_parallel_for(d, n, cpu_grain(2 * pieces), V(norm_bwd_columns), &t);
 }
 
 /* ---- Training: attention ----
@@ -3981,6 +4392,17 @@ static void V(attn_bwd_add)(tfm_mat y, int32_t at, int32_t col, const float *x, 
   }
 }
 
+/* Of one head of a row: dy . y. */
+static float V(attn_delta)(const cpu_attn_bwd_job *t, int32_t row, int32_t head) {
+  const int32_t width = t->attn.kv->width;
+  const float *dy = cpu_row(t->dy, row) + head * width, *y = cpu_row(t->attn.y, row) + head * width;
+  V(vec) sum = V(all)(0.0f);
+  int32_t j;
+  for (j = 0; j < width; j += CPU_LANES)
+    sum = V(fma)(V(load_some)(dy + j, width - j), V(load_some)(y + j, width - j), sum);
+  return V(sum_of)(sum);
+}
+
 /* Rows row .. row + n - 1 of a sequence, one query head: pointers, lse, delta; q and dy turned. */
 static void V(attn_bwd_block)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, int32_t row,
                               int32_t n, int32_t head) {
@@ -3988,15 +4410,11 @@ static void V(attn_bwd_block)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, in
   const int32_t width = a->kv->width, at = head * width;
   int32_t i, j;
   for (i = 0; i < n; i++) {
-    const float *y = cpu_row(a->y, row + i) + at;
-    V(vec) sum = V(all)(0.0f);
     k->q_row[i] = cpu_row(a->q, row + i) + at;
     k->dy_row[i] = cpu_row(t->dy, row + i) + at;
     k->dq_row[i] = cpu_row(t->dq, row + i) + at;
     memset(k->dq_row[i], 0, (size_t)width * sizeof(float));
-    for (j = 0; j < width; j += CPU_LANES)
-      sum = V(fma)(V(load_some)(k->dy_row[i] + j, width - j), V(load_some)(y + j, width - j), sum);
-    k->delta[i] = V(sum_of)(sum);
+    k->delta[i] = V(attn_delta)(t, row + i, head);
     k->lse[i] = a->lse[(int64_t)(row + i) * a->p->heads + head];
   }
   for (i = 0; i < n; i += 8) {
@@ -4026,15 +4444,21 @@ static void V(attn_bwd_keys)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, con
   V(attn_bwd_add)(t->dv, keys, run->head * width, k->dv, width, end);
 }
 
+/* dk and dv of a run, 0 to begin with. */
+static void V(attn_bwd_clear)(const cpu_attn_bwd_job *t, const cpu_run *run) {
+  const int32_t width = t->attn.kv->width, col = run->head * width;
+  int32_t i;
+  for (i = 0; i < run->rows; i++) {
+    memset(cpu_row(t->dk, run->row + i) + col, 0, (size_t)width * sizeof(float));
+    memset(cpu_row(t->dv, run->row + i) + col, 0, (size_t)width * sizeof(float));
+  }
+}
+
 /* One sequence, one head of keys. */
 static void V(attn_bwd_run)(const cpu_attn_bwd_job *t, V(attn_bwd_work) *k, const cpu_run *run) {
   const cpu_attn_job *a = &t->attn;
-  const size_t bytes = (size_t)a->kv->width * sizeof(float);
-  int32_t i, g, pos, n, base;
-  for (i = 0; i < run->rows; i++) {
-    memset(cpu_row(t->dk, run->row + i) + run->head * a->kv->width, 0, bytes);
-    memset(cpu_row(t->dv, run->row + i) + run->head * a->kv->width, 0, bytes);
-  }
+  int32_t g, pos, n, base;
+  V(attn_bwd_clear)(t, run);
   for (g = 0; g < a->group; g++)
     for (pos = 0; pos < run->rows; pos += n) {
       n = cpu_min(V(queries), run->rows - pos);
@@ -4066,13 +4490,12 @@ static void V(attn_bwd)(tfm_dev *d, tfm_mat dq, tfm_mat dk, tfm_mat dv, tfm_mat 
                         const tfm_attn *p) {
   cpu_attn_bwd_job t = {{y, q, kv, rows, p, p->heads / kv->heads, 0, 0, NULL,
                          (float *)(uintptr_t)lse, NULL, 0}, /* only read here */
-                        dq, dk, dv, dy, 0, cpu_quantised_at(d)};
-  int32_t i;
+                        dq, dk, dv, dy, cpu_runs(rows), cpu_quantised_at(d)};
   if (V(attn_declines)(&t.attn)) {
     tfm_backend_ref()->attn_bwd(d, dq, dk, dv, dy, y, q, kv, rows, lse, p);
     return;
   }
-  for (i = 0; i < rows->n; i++) t.sequences += rows->pos[i] == 0;
+  if (d->products == TFM_BF16 && cpu_tiles_attn(d, &t)) return;
   tfm_parallel_for(d, t.sequences * kv->heads, 1, V(attn_bwd_items), &t);
 }
 
@@ -4142,25 +4565,35 @@ static void V(loss)(tfm_dev *d, float *losses, float *hits, tfm_mat logits, cons
 
 /* ---- Training: the optimiser ---- */
 
+/* The sum of squares of a share. A whole one is read in four places at once, as a core waits for
+   memory in each. */
+static double V(sumsq_share)(const float *g, int64_t n) {
+  enum { PLACES = 4, STRETCH = 256 };
+  const int64_t each = n == CPU_SHARE ? n / PLACES : n, places = n / (each ? each : 1);
+  double sum = 0;
+  int64_t at, i, j;
+  for (at = 0; at < each; at += STRETCH) {
+    V(vec) part[PLACES] = {V(all)(0.0f), V(all)(0.0f), V(all)(0.0f), V(all)(0.0f)}, x;
+    for (i = at; i < each && i < at + STRETCH; i += CPU_LANES)
+      for (j = 0; j < places; j++) {
+        x = V(load_some)(g + j * each + i,
+                         each - i < CPU_LANES ? (int32_t)(each - i) : CPU_LANES);
+        part[j] = V(fma)(x, x, part[j]);
+      }
+    sum += (double)V(sum_of)(V(add)(V(add)(part[0], part[1]), V(add)(part[2], part[3])));
+  }
+  return sum;
+}
+
 /* The sum of squares of each share, whose ends do not depend on the threads. */
 static void V(sumsq_shares)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_arena_job *t = (const cpu_arena_job *)context;
   int32_t item;
   (void)worker;
   for (item = begin; item < end; item++) {
-    int64_t at = (int64_t)item * CPU_SHARE, i;
+    int64_t at = (int64_t)item * CPU_SHARE;
     int64_t last = at + CPU_SHARE < t->n ? at + CPU_SHARE : t->n;
-    double sum = 0;
-    for (; at < last; at += 1024) {
-      V(vec) part[2] = {V(all)(0.0f), V(all)(0.0f)}, x;
-      int64_t stop = at + 1024 < last ? at + 1024 : last;
-      for (i = at; i < stop; i += CPU_LANES) {
-        x = V(load_some)(t->g + i, stop - i < CPU_LANES ? (int32_t)(stop - i) : CPU_LANES);
-        part[i / CPU_LANES % 2] = V(fma)(x, x, part[i / CPU_LANES % 2]);
-      }
-      sum += (double)V(sum_of)(V(add)(part[0], part[1]));
-    }
-    t->sums[item] = sum;
+    t->sums[item] = V(sumsq_share)(t->g + at, last - at);
   }
 }
 

@@ -119,19 +119,22 @@ static void products(device *t, int m, int n, int k, tfm_type type, int parts) {
                0.3 * sqrt(n) + 1 + rounding(t, dy.v + i * n, 1, w.v + j, k, n));
       }
   }
-  t->b->matmul_dw(&t->d, dw.m, floats(&db), dy.m, x.m);
-  matrix_get(t, &dw);
+  for (beta = 1; beta >= 0; beta--) {
+    t->b->matmul_dw(&t->d, dw.m, beta ? floats(&db) : NULL, dy.m, x.m, (float)beta);
+    matrix_get(t, &dw);
+    for (i = 0; i < n; i++)
+      for (j = 0; j < k; j++) {
+        double want = beta ? dw0[i * k + j] : 0;
+        for (s = 0; s < m; s++) want += (double)dy.v[s * n + i] * (double)x.v[s * k + j];
+        expect(&dw, i, j, want,
+               0.3 * sqrt(m) + 1 + rounding(t, dy.v + i, n, x.v + j, k, m));
+      }
+  }
   matrix_get(t, &db);
   for (i = 0; i < n; i++) {
     double want = db0[i];
     for (s = 0; s < m; s++) want += (double)dy.v[s * n + i];
     expect(&db, 0, i, want, 0.6 * sqrt(m) + 1);
-    for (j = 0; j < k; j++) {
-      want = dw0[i * k + j];
-      for (s = 0; s < m; s++) want += (double)dy.v[s * n + i] * (double)x.v[s * k + j];
-      expect(&dw, i, j, want,
-             0.3 * sqrt(m) + 1 + rounding(t, dy.v + i, n, x.v + j, k, m));
-    }
   }
   matrix_free(t, &x), matrix_free(t, &dy), matrix_free(t, &dx), matrix_free(t, &dw);
   matrix_free(t, &db);
@@ -377,7 +380,108 @@ static double attended_sum(void *context) {
   return sum;
 }
 
-/* sequences below 0: so many, each in one piece; above: the first half interleaves them. */
+/* What attention and its backward give, and, where products are of BF16, the squares of the
+   deviations that rounding their operands causes, to first order. y and dq lie as q, dkv as k and
+   v. */
+typedef struct attended_all {
+  double *y, *dq, *dkv, *about_y, *about_dq, *about_dkv;
+} attended_all;
+
+typedef struct attended_key { /* that a row sees */
+  const double *k, *v;
+  double p, dp, about_score;
+  double *dk, *dv, *about_dk, *about_dv;
+} attended_key;
+
+static double square(double x) { return x * x; }
+
+/* The keys that a head of a row sees; how many. product: what rounding does to one of 1. */
+static int attended_keys(const attended *c, int row, int head, attended_key *all,
+                         const attended_all *a, double product) {
+  int group = c->heads / c->kv_heads, n = 0, key, i;
+  const double *q = c->q + (row * c->heads + head) * c->width;
+  const double *dy = c->dy + (row * c->heads + head) * c->width;
+  double sum = 0;
+  for (key = 0; key <= row; key++) {
+    int at = (key * 2 * c->kv_heads + head / group) * c->width, v = c->kv_heads * c->width;
+    attended_key s = {c->k + at, c->v + at, 0, 0, 0, a->dkv + at, a->dkv + at + v,
+                      a->about_dkv + at, a->about_dkv + at + v};
+    if (!attended_sees(c, row, key)) continue;
+    s.p = exp(attended_score(c, row, head, key));
+    for (i = 0; i < c->width; i++) {
+      s.dp += dy[i] * s.v[i];
+      s.about_score += square(q[i] * s.k[i] * (double)c->p.scale) * product;
+    }
+    sum += s.p;
+    all[n++] = s;
+  }
+  for (i = 0; i < n; i++) all[i].p /= sum;
+  return n;
+}
+
+/* Column i of one head of one row; errors of lse and of delta = dy . y are common to its keys. */
+static void attended_column(const attended *c, int at, int i, const attended_key *all, int n,
+                            const attended_all *a, double product) {
+  const double *q = c->q + at, *dy = c->dy + at;
+  double scale = (double)c->p.scale, delta = 0, lse = 0, about_delta = 0, by_lse = 0, by_delta = 0;
+  int j, l;
+  for (j = 0; j < n; j++) {
+    a->y[at + i] += all[j].p * all[j].v[i];
+    delta += all[j].p * all[j].dp, lse += square(all[j].p) * all[j].about_score;
+  }
+  for (j = 0; j < n; j++) {
+    const attended_key *s = &all[j];
+    double ds = s->p * (s->dp - delta) * scale, dp = 0, about;
+    for (l = 0; l < c->width; l++) dp += square(dy[l] * s->v[l]) * product;
+    about_delta += square(s->p) * (square(s->dp - delta) * s->about_score + dp +
+                                   square(s->dp) * product);
+    about = square(ds) * s->about_score + square(s->p * scale) * dp;
+    by_lse += fabs(ds * s->k[i]), by_delta += fabs(s->p * s->k[i] * scale);
+    a->dq[at + i] += ds * s->k[i], s->dk[i] += ds * q[i], s->dv[i] += s->p * dy[i];
+    a->about_y[at + i] += square(s->p) * (square(s->v[i] - a->y[at + i]) * s->about_score +
+                                          square(s->v[i]) * product);
+    a->about_dq[at + i] += square(s->k[i]) * (about + square(ds) * product);
+    s->about_dk[i] += square(q[i]) * (about + square(ds) * (lse + product));
+    s->about_dv[i] += square(dy[i] * s->p) * (s->about_score + lse + product);
+  }
+  a->about_dq[at + i] += square(by_lse) * lse + square(by_delta) * about_delta;
+  for (j = 0; j < n; j++)
+    all[j].about_dk[i] += square(q[i] * all[j].p * scale) * about_delta;
+}
+
+static void expect_attended(device *t, matrix *got, const double *want, const double *about,
+                            double scale) {
+  int i;
+  matrix_get(t, got);
+  for (i = 0; i < got->m.rows * got->m.cols; i++)
+    expect(got, i / got->m.cols, i % got->m.cols, want[i],
+           scale + 6 * sqrt(about[i]) / tolerance(TFM_F32));
+}
+
+/* All of y, dq and dkv, without finite differences. */
+static void expect_all_attended(device *t, const attended *c, matrix *y, matrix *dq, matrix *dkv) {
+  const double product = t->d.products == TFM_BF16 ? 2.0 / 3 / 65536 : 0; /* see rounding */
+  size_t of_q = (size_t)(c->rows * c->heads * c->width);
+  size_t of_k = (size_t)(c->rows * 2 * c->kv_heads * c->width);
+  double *all = (double *)calloc(4 * of_q + 2 * of_k, sizeof *all);
+  attended_all a = {all, all + of_q, all + 4 * of_q, all + 2 * of_q, all + 3 * of_q,
+                    all + 4 * of_q + of_k};
+  attended_key keys[200];
+  int row, head, i, n;
+  for (row = 0; row < c->rows; row++)
+    for (head = 0; head < c->heads; head++) {
+      n = attended_keys(c, row, head, keys, &a, product);
+      for (i = 0; i < c->width; i++)
+        attended_column(c, (row * c->heads + head) * c->width, i, keys, n, &a, product);
+    }
+  expect_attended(t, y, a.y, a.about_y, 5);
+  expect_attended(t, dq, a.dq, a.about_dq, 5);
+  expect_attended(t, dkv, a.dkv, a.about_dkv, 5 + sqrt(c->rows));
+  free(all);
+}
+
+/* some 0: all values, by their formulas.
+   sequences below 0: so many, each in one piece; above: the first half interleaves them. */
 static void attention(device *t, int rows, int heads, int kv_heads, int width, int sequences,
                       tfm_attn p, int some) {
   int q_width = heads * width, k_width = kv_heads * width, i, pos[200], seq[200], next[8] = {0};
@@ -418,8 +522,11 @@ static void attention(device *t, int rows, int heads, int kv_heads, int width, i
   a.pos = pos, a.seq = seq, a.p = p;
   a.q = of(&q), a.k = of(&kv), a.dy = of(&dy);
   a.v = a.k + k_width;
-  expect_slopes(t, &dq, attended_sum, &a, a.q, NULL, some, 5);
-  expect_slopes(t, &dkv, attended_sum, &a, a.k, NULL, some, 5 + sqrt(rows));
+  if (some == 0) expect_all_attended(t, &a, &y, &dq, &dkv);
+  else {
+    expect_slopes(t, &dq, attended_sum, &a, a.q, NULL, some, 5);
+    expect_slopes(t, &dkv, attended_sum, &a, a.k, NULL, some, 5 + sqrt(rows));
+  }
   ints_free(t, d_id, rows), ints_free(t, d_pos, rows), ints_free(t, d_seq, rows);
   matrix_free(t, &q), matrix_free(t, &kv), matrix_free(t, &y), matrix_free(t, &dy);
   matrix_free(t, &dq), matrix_free(t, &dkv), matrix_free(t, &lse);
@@ -450,6 +557,26 @@ static void test_attention(device *t) {
   attention(t, 29, 6, 3, 7, 2, p, 300);
 }
 TEST(attn_bwd) { on_threads(test_attention); }
+
+/* Of BF16 where the table has it: blocks of queries and of keys, windows, tiles that are not
+   full. */
+static void test_whole_attention(device *t) {
+  tfm_attn p;
+  if (t->d.has_bf16) t->d.products = TFM_BF16;
+  memset(&p, 0, sizeof p);
+  p.scale = 0.4f;
+  attention(t, 1, 1, 1, 3, -1, p, 0);
+  attention(t, 29, 6, 2, 7, -3, p, 0);
+  attention(t, 70, 4, 4, 37, -2, p, 0);
+  attention(t, 200, 2, 1, 40, -1, p, 0);
+  p.window = 9;
+  attention(t, 150, 2, 1, 16, -1, p, 0);
+  p.window = 100;
+  attention(t, 180, 1, 1, 20, -1, p, 0);
+  p.softcap = 1.5f;
+  attention(t, 29, 6, 3, 7, -2, p, 50);
+}
+TEST(attention_by_its_formulas) { on_threads(test_whole_attention); }
 
 /* ---- Embedding ---- */
 

@@ -480,8 +480,8 @@ typedef struct tfm_engine_config {
   int32_t threads;     /* workers; 0: one per core */
   tfm_tap tap;         /* NULL: none. Slows everything down */
   void *tap_user;
-  /* A sequence's bits do not depend on what else is in the batch, nor on how its prompt is cut. The
-     CPU's tables always keep that; a GPU then does without its fastest ways. */
+  /* A sequence's bits do not depend on what else is in the batch, nor on how its prompt is cut. A
+     GPU, and a CPU that has AMX, then do without their fastest ways; others always keep that. */
   bool deterministic;
   bool profile;        /* tell kinds of work apart in tfm_stats.work_seconds; slows a GPU down */
 } tfm_engine_config;

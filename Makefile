@@ -84,7 +84,7 @@ $B/asan/transformer.o: transformer.h | $B/asan
 # tiles; with TEST_AVX2 in the environment, AVX2 alone.
 $B/simd/transformer_cpu.o: transformer_cpu.c transformer.h tests/amx_standin.h | $B/simd
 	$(CC) $(SANITIZE) $(WARN) -DTFM_CPU_AMX_STANDIN='"tests/amx_standin.h"' -DTFM_CPU_SCRATCH=2048 \
-	  -DTFM_CPU_BF16_TILES=1 -DTFM_CPU_AVX2_ONLY='(getenv("TEST_AVX2") != NULL)' -c -o $@ $<
+	  -DTFM_CPU_AVX2_ONLY='(getenv("TEST_AVX2") != NULL)' -c -o $@ $<
 
 $B/simd/test_%: tests/test_%.c $(HEADERS) $B/simd/transformer_cpu.o
 	$(CC) $(SANITIZE) $(WARN) -DTFM_USE_CPU -o $@ $< $B/simd/transformer_cpu.o $(LIBS)

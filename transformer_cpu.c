@@ -30,11 +30,9 @@
    attention works on, lie in tfm_dev.work.
 
    Where the processor has AMX, a device asks Linux once, for the whole process, to save its tiles.
-   Then training in BF16 is multiplied by them, and so are weights in blocks that many rows of x
-   share, to the same bits as without; TFM_CPU_BLOCK_TILES defined as 0 leaves these to vectors.
-   Define TFM_CPU_BF16_TILES as 1 for weights of BF16 too, prompts of which are then two to three
-   times as fast: activations are rounded to BF16, in prompts and alone, so logits differ from the
-   reference's by that. */
+   Then training in BF16 is multiplied by them, and so are prompts: many rows of x, by weights of
+   every type but F32. Both factors are rounded to BF16 for it, so the bits of a row depend on
+   whether it is one of many; while tfm_dev.deterministic is set, vectors multiply all. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 
@@ -61,12 +59,6 @@
 #ifndef TFM_CPU_SCRATCH
 #define TFM_CPU_SCRATCH (3 << 19) /* bytes: they fit a core's second cache; a test has fewer */
 #endif
-#ifndef TFM_CPU_BLOCK_TILES
-#define TFM_CPU_BLOCK_TILES 1 /* AMX for weights in blocks, the same bits: see the banner */
-#endif
-#ifndef TFM_CPU_BF16_TILES
-#define TFM_CPU_BF16_TILES 0 /* 1: AMX for weights of BF16, activations rounded */
-#endif
 #ifndef TFM_CPU_AVX2_ONLY
 #define TFM_CPU_AVX2_ONLY 0
 #endif
@@ -88,6 +80,13 @@ enum {
   CPU_SUMS = 16,          /* floats before a piece's sum of values: largest score, sum, unused */
   CPU_PARTS = 4 << 20,    /* bytes of such sums at most */
   CPU_TILE_BYTES = 208 << 10, /* of each thread: keys, values, sums; or sums and panels */
+  CPU_TILED_FLOATS = 16,  /* prompts by AMX: rows of x from which on it is faster than vectors, */
+  CPU_TILED_BLOCKS = 40,  /* where W is in blocks; */
+  CPU_TILED_ROWS = 256,   /* rows at a time, */
+  CPU_TILED_COLS = 1024,  /* columns of a panel, multiples of 256, */
+  CPU_TILED_PANELS = 32,  /* panels whose sums wait for more columns: each thread has room */
+  CPU_TILED_BYTES = 2 * 64 * CPU_TILED_COLS +
+                    4 * CPU_TILED_ROWS * (CPU_TILED_PANELS * CPU_ROWS + CPU_ALIGN / 4),
   CPU_DEPTH = 512,        /* training: terms of a sum that are added in registers, */
   CPU_PANELS = 8,         /* panels of a product that are packed together, */
   CPU_BLOCK = 264,        /* rows whose sums are kept meanwhile, */
@@ -188,16 +187,19 @@ static size_t cpu_quantised_bytes(int32_t cols) { /* never 0 */
   return cpu_align(((size_t)cols / CPU_GROUP + 1) * sizeof(cpu_group));
 }
 
-/* The same in bf16: whole tiles of 32, and a line more, so that rows begin in different lines. */
-static size_t cpu_brain_bytes(int32_t cols) { return cpu_align(2 * (size_t)cols) + CPU_ALIGN; }
+/* Rows of x are worked off in even parts, of `most` rows at most. */
+static int32_t cpu_even_part(int32_t rows, int64_t most) {
+  int64_t parts = most > 1 ? (rows + most - 1) / most : rows;
+  return parts > 0 ? (int32_t)((rows + parts - 1) / parts) : 1;
+}
 
-/* Of rows of as many bytes, so many are made at a time: even parts. Tiles take some columns of all
-   rows at a time: more fit. */
-static int32_t cpu_quantised_rows(int32_t rows, size_t row_bytes, bool tiles) {
-  size_t most = (tiles ? 2 : 1) * (size_t)CPU_SCRATCH / row_bytes, parts;
-  if (most < 1) most = 1;
-  parts = ((size_t)rows + most - 1) / most;
-  return parts ? (int32_t)(((size_t)rows + parts - 1) / parts) : 1;
+static int32_t cpu_quantised_rows(int32_t rows, int32_t cols) {
+  return cpu_even_part(rows, CPU_SCRATCH / (int64_t)cpu_quantised_bytes(cols));
+}
+
+/* Tiles of bf16 of so many rows of x, whole 16s of them. */
+static size_t cpu_tiled_bytes(int32_t rows, int32_t cols) {
+  return ((size_t)rows + 15) / 16 * 16 * cpu_align(2 * (size_t)cols);
 }
 
 /* tfm_dev.work: a tile for each thread, then quantised activations, or what training packs. */
@@ -209,18 +211,19 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
                              int32_t context) {
   const int32_t cols[] = {net->width, net->heads * net->head_width, net->ffn_width,
                           net->expert_width};
-  const size_t beyond = d->state ? CPU_ROWS - 1 : 0; /* rows that tiles take in, and none uses */
   const size_t of_piece = (size_t)net->heads * (CPU_SUMS + (size_t)net->head_width) * sizeof(float);
-  size_t most = 0, bytes, row, i;
+  const size_t rooms = (size_t)d->threads * CPU_TILED_BYTES;
+  size_t most = 0, bytes, i;
   int32_t slots = rows > sequences ? rows : sequences;
   if (d->threads > 1 && context > CPU_PIECE) most = of_piece * (size_t)(context / CPU_PIECE + 1);
   if (most > CPU_PARTS) most = CPU_PARTS; /* or else attention's threads do not share */
   if (slots < 16) slots = 16; /* rows that the engine turns to logits together */
   if (net->experts_used > 1) slots *= net->experts_used;
-  for (i = 0; i < 2 * (sizeof cols / sizeof *cols); i++) {
-    row = i % 2 ? cpu_brain_bytes(cols[i / 2]) : cpu_quantised_bytes(cols[i / 2]);
-    bytes = ((size_t)cpu_quantised_rows(slots, row, d->state != NULL) + beyond) * row;
-    if (bytes > most && (i % 2 == 0 || d->state)) most = bytes;
+  for (i = 0; i < sizeof cols / sizeof *cols; i++) {
+    bytes = (size_t)cpu_quantised_rows(slots, cols[i]) * cpu_quantised_bytes(cols[i]);
+    if (bytes > most) most = bytes;
+    bytes = rooms + cpu_tiled_bytes(cpu_min(slots, CPU_TILED_ROWS), cols[i]);
+    if (bytes > most && d->state) most = bytes;
   }
   if (net->embed.roles & TFM_ROLE_GRADIENT && most < (size_t)d->threads * CPU_TRAIN_BYTES)
     most = (size_t)d->threads * CPU_TRAIN_BYTES;
@@ -849,10 +852,10 @@ typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. 
   const tfm_routing *routing; /* NULL: a plain matrix */
   bool spread;
   int32_t first, rows;
-  uint8_t *quantised;         /* [rows] of these rows: groups, or values of bf16 */
+  uint8_t *quantised;         /* [rows] of these rows: groups; or tiles of bf16 */
   size_t quantised_bytes;     /* of a row */
-  uint8_t *work;              /* CPU_TILE_BYTES of each thread */
-  bool tiles, brains;         /* there is AMX; and the weight, all of bf16, is multiplied by it */
+  uint8_t *work;              /* CPU_TILE_BYTES of each thread; with tiles, CPU_TILED_BYTES */
+  bool tiles;                 /* AMX multiplies all of the weight that is not F32 */
 } cpu_product;
 
 /* One panel or more of W. Of float types: out[i * CPU_OUT + j] = x[i] . row j of the panels. Of
@@ -897,19 +900,15 @@ static bool cpu_is_quantised(const tfm_weight *w) { /* at least a part of it */
   return false;
 }
 
-static bool cpu_is_brain(const tfm_weight *w) { /* all of it of bf16 */
+/* Whether AMX is to multiply a weight, at least a part of it, by so many rows. */
+static bool cpu_in_tiles(const tfm_dev *d, const tfm_weight *w, int32_t rows) {
   const cpu_weight *packed = cpu_weight_of(w);
   int32_t i;
+  if (!d->state || d->deterministic) return false;
+  if (rows < (cpu_is_quantised(w) ? CPU_TILED_BLOCKS : CPU_TILED_FLOATS)) return false;
   for (i = 0; i < packed->stripes; i++)
-    if (packed->stripe[i].type != TFM_BF16) return false;
-  return true;
-}
-
-/* Whether a weight's rows in one type are multiplied by AMX. Few rows times blocks are not, nor
-   are quite many times Q8_0, which vectors multiply as it lies. */
-static bool cpu_in_tiles(const cpu_product *t, tfm_type type) {
-  const bool blocks = TFM_CPU_BLOCK_TILES && cpu_has_blocks((int)type) && type != TFM_Q6_K;
-  return t->brains || (t->tiles && blocks && t->rows >= (type == TFM_Q8_0 ? 64 : 16));
+    if (packed->stripe[i].type != TFM_F32) return true;
+  return false;
 }
 
 /* A row of x in the form that a stripe's tiles take. */
@@ -1179,7 +1178,7 @@ static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t);
 static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t);
 static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
                              int32_t n, int32_t col, int32_t worker);
-static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker);
+static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t worker);
 #elif defined(CPU_X86) || defined(CPU_ARM)
 static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
   (void)d, (void)t;
@@ -1193,7 +1192,7 @@ static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int
                              int32_t n, int32_t col, int32_t worker) {
   (void)t, (void)stripe, (void)panel, (void)n, (void)col, (void)worker;
 }
-static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker) {
+static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t worker) {
   (void)context, (void)begin, (void)end, (void)worker;
 }
 #endif
@@ -1279,7 +1278,7 @@ static bool cpu_has_amx(void) {
 
 #if CPU_AMX
 #define CPU_LEVEL avx512 /* V(...): what is taken from there */
-CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
+CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16")
 #if defined(TFM_CPU_AMX_STANDIN)
 #include TFM_CPU_AMX_STANDIN
 #endif
@@ -1312,16 +1311,20 @@ CPU_INLINE __m512i cpu_pairs_along(const float *row, int32_t n) {
   return (__m512i)_mm512_cvtne2ps_pbh(cpu_sixteen(row + 16, n - 16), cpu_sixteen(row, n));
 }
 
+/* Each value beside its counterpart. */
+CPU_INLINE __m512i cpu_pairs(__m512 low, __m512 high) {
+  const __m512i deal = _mm512_set_epi16(
+      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
+      3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(deal, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+}
+
 /* Of 16 columns from col on, n of them there: a term of each, from one row, beside the next, from
    another. */
 CPU_INLINE __m512i cpu_pairs_across(const float *first, const float *second, int32_t col,
                                     int32_t n) {
-  const __m512i deal = _mm512_set_epi16(
-      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
-      3, 18, 2, 17, 1, 16, 0);
-  __m512 low = cpu_sixteen(first + col, first ? n : 0);
-  __m512 high = cpu_sixteen(second + col, second ? n : 0);
-  return _mm512_permutexvar_epi16(deal, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  return cpu_pairs(cpu_sixteen(first + col, first ? n : 0),
+                   cpu_sixteen(second + col, second ? n : 0));
 }
 
 /* 16 vectors of 16 dwords are transposed: by pairs, by fours, then whole quarters. */
@@ -1442,52 +1445,62 @@ static void cpu_pack_items(void *context, int32_t begin, int32_t end, int32_t wo
     cpu_pack_groups(p, i >= of_b, (i < of_b ? i : i - of_b) * CPU_GROUPS * CPU_TILE_ROWS);
 }
 
-/* Eight tiles: sums 0 to 3; a in 4 and 5, of so many bytes a row; b in 6 and 7. */
-static void cpu_tiles_begin(int bytes) {
+/* Eight tiles: sums 0 to 3; a in 4 and 5; b in 6 and 7. */
+static void cpu_tiles_begin(void) {
   uint8_t config[64] __attribute__((aligned(64))) = {1}; /* palette; [16]: bytes; [48]: rows */
   int i;
   for (i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = CPU_TILE_ROWS;
-  for (i = 4; i < 6; i++) {
-    config[16 + 2 * i] = (uint8_t)bytes;
-    config[50 + i] = (uint8_t)(bytes / 4);
-  }
   _tile_loadconfig(config);
 }
 
 typedef struct cpu_walk { /* through tiles of an operand, in pairs, the second tile `next` away */
   const uint8_t *at;
-  size_t row, next, step; /* bytes */
+  size_t next, step; /* bytes */
 } cpu_walk;
 
-/* out [32][32], of rows so many bytes apart, (+)= 32 rows of a times 32 columns of b. */
-CPU_INLINE void cpu_tiles_multiply(float *out, size_t row, cpu_walk a, cpu_walk b, int32_t steps,
-                                   bool more) {
-  uint8_t *at = (uint8_t *)out, *below = at + CPU_TILE_ROWS * row;
-  if (more) {
-    _tile_loadd(0, at, row);
-    _tile_loadd(1, at + 64, row);
-    _tile_loadd(2, below, row);
-    _tile_loadd(3, below + 64, row);
-  } else {
+/* Sums of 32 rows, or 16, and 32 columns: from out, of rows so many bytes apart, or from zero. */
+CPU_INLINE void cpu_sums_begin(const float *out, size_t row, bool more, const bool both) {
+  const uint8_t *at = (const uint8_t *)out, *below = at + CPU_TILE_ROWS * row;
+  if (!more) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+    return;
   }
-  for (; steps; steps--, a.at += a.step, b.at += b.step) {
-    _tile_loadd(4, a.at, a.row);
-    _tile_loadd(6, b.at, b.row);
-    _tile_loadd(5, a.at + a.next, a.row);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, b.at + b.next, b.row);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(3, 5, 7);
-  }
+  _tile_loadd(0, at, row);
+  _tile_loadd(1, at + 64, row);
+  if (both) _tile_loadd(2, below, row);
+  if (both) _tile_loadd(3, below + 64, row);
+}
+
+CPU_INLINE void cpu_sums_end(float *out, size_t row, const bool both) {
+  uint8_t *at = (uint8_t *)out, *below = at + CPU_TILE_ROWS * row;
   _tile_stored(0, at, row);
   _tile_stored(1, at + 64, row);
-  _tile_stored(2, below, row);
-  _tile_stored(3, below + 64, row);
+  if (both) _tile_stored(2, below, row);
+  if (both) _tile_stored(3, below + 64, row);
+}
+
+/* Sums += 32 terms: rows of a times columns of b. */
+CPU_INLINE void cpu_sums_step(cpu_walk *a, cpu_walk *b, const bool both) {
+  _tile_loadd(4, a->at, 64);
+  _tile_loadd(6, b->at, 64);
+  if (both) _tile_loadd(5, a->at + a->next, 64);
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_loadd(7, b->at + b->next, 64);
+  if (both) _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  if (both) _tile_dpbf16ps(3, 5, 7);
+  a->at += a->step, b->at += b->step;
+}
+
+/* out [32][32], of rows so many bytes apart, (+)= 32 rows of a times 32 columns of b. */
+CPU_INLINE void cpu_tiles_multiply(float *out, size_t row, cpu_walk a, cpu_walk b, int32_t steps,
+                                   bool more) {
+  cpu_sums_begin(out, row, more, true);
+  for (; steps; steps--) cpu_sums_step(&a, &b, true);
+  cpu_sums_end(out, row, true);
 }
 
 /* Where the sums of 32 rows will go to is asked for. */
@@ -1518,7 +1531,7 @@ static void cpu_tiles_run(const cpu_tiled *p, const uint8_t *a, float *out, int3
                           int32_t col, int32_t cols) {
   const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
   int32_t rows = cpu_min(CPU_ROWS, p->rows - row), i;
-  cpu_walk x = {a, 64, (size_t)group, CPU_TILE_SIZE}, w = x;
+  cpu_walk x = {a, (size_t)group, CPU_TILE_SIZE}, w = x;
   cpu_tiles_expect(p, row, rows, col, cols);
   for (i = 0; i < cols; i += CPU_ROWS) {
     w.at = p->b + (col + i) / CPU_TILE_ROWS * group;
@@ -1534,7 +1547,7 @@ static void cpu_tiles_items(void *context, int32_t begin, int32_t end, int32_t w
   float *out = (float *)(void *)((uint8_t *)p->t->d->work + (size_t)worker * CPU_TILE_BYTES);
   int32_t item, row, col, last;
   const uint8_t *a;
-  cpu_tiles_begin(64);
+  cpu_tiles_begin();
   for (item = begin; item < end; item++) {
     row = item % cpu_tiled_rows(p) * CPU_ROWS;
     col = item / cpu_tiled_rows(p) * p->wide;
@@ -1688,7 +1701,7 @@ typedef struct cpu_side { /* tiles of an operand: [groups of 16][stride], from s
 /* out [rows][cols], `stride` floats from row to row, (+)= a b: so many steps. */
 static void cpu_look_product(float *out, int32_t stride, int32_t rows, int32_t cols, cpu_side a,
                              cpu_side b, int32_t steps, bool more) {
-  cpu_walk x = {a.at, 64, (size_t)a.stride * CPU_TILE_SIZE, CPU_TILE_SIZE}, w = x;
+  cpu_walk x = {a.at, (size_t)a.stride * CPU_TILE_SIZE, CPU_TILE_SIZE}, w = x;
   int32_t i, j;
   w.next = (size_t)b.stride * CPU_TILE_SIZE;
   for (i = 0; i < rows; i += CPU_ROWS, x.at += 2 * x.next)
@@ -1706,14 +1719,6 @@ CPU_INLINE __mmask16 cpu_look_sees(const cpu_look *k, int32_t j, int32_t key) {
 /* Keys from `base` on, n at most, that all of these queries see. */
 static int32_t cpu_look_all(const cpu_look *k, int32_t j, int32_t base, int32_t n) {
   return k->first[j + CPU_TILE_ROWS - 1] > base ? 0 : cpu_min(n, k->last[j] + 1 - base);
-}
-
-/* Terms of two rows beside one another, as the columns of a product have them. */
-CPU_INLINE void cpu_look_store(uint8_t *to, __m512 low, __m512 high) {
-  const __m512i deal = _mm512_set_epi16(
-      31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
-      3, 18, 2, 17, 1, 16, 0);
-  _mm512_store_si512(to, _mm512_permutexvar_epi16(deal, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
 }
 
 /* A block of n queries from row `row`, at position `at`, of a head. */
@@ -1771,7 +1776,8 @@ static void cpu_look_softmax(cpu_look *k, float scale, int32_t j, int32_t base, 
       e[d] = V(exp)(V(add)(V(load)(score + (i + d) * CPU_LOOK), minus));
       sum[d] = V(add)(sum[d], e[d]);
     }
-    cpu_look_store(to + i / CPU_TERMS * CPU_TILE_SIZE + i % CPU_TERMS / 2 * 64, e[0], e[1]);
+    _mm512_store_si512(to + i / CPU_TERMS * CPU_TILE_SIZE + i % CPU_TERMS / 2 * 64,
+                       cpu_pairs(e[0], e[1]));
   }
   V(store)(k->top + j, top[0]);
   V(store)(k->sum + j, V(add)(sum[0], sum[1]));
@@ -1844,7 +1850,7 @@ static void cpu_look_slopes(const cpu_look *k, float scale, int32_t j, int32_t b
       _mm256_store_si256((__m256i *)(void *)(k->p + at), (__m256i)_mm512_cvtneps_pbh(p));
       _mm256_store_si256((__m256i *)(void *)(k->ds + at), (__m256i)_mm512_cvtneps_pbh(ds[r % 2]));
     }
-    cpu_look_store(terms + i / 2 * 64, ds[0], ds[1]);
+    _mm512_store_si512(terms + i / 2 * 64, cpu_pairs(ds[0], ds[1]));
   }
 }
 
@@ -1921,7 +1927,7 @@ static void cpu_look_items(void *context, int32_t begin, int32_t end, int32_t wo
   int32_t heads = t->attn.kv->heads, item = 0, row = 0;
   cpu_look k = cpu_look_at(t, worker);
   cpu_run run;
-  cpu_tiles_begin(64);
+  cpu_tiles_begin();
   for (; item < end && cpu_run_next(&run, rows, row, rows->n); row += run.rows)
     for (run.head = 0; run.head < heads; run.head++, item++) {
       if (item < begin || item >= end) continue;
@@ -1938,267 +1944,270 @@ static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t) {
   return true;
 }
 
-/* ---- Packed weights in tiles ----
-   Of bf16: x is rounded to it as well, always, so that a row of x alone has the bits that it has
-   among others; one row is multiplied by vectors, in the order of the tile's sums. Of blocks: the
-   same integers as without tiles, and the same scales, so the same bits; few rows are left to
-   these. Four panels and up to 256 rows of x are worked off together, some columns at a time: these
-   columns of a panel are unpacked to the first cache, while those of x lie in the second. Sums wait
-   in a thread's memory. */
-enum {
-  CPU_TILED_COLS = 256, /* columns at a time */
-  CPU_TILED_ROWS = 256, /* rows of x */
-  CPU_TILED_PANELS = CPU_OUT / CPU_ROWS,
-  CPU_TILED_OUT = CPU_OUT + CPU_ALIGN / 4, /* floats from row to row of sums: not in step */
-  CPU_TILED_PIECE = CPU_ROWS * (4 + 4 + 32) /* scales, lowest values, numbers of 32 columns */
-};
+/* ---- Prompts and batches, in tiles ----
+   x and W are rounded to bf16, W of whatever type but F32. Some columns of a panel of W wait as
+   tiles in the second cache, while all rows of x pass by, 32 at a time, of which there are as many
+   as stay in that cache too. Meanwhile, a few in each step, vectors unpack the columns that come
+   next, and the lines of y that the sums will go to are asked for. Sums of several panels wait in a
+   thread's memory: for more columns, and to be written in longer pieces. An element's sum has the
+   same order whatever is cut how. */
 
-typedef struct cpu_tiles { /* columns of a panel times rows of x, all of a thread */
+enum { CPU_UNIT = 4 }; /* columns of a panel that are unpacked together */
+
+/* Dword u of 32 columns of blocks, of 16 rows: see V(numbers), where u is a constant. */
+CPU_INLINE __m512i cpu_unit_numbers(const uint8_t *w, int u, int j, const int type) {
+  const struct cpu_layout *l = &cpu_layouts[type];
+  const uint8_t *high = w + CPU_ROWS * l->byte + 64 * j, *low = high + 4 * CPU_ROWS * l->high;
+  const int bit = l->high == 2 ? u % 4 * 2 : u;
+  __m512i q, h;
+  if (l->low == 8) return _mm512_loadu_si512(low + 4 * CPU_ROWS * u);
+  q = _mm512_srlv_epi32(_mm512_loadu_si512(low + 4 * CPU_ROWS * (u % 4)),
+                        _mm512_set1_epi32(u / 4 * 4));
+  q = _mm512_and_si512(q, _mm512_set1_epi8(15));
+  if (l->high == 0) return q;
+  h = _mm512_loadu_si512(high + (l->high == 2 ? u / 4 * 4 * CPU_ROWS : 0));
+  h = _mm512_rolv_epi32(h, _mm512_set1_epi32((4 - bit) & 31));
+  return _mm512_or_si512(q, _mm512_and_si512(h, _mm512_set1_epi8(l->high == 2 ? 0x30 : 0x10)));
+}
+
+/* scale 256 (1 + number / 256) + rest, of a number that lies in bits 15 to 22, where a float has
+   the first eight of its fraction. */
+CPU_INLINE __m512 cpu_unit_value(__m512i number, __m512 scale, __m512 rest) {
+  const __m512i one = _mm512_set1_epi32(0x3f800000), bits = _mm512_set1_epi32(0x7f8000);
+  __m512i x = _mm512_ternarylogic_epi32(number, bits, one, 0xea); /* number & bits | one */
+  return _mm512_fmadd_ps(_mm512_castsi512_ps(x), scale, rest);
+}
+
+/* Columns 4 unit to 4 unit + 3 of a panel in blocks: two lines of each of two tiles. */
+CPU_INLINE void cpu_unit_of_blocks(uint8_t *to, const uint8_t *w, int32_t unit, const int type) {
+  const int u = unit % 8, half = V(halved)(type) ? u / 4 : 0;
+  const float shift = -256.0f - (float)cpu_more(type);
+  const uint8_t *front, *at = cpu_piece_at(&front, w, type, unit / 8);
+  int j;
+  __builtin_prefetch(at + 2 * CPU_AHEAD + 128 * u);
+  __builtin_prefetch(at + 2 * CPU_AHEAD + 128 * u + 64);
+  for (j = 0; j < 2; j++, to += CPU_TILE_SIZE) {
+    const __m512 low = V(has_low)(type) ? V(scales)(front, at, type, 2, j) : _mm512_setzero_ps();
+    __m512 scale = V(scales)(front, at, type, half, j);
+    const __m512 rest = _mm512_fmadd_ps(scale, _mm512_set1_ps(shift), low);
+    const __m512i q = cpu_unit_numbers(at, u, j, type);
+    scale = _mm512_mul_ps(scale, _mm512_set1_ps(256));
+    _mm512_store_si512(to, cpu_pairs(cpu_unit_value(_mm512_slli_epi32(q, 15), scale, rest),
+                                     cpu_unit_value(_mm512_slli_epi32(q, 7), scale, rest)));
+    _mm512_store_si512(to + 64, cpu_pairs(cpu_unit_value(_mm512_srli_epi32(q, 1), scale, rest),
+                                          cpu_unit_value(_mm512_srli_epi32(q, 9), scale, rest)));
+  }
+}
+
+/* The same of floats, n columns of them there, which may be fewer than 4, or none. */
+CPU_INLINE void cpu_unit_of_floats(uint8_t *to, const uint8_t *w, int32_t n, const int type) {
+  const __mmask32 odd = 0xaaaaaaaa;
+  int i;
+  for (i = 0; i < CPU_UNIT; i += 2, to += 64, w += 4 * CPU_ROWS) {
+    const __m512i none = _mm512_setzero_si512();
+    const __m512i first = i < n ? _mm512_loadu_si512(w) : none;
+    const __m512i second = i + 1 < n ? _mm512_loadu_si512(w + 2 * CPU_ROWS) : none;
+    __builtin_prefetch(w + 2 * CPU_AHEAD), __builtin_prefetch(w + 2 * CPU_AHEAD + 64);
+    if (type == TFM_BF16) { /* a dword: rows i and i + 16 */
+      _mm512_store_si512(to, _mm512_mask_blend_epi16(odd, first, _mm512_slli_epi32(second, 16)));
+      _mm512_store_si512(to + CPU_TILE_SIZE,
+                         _mm512_mask_blend_epi16(odd, _mm512_srli_epi32(first, 16), second));
+    } else {
+      _mm512_store_si512(to, cpu_pairs(_mm512_cvtph_ps(_mm512_castsi512_si256(first)),
+                                       _mm512_cvtph_ps(_mm512_castsi512_si256(second))));
+      _mm512_store_si512(to + CPU_TILE_SIZE,
+                         cpu_pairs(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(first, 1)),
+                                   _mm512_cvtph_ps(_mm512_extracti64x4_epi64(second, 1))));
+    }
+  }
+}
+
+typedef struct cpu_ahead { /* what vectors do while tiles multiply */
+  uint8_t *to;                 /* tiles of columns of W that are needed next */
+  const uint8_t *w;            /* a panel, from these columns on */
+  int32_t cols, unit, units;   /* of these; what is done, and to be done in a step */
+  const float *y;              /* 32 columns of y that are written next */
+  int64_t stride;
+  int32_t rows, line, lines;   /* rows; lines asked for, and to be asked for in a step */
+} cpu_ahead;
+
+CPU_INLINE void cpu_ahead_step(cpu_ahead *p, const int type) {
+  const int32_t line = cpu_min(p->line + p->lines, 2 * p->rows);
+  const int32_t last = cpu_min(p->unit + p->units, (p->cols + 31) / 32 * 8);
+  for (; p->unit < last; p->unit++) {
+    uint8_t *to = p->to + p->unit / 8 * (2 * CPU_TILE_SIZE) + p->unit % 8 * 128;
+    if (cpu_has_blocks(type)) cpu_unit_of_blocks(to, p->w, p->unit, type);
+    else cpu_unit_of_floats(to, p->w + (size_t)p->unit * (CPU_UNIT * 2 * CPU_ROWS),
+                            p->cols - p->unit * CPU_UNIT, type);
+  }
+  for (; p->line < line; p->line++)
+    __builtin_prefetch(p->y + p->line / 2 * p->stride + p->line % 2 * 16, 1);
+}
+
+typedef struct cpu_square { /* 32 rows of x, or 16, times 32 columns of y: steps of 32 terms */
+  const uint8_t *x, *w;
+  float *out;
+  size_t row, group; /* bytes from row to row of out, from 16 rows of x to the others */
+  int32_t steps;
+  bool more, both;
+} cpu_square;
+
+CPU_INLINE void cpu_square_of(const cpu_square *s, cpu_ahead *ahead, const int type,
+                              const bool both) {
+  cpu_walk a = {s->x, s->group, CPU_TILE_SIZE}, b = {s->w, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE};
+  cpu_ahead p = *ahead;
+  int32_t i;
+  cpu_sums_begin(s->out, s->row, s->more, both);
+  for (i = 0; i < s->steps; i++) {
+    cpu_sums_step(&a, &b, both);
+    cpu_ahead_step(&p, type);
+  }
+  cpu_sums_end(s->out, s->row, both);
+  *ahead = p;
+}
+
+/* s NULL: a step of what is ahead, only. */
+#define CPU_SQUARE_OF(type)                                                \
+  static void cpu_square_##type(const cpu_square *s, cpu_ahead *ahead) {   \
+    if (!s) cpu_ahead_step(ahead, type);                                   \
+    else if (s->both) cpu_square_of(s, ahead, type, true);                 \
+    else cpu_square_of(s, ahead, type, false);                             \
+  }
+CPU_SQUARE_OF(TFM_F16)
+CPU_SQUARE_OF(TFM_BF16)
+CPU_SQUARE_OF(TFM_Q8_0)
+CPU_SQUARE_OF(TFM_Q4_0)
+CPU_SQUARE_OF(TFM_Q4_1)
+CPU_SQUARE_OF(TFM_Q5_0)
+CPU_SQUARE_OF(TFM_Q5_1)
+CPU_SQUARE_OF(TFM_Q4_K)
+CPU_SQUARE_OF(TFM_Q5_K)
+CPU_SQUARE_OF(TFM_Q6_K)
+
+static void (*const cpu_squares[])(const cpu_square *, cpu_ahead *) = {
+  NULL, NULL, cpu_square_TFM_F16, cpu_square_TFM_BF16, cpu_square_TFM_Q8_0, cpu_square_TFM_Q4_0,
+  cpu_square_TFM_Q4_1, cpu_square_TFM_Q5_0, cpu_square_TFM_Q5_1, cpu_square_TFM_Q4_K,
+  cpu_square_TFM_Q5_K, cpu_square_TFM_Q6_K};
+
+typedef struct cpu_tiles { /* panels of a stripe, a thread's, times the rows of x */
   const cpu_product *t;
   const cpu_stripe *stripe;
-  float *out;    /* [CPU_TILED_ROWS][CPU_TILED_OUT], of four panels */
-  int32_t *dots; /* [2 units][CPU_GROUP / 32 blocks][16][32] */
-  uint8_t *room; /* unpacked columns */
-  const uint8_t *x, *w; /* first row; first of these columns */
-  int32_t first, rows, k, cols;
+  int32_t first, panels, col;  /* panel; how many; the first's first column of y */
+  int32_t wide, parts, group;  /* columns of a part of a panel, of which there are so many; panels
+                                  whose sums wait together */
+  uint8_t *room[2];            /* a part of a panel, as tiles: this one, and the next */
+  float *sums;                 /* [rows][group][32], and a line more: rows are not in step */
+  size_t row;                  /* bytes from row to row of these */
 } cpu_tiles;
 
-/* Rows of x in bf16, zeros after them. */
-static void cpu_brains(void *context, int32_t begin, int32_t end, int32_t worker) {
+typedef struct cpu_part { /* columns k .. k + cols - 1 of a panel; the slot of its sums */
+  int32_t panel, slot, k, cols;
+  bool last; /* of the group of panels */
+} cpu_part;
+
+/* Parts run through the panels of a group, then through their columns. Past the end: no columns. */
+static cpu_part cpu_part_at(const cpu_tiles *p, int32_t i) {
+  const int32_t first = i / (p->group * p->parts) * p->group;
+  const int32_t n = cpu_min(p->group, p->panels - first), within = i - first * p->parts;
+  cpu_part part = {0, 0, 0, 0, false};
+  if (n <= 0) return part;
+  part.slot = within % n;
+  part.panel = first + part.slot;
+  part.k = within / n * p->wide;
+  part.cols = cpu_min(p->wide, p->t->x.cols - part.k);
+  part.last = within == n * p->parts - 1;
+  return part;
+}
+
+/* The part is multiplied by all rows, while the next is unpacked. Lines of y are asked for where
+   there are few columns: with more, memory has enough to do. */
+static void cpu_tiles_part(const cpu_tiles *p, const cpu_part *now, cpu_ahead *next) {
+  const cpu_product *t = p->t;
+  int32_t row, left;
+  cpu_square s;
+  s.w = p->room[0];
+  s.row = p->row;
+  s.group = cpu_tiled_bytes(CPU_TILE_ROWS, t->x.cols);
+  s.steps = (now->cols + CPU_TERMS - 1) / CPU_TERMS;
+  s.more = now->k > 0;
+  for (row = 0; row < t->rows; row += CPU_ROWS) {
+    left = (t->rows - row + CPU_ROWS - 1) / CPU_ROWS * s.steps;
+    next->units = ((next->cols + 31) / 32 * 8 - next->unit + left - 1) / left;
+    next->rows = p->parts == 1 ? cpu_min(CPU_ROWS, t->rows - row) : 0;
+    next->lines = (2 * next->rows + s.steps - 1) / s.steps;
+    next->line = 0;
+    next->y = cpu_row(t->y, t->first + row) + p->col + now->panel * CPU_ROWS;
+    s.x = t->quantised + (size_t)(row / CPU_TILE_ROWS) * s.group + (size_t)now->k * CPU_ROWS;
+    s.out = p->sums + now->slot * CPU_ROWS + (size_t)row * (p->row / sizeof *p->sums);
+    s.both = t->rows - row > CPU_TILE_ROWS;
+    cpu_squares[p->stripe->type](&s, next);
+  }
+}
+
+/* The sums of a group of panels, `part` being its last, go to y. */
+static void cpu_tiles_write(const cpu_tiles *p, const cpu_part *part) {
+  const int32_t first = part->panel - part->slot, col = first * CPU_ROWS;
+  const int32_t end = cpu_min((part->panel + 1) * CPU_ROWS, p->stripe->rows - p->first * CPU_ROWS);
+  int32_t i;
+  for (i = 0; i < p->t->rows; i++)
+    V(write)(p->t, p->sums + (size_t)i * (p->row / sizeof *p->sums), end - col, p->t->first + i,
+             p->col + col);
+}
+
+static cpu_ahead cpu_tiles_ahead(const cpu_tiles *p, const cpu_part *part) {
+  cpu_ahead next = {NULL, NULL, 0, 0, 0, NULL, 0, 0, 0, 0};
+  next.to = p->room[1];
+  next.w = p->stripe->data + (size_t)(p->first + part->panel) * p->stripe->bytes +
+           cpu_panel_span((int)p->stripe->type, part->k);
+  next.cols = part->cols;
+  next.stride = p->t->y.stride;
+  return next;
+}
+
+/* n panels of a stripe, from `panel` on, times the rows of x, which are no expert's. */
+static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
+                             int32_t n, int32_t col, int32_t worker) {
+  cpu_tiles p = {t, stripe, panel, n, col, 0, 0, 0, {NULL, NULL}, NULL, 0};
+  cpu_part part;
+  cpu_ahead next;
+  int32_t i;
+  p.parts = (t->x.cols + CPU_TILED_COLS - 1) / CPU_TILED_COLS;
+  p.wide = p.parts == 1 ? t->x.cols :
+           cpu_even_part((t->x.cols + 255) / 256, CPU_TILED_COLS / 256) * 256;
+  p.group = p.parts == 1 ? CPU_OUT / CPU_ROWS : CPU_TILED_PANELS;
+  p.row = (size_t)(p.group * CPU_ROWS) * sizeof *p.sums + CPU_ALIGN;
+  p.room[0] = t->work + (size_t)worker * CPU_TILED_BYTES;
+  p.room[1] = p.room[0] + 2 * CPU_ROWS * CPU_TILED_COLS;
+  p.sums = (float *)(void *)(p.room[1] + 2 * CPU_ROWS * CPU_TILED_COLS);
+  cpu_tiles_begin();
+  part = cpu_part_at(&p, 0);
+  next = cpu_tiles_ahead(&p, &part);
+  next.units = next.cols;
+  cpu_squares[stripe->type](NULL, &next);
+  for (i = 0; part.cols > 0; i++) {
+    const cpu_part now = part;
+    uint8_t *swap = p.room[0];
+    p.room[0] = p.room[1], p.room[1] = swap;
+    part = cpu_part_at(&p, i + 1);
+    next = cpu_tiles_ahead(&p, &part);
+    cpu_tiles_part(&p, &now, &next);
+    if (now.last) cpu_tiles_write(&p, &now);
+  }
+  _tile_release();
+}
+
+/* Rows of x as tiles of bf16: [rows / 16][cols / 32][16][32]. */
+static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_product *t = (const cpu_product *)context;
+  const size_t group = cpu_tiled_bytes(CPU_TILE_ROWS, t->x.cols);
   int32_t i, col;
   (void)worker;
   for (i = begin; i < end; i++) {
     const float *x = cpu_row(t->x, t->first + i);
-    uint8_t *to = t->quantised + (size_t)i * t->quantised_bytes;
-    for (col = 0; col < t->x.cols; col += CPU_TERMS, to += 2 * CPU_TERMS)
+    uint8_t *to = t->quantised + (size_t)(i / CPU_TILE_ROWS) * group + i % CPU_TILE_ROWS * 64;
+    for (col = 0; col < t->x.cols; col += CPU_TERMS, to += CPU_TILE_SIZE)
       _mm512_store_si512(to, cpu_pairs_along(x + col, t->x.cols - col));
   }
-}
-
-/* One row of x times panels of W: per 32 columns, even and odd ones have sums of their own, as a
-   tile has; denormals are zeros. out [panels][32]. */
-CPU_INLINE void cpu_brain_line(float *out, const uint8_t *x, const uint8_t *w, size_t panel_bytes,
-                               int32_t cols, const int panels) {
-  const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
-  const unsigned control = _mm_getcsr();
-  __m512 sum[4][2], part[4][2][2], x_of[2];
-  int32_t col, k;
-  int p, i;
-  _mm_setcsr(control | 0x8040);
-  for (p = 0; p < panels; p++) sum[p][0] = sum[p][1] = _mm512_setzero_ps();
-  for (col = 0; col < cols; col += CPU_TERMS) {
-    for (p = 0; p < panels; p++)
-      for (i = 0; i < 4; i++) part[p][i / 2][i % 2] = _mm512_setzero_ps();
-    for (k = col; k < cpu_min(col + CPU_TERMS, cols); k += 2, x += 4) {
-      __m512i pair = _mm512_set1_epi32((int32_t)cpu_dword(x));
-      x_of[0] = _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16));
-      x_of[1] = _mm512_castsi512_ps(_mm512_and_si512(pair, upper));
-      for (p = 0; p < panels; p++)
-        for (i = 0; i < 2 && k + i < cols; i++) { /* rows 0 to 15 in the lower halves */
-          const uint8_t *at = w + (size_t)p * panel_bytes + (size_t)(k + i) * 2 * CPU_ROWS;
-          __m512i both = _mm512_loadu_si512(at);
-          __m512 low = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-          __m512 high = _mm512_castsi512_ps(_mm512_and_si512(both, upper));
-          __builtin_prefetch(at + CPU_AHEAD);
-          part[p][0][i] = _mm512_fmadd_ps(x_of[i], low, part[p][0][i]);
-          part[p][1][i] = _mm512_fmadd_ps(x_of[i], high, part[p][1][i]);
-        }
-    }
-    for (p = 0; p < panels; p++)
-      for (i = 0; i < 2; i++)
-        sum[p][i] = _mm512_add_ps(sum[p][i], _mm512_add_ps(part[p][i][0], part[p][i][1]));
-  }
-  _mm_setcsr(control);
-  for (p = 0; p < 2 * panels; p++) _mm512_storeu_ps(out + 16 * p, sum[p / 2][p % 2]);
-}
-
-/* n columns of a panel of bf16: per 32 of them, a tile of rows 0 to 15 and one of the others. */
-static void cpu_brain_tiles(uint8_t *to, const uint8_t *w, int32_t n) {
-  const __mmask32 odd = 0xaaaaaaaa;
-  int32_t k, last = (n + CPU_TERMS - 1) / CPU_TERMS * CPU_TERMS;
-  for (k = 0; k < last; k += 2, w += 4 * CPU_ROWS) {
-    uint8_t *at = to + k / CPU_TERMS * 2 * CPU_TILE_SIZE + k % CPU_TERMS * 32;
-    __m512i first = k < n ? _mm512_loadu_si512(w) : _mm512_setzero_si512();
-    __m512i second = k + 1 < n ? _mm512_loadu_si512(w + 64) : _mm512_setzero_si512();
-    __builtin_prefetch(w + CPU_AHEAD), __builtin_prefetch(w + CPU_AHEAD + 64);
-    _mm512_store_si512(at, _mm512_mask_blend_epi16(odd, first, _mm512_slli_epi32(second, 16)));
-    _mm512_store_si512(at + CPU_TILE_SIZE,
-                       _mm512_mask_blend_epi16(odd, _mm512_srli_epi32(first, 16), second));
-  }
-}
-
-static void cpu_brain_columns(const cpu_tiles *p, float *out) {
-  const size_t row = p->t->quantised_bytes;
-  cpu_walk a = {p->x + 2 * (size_t)p->k, row, CPU_TILE_ROWS * row, 2 * CPU_TERMS};
-  const cpu_walk b = {p->room, 64, CPU_TILE_SIZE, 2 * CPU_TILE_SIZE};
-  const int32_t steps = (p->cols + CPU_TERMS - 1) / CPU_TERMS;
-  int32_t i, parts = (p->rows + CPU_ROWS - 1) / CPU_ROWS;
-  cpu_brain_tiles(p->room, p->w, p->cols);
-  for (i = 0; i < parts; i++, a.at += CPU_ROWS * row, out += CPU_ROWS * CPU_TILED_OUT) {
-    cpu_tiles_multiply(out, CPU_TILED_OUT * sizeof *out, a, b, steps, p->k > 0);
-  }
-}
-
-/* cols columns of a panel of blocks: per 32, floats of scales and lowest values, then numbers. */
-CPU_INLINE void cpu_tiles_unpack_as(uint8_t *to, const uint8_t *w, int32_t cols, const int type) {
-  const __m512i more = _mm512_set1_epi8((char)cpu_more(type));
-  int32_t b;
-  int j, u;
-  for (b = 0; b < cols / 32; b++, to += CPU_TILED_PIECE) {
-    const uint8_t *front, *at = cpu_piece_at(&front, w, type, b);
-    for (u = 0; u < cpu_layouts[type].low; u++) __builtin_prefetch(at + CPU_AHEAD + 128 * u);
-    for (j = 0; j < 2; j++) {
-      _mm512_store_ps(to + 64 * j, V(scales)(front, at, type, 0, j));
-      if (V(has_low)(type)) _mm512_store_ps(to + 128 + 64 * j, V(scales)(front, at, type, 2, j));
-      for (u = 0; u < 8; u++)
-        _mm512_store_si512(to + 256 + 128 * u + 64 * j,
-                           _mm512_sub_epi8(V(numbers)(at, type, u, j), more));
-    }
-  }
-}
-
-/* False: not a type for tiles. *low: whether it has lowest values. */
-static bool cpu_tiles_unpack(uint8_t *to, const uint8_t *w, int32_t cols, tfm_type type,
-                             bool *low) {
-  *low = V(has_low)((int)type);
-  switch (type) {
-    case TFM_Q8_0: cpu_tiles_unpack_as(to, w, cols, TFM_Q8_0); return true;
-    case TFM_Q4_0: cpu_tiles_unpack_as(to, w, cols, TFM_Q4_0); return true;
-    case TFM_Q4_1: cpu_tiles_unpack_as(to, w, cols, TFM_Q4_1); return true;
-    case TFM_Q5_0: cpu_tiles_unpack_as(to, w, cols, TFM_Q5_0); return true;
-    case TFM_Q5_1: cpu_tiles_unpack_as(to, w, cols, TFM_Q5_1); return true;
-    case TFM_Q4_K: cpu_tiles_unpack_as(to, w, cols, TFM_Q4_K); return true;
-    case TFM_Q5_K: cpu_tiles_unpack_as(to, w, cols, TFM_Q5_K); return true;
-    default: return false;
-  }
-}
-
-typedef struct cpu_unit { /* 16 rows of x, or fewer, times 32 columns of W, of a group of x */
-  const uint8_t *x, *w;
-  float *out;
-  int32_t *dots;        /* [blocks][16][32] */
-  int32_t rows, blocks; /* 0 blocks: there is no such unit */
-} cpu_unit;
-
-CPU_INLINE void cpu_unit_dots(const cpu_unit *u, size_t row, int32_t b) {
-  const uint8_t *w = u->w + (size_t)b * CPU_TILED_PIECE + 2 * CPU_ROWS * 4;
-  int32_t *dots = u->dots + b * CPU_TILE_ROWS * CPU_ROWS;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_loadd(4, u->x + 32 * b, row);
-  _tile_loadd(6, w, 128);
-  _tile_loadd(7, w + 64, 128);
-  _tile_dpbssd(0, 4, 6);
-  _tile_dpbssd(1, 4, 7);
-  _tile_stored(0, dots, 128);
-  _tile_stored(1, dots + 16, 128);
-}
-
-/* out += dots of four rows, with the scales of W and of x, added up as V(block_tile) does. */
-CPU_INLINE void cpu_unit_scale(const cpu_unit *u, size_t row, int32_t first, const int blocks,
-                               const bool low) {
-  int32_t i, last = cpu_min(first + 4, u->rows);
-  int b, j;
-  for (i = first; i < last; i++) {
-    const cpu_group *g = (const cpu_group *)(const void *)(u->x + (size_t)i * row);
-    float *out = u->out + i * CPU_TILED_OUT;
-    for (j = 0; j < 2; j++) {
-      __m512 sum = _mm512_setzero_ps();
-      for (b = 0; b < blocks; b++) {
-        const uint8_t *scale = u->w + b * CPU_TILED_PIECE + 64 * j;
-        __m512i dot = _mm512_load_si512(u->dots + (b * CPU_TILE_ROWS + i) * CPU_ROWS + 16 * j);
-        sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_load_ps(scale), sum);
-        if (low) sum = _mm512_fmadd_ps(_mm512_load_ps(scale + 128), _mm512_set1_ps(g->sum[b]), sum);
-      }
-      _mm512_store_ps(out + 16 * j, _mm512_fmadd_ps(sum, _mm512_set1_ps(g->scale),
-                                                    _mm512_load_ps(out + 16 * j)));
-    }
-  }
-}
-
-/* While tiles multiply a unit, vectors scale the one before it, a quarter of each in turns. */
-CPU_INLINE void cpu_unit_quarters(const cpu_unit *now, const cpu_unit *was, size_t row, bool low) {
-  int32_t b;
-  for (b = 0; b < CPU_GROUP / 32; b++) {
-    if (b < now->blocks) cpu_unit_dots(now, row, b);
-    if (was->blocks == 4 && !low) cpu_unit_scale(was, row, 4 * b, 4, false);
-    else if (was->blocks == 4) cpu_unit_scale(was, row, 4 * b, 4, true);
-    else if (was->blocks) cpu_unit_scale(was, row, 4 * b, was->blocks, low);
-  }
-}
-
-static void cpu_block_columns(const cpu_tiles *p, float *out) {
-  const size_t row = p->t->quantised_bytes;
-  const int32_t groups = (p->cols + CPU_GROUP - 1) / CPU_GROUP;
-  const int32_t units = groups * ((p->rows + CPU_TILE_ROWS - 1) / CPU_TILE_ROWS);
-  cpu_unit now = {NULL, NULL, NULL, NULL, 0, 0}, was;
-  bool low;
-  int32_t i;
-  cpu_tiles_unpack(p->room, p->w, p->cols, p->stripe->type, &low);
-  for (i = 0; i <= units; i++) {
-    const int32_t group = i % groups, first = i / groups * CPU_TILE_ROWS;
-    was = now;
-    now.blocks = i < units ? cpu_min(CPU_GROUP, p->cols - group * CPU_GROUP) / 32 : 0;
-    now.x = p->x + (size_t)first * row + (size_t)(p->k / CPU_GROUP + group) * sizeof(cpu_group);
-    now.w = p->room + (size_t)(group * CPU_GROUP / 32) * CPU_TILED_PIECE;
-    now.out = out + first * CPU_TILED_OUT;
-    now.dots = p->dots + i % 2 * (CPU_GROUP / 32) * CPU_TILE_ROWS * CPU_ROWS;
-    now.rows = cpu_min(CPU_TILE_ROWS, p->rows - first);
-    cpu_unit_quarters(&now, &was, row, low);
-  }
-}
-
-static void cpu_lines(const cpu_product *t, const cpu_stripe *stripe, int32_t panel, int32_t n,
-                      int32_t col) {
-  const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes;
-  int32_t cols = cpu_min(n * CPU_ROWS, stripe->rows - panel * CPU_ROWS);
-  float out[CPU_OUT];
-  int32_t i;
-  if (n == 4) cpu_brain_line(out, t->quantised, w, stripe->bytes, t->x.cols, 4);
-  for (i = 0; i < n && n < 4; i++, w += stripe->bytes)
-    cpu_brain_line(out + i * CPU_ROWS, t->quantised, w, 0, t->x.cols, 1);
-  V(write)(t, out, cols, t->first, col);
-}
-
-/* n panels, from `panel` on, times the rows of p; col: the first column of y. */
-static void cpu_tiles_rows(cpu_tiles *p, int32_t panel, int32_t n, int32_t col) {
-  const cpu_product *t = p->t;
-  const cpu_stripe *s = p->stripe;
-  const uint8_t *w = s->data + (size_t)panel * s->bytes;
-  const int32_t cols = cpu_min(n * CPU_ROWS, s->rows - panel * CPU_ROWS);
-  int32_t i;
-  if (!t->brains) memset(p->out, 0, (size_t)(p->rows * CPU_TILED_OUT) * sizeof *p->out);
-  for (p->k = 0; p->k < t->x.cols; p->k += p->cols) {
-    p->cols = cpu_min(CPU_TILED_COLS, t->x.cols - p->k);
-    for (i = 0; i < n; i++) {
-      p->w = w + (size_t)i * s->bytes + cpu_panel_span((int)s->type, p->k);
-      if (t->brains) cpu_brain_columns(p, p->out + i * CPU_ROWS);
-      else cpu_block_columns(p, p->out + i * CPU_ROWS);
-    }
-  }
-  for (i = 0; i < p->rows; i++)
-    V(write)(t, p->out + i * CPU_TILED_OUT, cols, t->first + p->first + i, col);
-}
-
-/* n panels of a stripe, four at most, times the rows of x, which are no expert's. */
-static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
-                             int32_t n, int32_t col, int32_t worker) {
-  cpu_tiles p = {t, stripe, NULL, NULL, NULL, t->quantised, NULL, 0, 0, 0, 0};
-  if (t->brains && t->rows == 1) {
-    cpu_lines(t, stripe, panel, n, col);
-    return;
-  }
-  p.out = (float *)(void *)(t->work + (size_t)worker * CPU_TILE_BYTES);
-  p.dots = (int32_t *)(void *)(p.out + CPU_TILED_ROWS * CPU_TILED_OUT);
-  p.room = (uint8_t *)(p.dots + 2 * (CPU_GROUP / 32) * CPU_TILE_ROWS * CPU_ROWS);
-  cpu_tiles_begin(t->brains ? 64 : 32);
-  for (; p.first < t->rows; p.first += p.rows) {
-    p.rows = cpu_min(CPU_TILED_ROWS, t->rows - p.first);
-    cpu_tiles_rows(&p, panel, n, col);
-    p.x += (size_t)p.rows * t->quantised_bytes;
-  }
-  _tile_release();
 }
 CPU_TARGET_END
 #undef CPU_LEVEL
@@ -3296,11 +3305,11 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
       int32_t first = (int32_t)(s->first - (int64_t)expert * t->w->rows);
       int32_t last = cpu_min(end, s->panel + cpu_panels(s->rows));
       bool blocks = many && cpu_has_blocks((int)s->type);
-      bool tiled = cpu_in_tiles(t, s->type);
-      int32_t wide = tiled ? CPU_OUT / CPU_ROWS : blocks ? 1 : many ? V(wide) : V(stream);
+      bool tiled = t->tiles && s->type != TFM_F32;
+      int32_t wide = tiled ? last : blocks ? 1 : many ? V(wide) : V(stream);
       for (at = begin > s->panel ? begin : s->panel; at < last; at += n) {
         int32_t panel = at - s->panel, col = first + panel * CPU_ROWS;
-        n = last - at >= wide ? wide : tiled ? last - at : 1;
+        n = tiled ? last - at : last - at >= wide ? wide : 1;
         if (tiled) cpu_tiles_panels(t, s, panel, n, col, worker);
         else if (blocks) V(block_panels)(t, &slots, s, panel, col, worker);
         else V(panels)(t, &slots, s, panel, n, col);
@@ -3313,15 +3322,21 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
   const cpu_weight *w = cpu_weight_of(t->w);
   int32_t most = t->x.rows, grain;
   t->work = (uint8_t *)d->work;
-  t->tiles = d->state != NULL && !t->routing;
-  t->brains = TFM_CPU_BF16_TILES && t->tiles && cpu_is_brain(t->w);
-  t->quantised = t->brains || cpu_is_quantised(t->w) ? cpu_quantised_at(d) : NULL;
-  t->quantised_bytes = t->brains ? cpu_brain_bytes(t->x.cols) : cpu_quantised_bytes(t->x.cols);
-  if (t->quantised) most = cpu_quantised_rows(most, t->quantised_bytes, t->tiles);
+  t->tiles = !t->routing && cpu_in_tiles(d, t->w, most);
+  if (t->tiles) {
+    t->work = cpu_quantised_at(d);
+    t->quantised = t->work + (size_t)d->threads * CPU_TILED_BYTES;
+    most = cpu_even_part(most, CPU_TILED_ROWS);
+  } else if (cpu_is_quantised(t->w)) {
+    t->quantised = cpu_quantised_at(d);
+    t->quantised_bytes = cpu_quantised_bytes(t->x.cols);
+    most = cpu_quantised_rows(most, t->x.cols);
+  }
   for (t->first = 0; t->first < t->x.rows; t->first += t->rows) {
     t->rows = cpu_min(most, t->x.rows - t->first);
     if (t->quantised)
-      tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), t->brains ? cpu_brains : V(quantise), t);
+      tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), t->tiles ? cpu_tiles_of_x : V(quantise),
+                       t);
     grain = cpu_grain((int64_t)t->x.cols * CPU_ROWS * t->rows);
     tfm_parallel_for(d, w->panels, grain, V(columns), t);
   }
@@ -3334,14 +3349,14 @@ static void V(matmul_moe_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weigh
 
 static void V(matmul)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                       const tfm_epilogue *e) {
-  cpu_product t = {y, x, w, e, NULL, false, 0, 0, NULL, 0, NULL, false, false};
+  cpu_product t = {y, x, w, e, NULL, false, 0, 0, NULL, 0, NULL, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_rows)(d, y, x, w, e);
 }
 
 static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                           const tfm_routing *r, bool spread) {
-  cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0, NULL, false, false};
+  cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0, NULL, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_moe_rows)(d, y, x, w, r, spread);
 }

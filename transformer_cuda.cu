@@ -3377,15 +3377,7 @@ __device__ __forceinline__ float cuda_top4(float4 v) {
   return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
 }
 
-/* Without what is no number, or none of the `left` that there are: -infinity. */
-__device__ __forceinline__ float4 cuda_numbers(float4 v, int left) {
-  return make_float4(left > 0 ? fmaxf(v.x, -INFINITY) : -INFINITY,
-                     left > 1 ? fmaxf(v.y, -INFINITY) : -INFINITY,
-                     left > 2 ? fmaxf(v.z, -INFINITY) : -INFINITY,
-                     left > 3 ? fmaxf(v.w, -INFINITY) : -INFINITY);
-}
-
-/* use(k, v) for the warp's quads of a row. */
+/* use(k, v) for the warp's quads of a row; what is beyond it is -infinity. */
 template <typename USE>
 __device__ __forceinline__ void cuda_row_quads(const float *row, const cuda_share &s, USE use) {
 #pragma unroll 1
@@ -3393,14 +3385,19 @@ __device__ __forceinline__ void cuda_row_quads(const float *row, const cuda_shar
     float4 v[4];
     cuda_quads<32>(v, row, s.begin / 4 + k, s.n);
 #pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (k + 32 * i < s.quads)
-        use(k + 32 * i, cuda_numbers(v[i], s.n - s.begin - 4 * (k + 32 * i)));
+    for (int i = 0; i < 4; i++) {
+      const int left = s.n - s.begin - 4 * (k + 32 * i);
+      if (k + 32 * i >= s.quads) continue;
+      if (left < 4)
+        v[i] = make_float4(left > 0 ? v[i].x : -INFINITY, left > 1 ? v[i].y : -INFINITY,
+                           left > 2 ? v[i].z : -INFINITY, -INFINITY);
+      use(k + 32 * i, v[i]);
+    }
   }
 }
 
-/* The share is filled with the logits; returns the row's largest. Nothing is told to a block before
-   it has begun. */
+/* The share is filled with the logits; returns the row's largest. What is no number stays so, and
+   is nowhere counted. Nothing is told to a block before it has begun. */
 __device__ static float cuda_share_fill(const float *logits, cuda_share &s, cuda_choice *c) {
   float top = -INFINITY;
   cuda_arrive();
@@ -3456,44 +3453,41 @@ __device__ static unsigned long long cuda_mass(float p) {
   return (unsigned long long)__float2ull_rn(p * 1099511627776.0f);
 }
 
-/* To a bin; two additions of 32 bits are faster than one of 64, and the second is rare. */
-__device__ __forceinline__ void cuda_bin_add(cuda_choice *c, int bin, uint32_t v) {
-  const uint32_t old = atomicAdd(&c->low[bin], v);
-  if (old + v < old) atomicAdd(&c->high[bin], 1u);
-}
-
-/* How far a number of that octave is above 2^-17, below which a fraction is not kept whole. */
-__device__ __forceinline__ int cuda_octave_shift(uint32_t octave) { return (int)octave - 24; }
-
-/* Of the share's elements >= least, those whose higher digits are `prefix`, to bins from `at`. */
-__device__ __forceinline__ void cuda_bins_fill(cuda_share &s, float least, int digit,
-                                               uint32_t prefix, int at, bool count,
-                                               cuda_choice *c) {
-  const int shift = (2 - digit) * CUDA_DIGIT;
+/* Of the share's elements from `low` to below `high`, which have a bin for each value of their bits
+   from number `shift` on; the low one is in bin `at`. Two additions of 32 bits are faster than one
+   of 64, and the second is rare. */
+__device__ __forceinline__ void cuda_bins_fill(cuda_share &s, float low, float high, int shift,
+                                               int at, bool count, cuda_choice *c) {
+  const int first = (int)(__float_as_uint(low) >> shift) - at;
 #pragma unroll 2
   for (int k = threadIdx.x % 32; k < s.quads; k += 32) {
     const float4 v = cuda_share_quad(s, k);
     const float of[4] = {v.x, v.y, v.z, v.w};
-    uint32_t key[4];
-    bool mine[4], some = false;
+    uint32_t old[4], part[4];
+    bool over = false;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      key[i] = __float_as_uint(of[i]) - CUDA_FLOOR;
-      mine[i] = digit ? key[i] >> (shift + CUDA_DIGIT) == prefix
-                      : key[i] <= 0x3f800000u - CUDA_FLOOR;
-      some |= mine[i];
+      const uint32_t bits = __float_as_uint(of[i]);
+      part[i] = count ? 1u : (bits & 0x7fffffu) | 0x800000u;
+      old[i] = 0;
+      if (of[i] >= low && of[i] < high)
+        old[i] = atomicAdd(&c->low[(int)(bits >> shift) - first], part[i]);
+      over |= old[i] + part[i] < old[i];
     }
-    if (!some) continue;
+    if (!over) continue;
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      const uint32_t bin = digit ? key[i] >> shift & ((1 << CUDA_DIGIT) - 1) : key[i] >> shift;
-      const uint32_t fraction = (key[i] & 0x7fffffu) | 0x800000u;
-      if (mine[i] && of[i] >= least)
-        cuda_bin_add(c, at + (int)bin,
-                     count ? 1 : fraction >> max(0, -cuda_octave_shift(key[i] >> 23)));
-    }
+    for (int i = 0; i < 4; i++)
+      if (old[i] + part[i] < old[i])
+        atomicAdd(&c->high[(int)(__float_as_uint(of[i]) >> shift) - first], 1u);
   }
   s.raw = false;
+}
+
+/* What is in a bin of that octave, counted or as mass in units of 2^-40. */
+__device__ __forceinline__ unsigned long long cuda_bin_mass(uint32_t low, uint32_t high,
+                                                            int octave, bool count) {
+  const unsigned long long v = low + ((unsigned long long)high << 32);
+  return count ? v : octave >= 24 ? v << (octave - 24) : v >> (24 - octave);
 }
 
 __device__ static void cuda_tell_found(int found, cuda_choice *c) {
@@ -3528,71 +3522,87 @@ __device__ __forceinline__ unsigned long long cuda_group_sum(cuda_choice *c, int
   return v;
 }
 
-__device__ __forceinline__ unsigned long long cuda_bin_sum(cuda_choice *c, int bin) {
+__device__ __forceinline__ unsigned long long cuda_bin_sum(cuda_choice *c, int bin, int octave,
+                                                           bool count) {
   unsigned long long v = 0;
 #pragma unroll 8
   for (int i = 0; i < (int)gridDim.x; i++)
-    v += *cuda_in_block(&c->low[bin], i) +
-         ((unsigned long long)*cuda_in_block(&c->high[bin], i) << 32);
+    v += cuda_bin_mass(*cuda_in_block(&c->low[bin], i), *cuda_in_block(&c->high[bin], i), octave,
+                       count);
   return v;
 }
 
+typedef struct cuda_digit { /* which bins have it: groups of 32 from number `at` on */
+  int number, groups, at;
+  int octave; /* of all these bins; -1: each group has one */
+} cuda_digit;
+
 /* One warp of every block: the highest bin from which on, upwards, there is at least the goal; -1:
    there is none. The first digit's goal is `asked`, or that part of the whole. */
-__device__ static void cuda_bin_search(int digit, int groups, int at, int octave, double asked,
-                                       cuda_choice *c) {
-  const int lane = threadIdx.x, turn = digit & 1;
-  unsigned long long first = cuda_group_sum(c, turn, groups - 1 - lane), before = 0, goal = c->goal;
-  unsigned long long second = cuda_group_sum(c, turn, groups - 33 - lane);
+__device__ static void cuda_bin_search(const cuda_digit &d, double asked, cuda_choice *c) {
+  const int lane = threadIdx.x, turn = d.number & 1;
+  unsigned long long first = cuda_group_sum(c, turn, d.groups - 1 - lane), before = 0;
+  unsigned long long second = cuda_group_sum(c, turn, d.groups - 33 - lane), goal = c->goal;
   int group, bin;
-  if (digit == 0) {
+  if (d.number == 0) {
     const double all = (double)cuda_warp_total(first + second);
     goal = (unsigned long long)(asked < 1 ? ceil(all * asked) : asked);
   }
   group = cuda_warp_reach(first, goal, before);
   if (group == 32) group += cuda_warp_reach(second, goal, before);
-  group = groups - 1 - group;
+  group = d.groups - 1 - group;
   if (group < 0) {
     if (lane == 0) c->found = -1;
     return;
   }
-  octave = digit ? octave : group;
-  bin = cuda_warp_reach(cuda_bin_sum(c, at + group * 32 + 31 - lane)
-                            << (asked >= 1 ? 0 : max(0, cuda_octave_shift((uint32_t)octave))),
-                        goal, before);
+  bin = cuda_warp_reach(cuda_bin_sum(c, d.at + group * 32 + 31 - lane,
+                                     d.octave < 0 ? group : d.octave, asked >= 1), goal, before);
   __syncwarp(); /* all lanes have read the old goal */
   if (lane == 0) c->goal = goal - before, c->found = group * 32 + 31 - bin;
+}
+
+/* The number of this digit: all blocks find the same. */
+__device__ static int cuda_digit_find(cuda_share &s, const cuda_digit &d, float low, float high,
+                                      int shift, int first, double asked, cuda_choice *c) {
+  const bool count = asked >= 1;
+  cuda_bins_fill(s, low, high, shift, d.at + first, count, c);
+  __syncthreads();
+  for (int g = threadIdx.x / 32; g < d.groups; g += CUDA_WARPS) {
+    const int bin = d.at + g * 32 + (int)threadIdx.x % 32;
+    const unsigned long long v = cuda_warp_total(
+        cuda_bin_mass(c->low[bin], c->high[bin], d.octave < 0 ? g : d.octave, count));
+    if (threadIdx.x % 32 == 0) c->group[d.number & 1][g] = v;
+  }
+  cuda_meet();
+  if (threadIdx.x < 32) cuda_bin_search(d, asked, c);
+  __syncthreads();
+  return c->found;
 }
 
 /* The largest t such that the elements >= t, of those >= least, are at least `asked`, or where that
    is below 1 have that part of their mass; 0: all that have any. */
 __device__ static float cuda_threshold(cuda_share &s, float least, double asked, cuda_choice *c) {
-  const int lane = threadIdx.x % 32;
-  const bool count = asked >= 1;
-  uint32_t prefix = 0;
+  uint32_t low = CUDA_FLOOR, step = 1u << (2 * CUDA_DIGIT);
+  cuda_digit d = {0, CUDA_BINS / 32, 0, -1};
   for (int i = threadIdx.x; i < CUDA_ALL_BINS; i += CUDA_THREADS) c->low[i] = c->high[i] = 0;
-  for (int digit = 0; digit < 3; digit++) {
-    const int groups = (digit ? 1 << CUDA_DIGIT : CUDA_BINS) / 32, at = digit == 1 ? CUDA_BINS : 0;
-    const int octave = digit ? (int)(prefix >> (digit == 1 ? 5 : 5 + CUDA_DIGIT)) : 0;
-    for (int i = threadIdx.x; i < groups * 32 && digit == 2; i += CUDA_THREADS)
+  __syncthreads();
+  for (; d.number < 3; d.number++) {
+    const uint32_t from = max(low, __float_as_uint(least));
+    const float high = d.number ? __uint_as_float(low + (step << CUDA_DIGIT)) : INFINITY;
+    const int shift = (2 - d.number) * CUDA_DIGIT;
+    const int found = cuda_digit_find(s, d, __uint_as_float(from), high, shift,
+                                      (int)((from >> shift) - (low >> shift)), asked, c);
+    if (found < 0) return 0;
+    low += (uint32_t)found * step;
+    step >>= CUDA_DIGIT;
+    d.groups = (1 << CUDA_DIGIT) / 32;
+    d.at = d.number == 0 ? CUDA_BINS : 0;
+    d.octave = (int)((low - CUDA_FLOOR) >> 23);
+    for (int i = threadIdx.x; i < 1 << CUDA_DIGIT && d.number == 1; i += CUDA_THREADS)
       c->low[i] = c->high[i] = 0; /* nobody reads the first digit's any more */
-    __syncthreads();
-    cuda_bins_fill(s, least, digit, prefix, at, count, c);
-    __syncthreads();
-    for (int g = threadIdx.x / 32; g < groups; g += CUDA_WARPS) {
-      const int bin = at + g * 32 + lane;
-      const unsigned long long v =
-          cuda_warp_total(c->low[bin] + ((unsigned long long)c->high[bin] << 32));
-      const int shift = count ? 0 : max(0, cuda_octave_shift((uint32_t)(digit ? octave : g)));
-      if (lane == 0) c->group[digit & 1][g] = v << shift;
-    }
-    cuda_meet();
-    if (threadIdx.x < 32) cuda_bin_search(digit, groups, at, octave, asked, c);
-    __syncthreads();
-    if (c->found < 0) return 0;
-    prefix = prefix << (digit ? CUDA_DIGIT : 0) | (uint32_t)c->found;
+    if (d.number == 1) __syncthreads();
   }
-  return __uint_as_float(prefix + CUDA_FLOOR);
+  return __uint_as_float(low);
 }
 
 __device__ static float cuda_least(cuda_share &s, const tfm_sampling &how, cuda_choice *c) {
@@ -3688,6 +3698,8 @@ __device__ static float cuda_log_sum_exp(const float *x, cuda_share &s, cuda_cho
   top = cuda_row_max(top, s, c);
   if (!(fabsf(top) < INFINITY)) return top;
   cuda_row_quads(x, s, [&](int, float4 v) {
+    v.x = fmaxf(v.x, -INFINITY), v.y = fmaxf(v.y, -INFINITY); /* where they are numbers */
+    v.z = fmaxf(v.z, -INFINITY), v.w = fmaxf(v.w, -INFINITY);
     sum += (expf(v.x - top) + expf(v.y - top)) + (expf(v.z - top) + expf(v.w - top));
   });
   return top + logf(cuda_row_sum(sum, s, c));
@@ -4271,36 +4283,31 @@ enum { CUDA_LOOKED = 8 }; /* times 32 rows that a warp looks at together */
 
 /* One block, whose warps look for beginnings in a stretch of rows each: all but a stretch's first
    end a run that began there. */
-__global__ void __launch_bounds__(CUDA_LISTED) cuda_tiles_kernel(cuda_tiles to, tfm_rows rows) {
+__global__ void __launch_bounds__(CUDA_LISTED, 1) cuda_tiles_kernel(cuda_tiles to, tfm_rows rows) {
   __shared__ int latest[CUDA_LISTED / 32], count[3];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, step = 32 * CUDA_LOOKED;
   const int each = (rows.n / (CUDA_LISTED / 32 * step) + 1) * step, from = warp * each;
-  const bool first_row = from == 0 || from > rows.n;
-  int before_seq = first_row ? -1 : rows.seq[from - 1];
-  int before_pos = first_row ? -1 : rows.pos[from - 1], first = 0, last = -1;
+  int first = 0, last = -1;
   if (threadIdx.x < 3) count[threadIdx.x] = 0;
   __syncthreads();
   for (int at = from; at < from + each && at <= rows.n; at += step) {
-    int seq[CUDA_LOOKED], pos[CUDA_LOOKED];
+    bool begins[CUDA_LOOKED];
 #pragma unroll
     for (int k = 0; k < CUDA_LOOKED; k++) {
-      const int i = min(at + 32 * k + lane, rows.n - 1);
-      seq[k] = rows.seq[i];
-      pos[k] = rows.pos[i];
+      const int i = at + 32 * k + lane, own = min(i, rows.n - 1), old = max(own - 1, 0);
+      begins[k] = (rows.seq[own] != rows.seq[old]) | (rows.pos[own] != rows.pos[old] + 1) |
+                  (i == rows.n);
+      begins[k] &= i <= rows.n;
     }
 #pragma unroll
     for (int k = 0; k < CUDA_LOOKED; k++) {
       const int begin = at + 32 * k, i = begin + lane;
-      int old_seq = __shfl_up_sync(~0u, seq[k], 1), old_pos = __shfl_up_sync(~0u, pos[k], 1);
-      if (lane == 0) old_seq = before_seq, old_pos = before_pos;
-      before_seq = __shfl_sync(~0u, seq[k], 31), before_pos = __shfl_sync(~0u, pos[k], 31);
-      const bool begins = i == 0 || i == rows.n ||
-                          (i < rows.n && (seq[k] != old_seq || pos[k] != old_pos + 1));
-      const unsigned all = __ballot_sync(~0u, begins), below = all & ((1u << lane) - 1);
+      const unsigned all = __ballot_sync(~0u, begins[k]), below = all & ((1u << lane) - 1);
+      if (!all) continue;
       const int before = below ? begin + 31 - __clz((int)below) : last;
-      if (begins && before >= 0) cuda_tiles_cut(to, rows, before, i, count);
-      else if (begins) first = i;
-      if (all) last = begin + 31 - __clz((int)all);
+      if (begins[k] && before >= 0) cuda_tiles_cut(to, rows, before, i, count);
+      else if (begins[k]) first = i;
+      last = begin + 31 - __clz((int)all);
     }
   }
   if (lane == 0) latest[warp] = last;

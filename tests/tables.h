@@ -23,7 +23,7 @@ TABLES bool device_open(device *t, tfm_device which, int32_t threads) {
   t->d.deterministic = true;
   t->b = t->d.table;
   memset(&net, 0, sizeof net);
-  net.width = net.ffn_width = 2048; /* as much as any test below has */
+  net.width = net.ffn_width = 2400; /* as much as any test below has */
   net.heads = 16;
   net.head_width = 64;
   net.embed.roles = TFM_ROLE_GRADIENT;

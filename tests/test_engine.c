@@ -68,6 +68,7 @@ static void fresh_logits(stress *t, const int32_t *tokens, size_t n) {
   tfm_session *s;
   memset(&c, 0, sizeof c);
   c.threads = 1;
+  c.deterministic = true;
   s = tfm_session_create(t->model, &c);
   CHECK_EQ_INT(tfm_feed(s, tokens, n), TFM_OK);
   memcpy(t->row, tfm_logits(s), t->vocabulary * sizeof(float));
@@ -189,6 +190,7 @@ static void stress_run(const tfm_model *m, uint32_t seed) {
   t.config.page_tokens = 1 + (int32_t)draw(&t, 9);
   t.config.batch_rows = 1 + (int32_t)draw(&t, 12);
   t.config.threads = 1 + (int32_t)draw(&t, 3);
+  t.config.deterministic = true;
   if (draw(&t, 2)) t.config.pages = 1 + (int32_t)draw(&t, 40);
   if (draw(&t, 2) && m->dev.table == tfm_backend_ref()) t.config.tap = tap_down;
   t.config.tap_user = t.config.host.user = &t;

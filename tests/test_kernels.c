@@ -14,16 +14,23 @@ static double length_of_terms(const float *x, const float *w, int n) {
   return sqrt(squares);
 }
 
-/* What the tuned CPU table may be off by, as it multiplies weights of BF16 by activations of BF16
-   where it has tiles: each is off by 2^-8 of itself at most; 6 deviations of a sum of these. And
-   quantised weights by activations rounded to 8 bits: 6 deviations of a sum whose terms are off by
-   up to half a step each. A group of 128 values has steps of a 127th of its largest. In units of
-   `tolerance`. */
-static double rounding(const device *t, tfm_type type, const float *x, const float *w, int n) {
+/* Whether the tuned CPU table may multiply so many rows by a weight of a type in tiles of BF16. */
+static bool in_tiles(const device *t, tfm_type type, int rows) {
+  return !strcmp(t->b->name, "cpu") && t->d.has_bf16 && !t->d.deterministic && type != TFM_F32 &&
+         rows >= (type < TFM_Q8_0 ? 16 : 40);
+}
+
+/* What the tuned CPU table may be off by in products of so many rows. In tiles both factors are
+   rounded to BF16, each off by 2^-8 of itself at most; 6 deviations of a sum of these. Else it
+   multiplies quantised weights by activations rounded to 8 bits: 6 deviations of a sum whose terms
+   are off by up to half a step each. A group of 128 values has steps of a 127th of its largest. In
+   units of `tolerance`. */
+static double rounding(const device *t, tfm_type type, int rows, const float *x, const float *w,
+                       int n) {
   double variance = 0, top = 0, squares = 0;
   int i;
-  if (type == TFM_BF16 && !strcmp(t->b->name, "cpu") && t->d.has_bf16)
-    return 6 * length_of_terms(x, w, n) / sqrt(3) / 256 / tolerance(t->b->activation);
+  if (in_tiles(t, type, rows))
+    return 6 * length_of_terms(x, w, n) * sqrt(2.0 / 3) / 256 / tolerance(t->b->activation);
   if (type < TFM_Q8_0 || strcmp(t->b->name, "cpu")) return 0;
   for (i = 0; i < n; i++) {
     if (i % 128 == 0) top = squares = 0;
@@ -184,7 +191,7 @@ static void matmul_plain(device *t, int m, int n, int k, tfm_type type, int part
     for (j = 0; j < n; j++)
       expect(&y, i, j, dot(x.v + i * k, w.v + j * k, k),
              0.3 * fmax(sqrt(k), length_of_terms(x.v + i * k, w.v + j * k, k)) + 1 +
-               rounding(t, type, x.v + i * k, w.v + j * k, k));
+               rounding(t, type, m, x.v + i * k, w.v + j * k, k));
   matrix_free(t, &x);
   matrix_free(t, &y);
   weight_free(t, &w);
@@ -330,6 +337,52 @@ static void test_bits(device *t) {
   same_bits(t, TFM_BF16, 83);
 }
 TEST(matmul_rows_are_independent) { on_tables(test_bits); }
+
+/* What tiles make of rows: whatever the threads, and whatever other rows there are. */
+static void tiles_bits(device *t, tfm_type type, int rows, int n, int k) {
+  const int some = 43, first = rows - some;
+  weight w = weight_new(t, n, k, 0, type, TFM_TYPE_DEFAULT, false, 2, 0);
+  matrix x = matrix_new(t, rows, k, 3), y = matrix_new(t, rows, n, 0),
+         z = matrix_new(t, some, n, 0);
+  int32_t threads = t->d.threads;
+  tfm_mat last = x.m;
+  tfm_epilogue e;
+  memset(&e, 0, sizeof e);
+  last.data = (float *)x.m.data + first * x.m.stride;
+  last.rows = some;
+  t->b->matmul(&t->d, y.m, x.m, &w.w, &e);
+  matrix_get(t, &y);
+  for (t->d.threads = 1; t->d.threads <= threads; t->d.threads++) {
+    t->b->matmul(&t->d, z.m, last, &w.w, &e);
+    matrix_get(t, &z);
+    CHECK(memcmp(z.v, y.v + first * n, sizeof(float) * (size_t)(some * n)) == 0);
+  }
+  t->d.threads = threads;
+  matrix_free(t, &x);
+  matrix_free(t, &y);
+  matrix_free(t, &z);
+  weight_free(t, &w);
+}
+
+static void test_tiles(device *t) {
+  static const int ms[] = {16, 17, 40, 70}, ks[] = {1, 15, 34, 83};
+  int i, j;
+  if (strcmp(t->b->name, "cpu") || !t->d.has_bf16) return;
+  t->d.deterministic = false;
+  for (i = 0; i < 5; i++)
+    for (j = 0; j < 4; j++) matmul_plain(t, ms[j], 77, 160, types[i], 3, j);
+  for (i = 1; i < 3; i++)
+    for (j = 0; j < 4; j++) matmul_plain(t, 19, 9, ks[j], types[i], 1, 1);
+  for (i = 0; i < TFMI_COUNT(more_types); i++)
+    matmul_plain(t, 40 + 3 * i, 45, 512, more_types[i], 3, i % 4);
+  for (i = 2; i < 5; i++) matmul_plain(t, 290, 40, 160, types[i], 1, 1); /* rows in parts */
+  tiles_bits(t, TFM_F16, 290, 70, 83);
+  tiles_bits(t, TFM_Q6_K, 52, 70, 256);
+  matmul_plain(t, 19, 70, 2400, TFM_BF16, 1, 0); /* columns in parts, */
+  tiles_bits(t, TFM_Q8_0, 44, 1100, 1056);       /* and more panels than wait */
+  t->d.deterministic = true;
+}
+TEST(matmul_in_tiles) { on_tables(test_tiles); }
 
 /* ---- cast, gather, embed ---- */
 
@@ -933,11 +986,11 @@ static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
   for (s = 0; s < T * K; s++) {
     for (j = 0; j < N; j++) {
       const float *a = x.v + s / K * C, *b = up.v + (expert[s] * N + j) * C;
-      expect(&mid, s, j, dot(a, b, C), 4 + rounding(t, type, a, b, C));
+      expect(&mid, s, j, dot(a, b, C), 4 + rounding(t, type, 1, a, b, C));
     }
     for (j = 0; j < C; j++) {
       const float *a = mid.v + s * N, *b = down.v + (expert[s] * C + j) * 32;
-      expect(&out, s, j, dot(a, b, 32), 8 + rounding(t, type, a, b, 32));
+      expect(&out, s, j, dot(a, b, 32), 8 + rounding(t, type, 1, a, b, 32));
     }
   }
   for (i = 0; i < T; i++)

@@ -489,7 +489,7 @@ __device__ static void cuda_store(void *p, tfm_type type, int64_t i, float v) {
   else ((__nv_bfloat16 *)p)[i] = __float2bfloat16_rn(v);
 }
 
-/* Four of 16 bits. */
+/* Four, on as many bytes as they take. */
 __device__ __forceinline__ void cuda_store4(void *p, tfm_type type, int64_t i, float4 v) {
   const __half2 a = __floats2half2_rn(v.x, v.y), b = __floats2half2_rn(v.z, v.w);
   const __nv_bfloat162 c = __floats2bfloat162_rn(v.x, v.y), e = __floats2bfloat162_rn(v.z, v.w);
@@ -1701,10 +1701,12 @@ template <int TYPE> __device__ __forceinline__ float2 cuda_share_of_sums(const c
 
 typedef struct cuda_teams { /* how a block's warps share a product */
   int split, units; /* warps of a team */
-  unsigned grid;
-  bool narrow; /* a unit is one row, whose later half of every warp's pieces is as another row's */
+  unsigned grid;    /* blocks */
+  bool narrow; /* a unit is one row: the later half of a warp's pieces is as if another row's */
 } cuda_teams;
 
+/* Whether that is so, for what is not multiplied in pairs of rows: pairs would leave more than half
+   of the blocks idle, while others read long rows. */
 static bool cuda_narrow(const tfm_dev *d, const cuda_weight *w) {
   return !w->scale && w->type != TFM_F32 && w->cols >= 2 * w->rows &&
          w->rows <= 8 * cuda_of(d)->processors;
@@ -1872,9 +1874,8 @@ static int cuda_plain_units(int rows) {
 }
 
 /* Blocks for a matrix: of large ones two a multiprocessor, of others the second place is for the
-   kernel that follows. A unit is a single row where pairs of rows would leave half of the blocks
-   idle while others read long rows. A team has as many warps as let all tiles take the least
-   time. pairs: units are two rows whatever the shape. */
+   kernel that follows. A team has as many warps as let all tiles take the least time. pairs: what
+   belongs together says which two rows are a unit. */
 static cuda_teams cuda_teams_of(const tfm_dev *d, const cuda_weight *w, bool pairs) {
   const int blocks = cuda_of(d)->processors * ((int64_t)w->rows * w->vectors >= 1 << 19 ? 2 : 1);
   const int pieces = cuda_pieces(*w);

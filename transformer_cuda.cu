@@ -3241,12 +3241,11 @@ static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
 enum {
   CUDA_BINS = 1344,               /* 41 octaves of 32, one for 1, and up to whole warps */
   CUDA_DIGIT = 9,                 /* bits of a digit below the bins */
+  CUDA_ALL_BINS = CUDA_BINS + (1 << CUDA_DIGIT), /* of one digit, and of the next */
   CUDA_FLOOR = (127 - 41) << 23,  /* the bits of 2^-41, below which there is no mass */
   CUDA_KEPT = 48 << 10,           /* values of a share that shared memory holds ... */
   CUDA_KEPT_FEW = 8 << 10         /* ... where there are no clusters */
 };
-
-enum { CUDA_ALL_BINS = CUDA_BINS + (1 << CUDA_DIGIT) }; /* of one digit, and of the next */
 
 typedef struct cuda_choice { /* of a block, in shared memory */
   uint32_t low[CUDA_ALL_BINS], high[CUDA_ALL_BINS]; /* halves of the bins' sums */

@@ -12646,20 +12646,30 @@ static void tfmi_builder_begin(tfmi_builder *b, tfmi_source *s, const tfm_model_
   tfmi_ends(s);
 }
 
-/* What nobody asked for is a sign of another architecture, or a mask that old files carry along. */
+/* Whether it ends with one of n words. */
+static bool tfmi_name_ends(tfmi_text name, const char *const *word, int n) {
+  int k;
+  for (k = 0; k < n; k++) {
+    size_t bytes = strlen(word[k]);
+    if (name.n >= bytes && !memcmp(name.at + name.n - bytes, word[k], bytes)) return true;
+  }
+  return false;
+}
+
+/* What nobody asked for is a sign of another architecture, or a mask that old files carry along;
+   scales beside weights are another format, whose weights mean nothing without them. */
 static void tfmi_builder_report(const tfmi_builder *b) {
   static const char *const harmless[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"};
+  static const char *const scales[] = {".weight_scale", ".weight_scale_inv"};
   const tfmi_tensor *first = NULL;
   uint64_t i, count = 0;
-  int k;
   for (i = 0; i < b->s->tensors; i++) {
     const tfmi_tensor *t = &b->s->tensor[i];
-    bool known = t->used;
-    for (k = 0; k < TFMI_COUNT(harmless); k++) {
-      size_t n = strlen(harmless[k]);
-      known = known || (t->name.n >= n && !memcmp(t->name.at + t->name.n - n, harmless[k], n));
-    }
-    if (known) continue;
+    if (t->used || tfmi_name_ends(t->name, harmless, TFMI_COUNT(harmless))) continue;
+    if (tfmi_name_ends(t->name, scales, TFMI_COUNT(scales)))
+      tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s: scales beside weights are not read; "
+                "expected weights that are whole without them, of BF16 for example",
+                tfmi_plain(t->name).text);
     if (!first) first = t;
     count++;
   }

@@ -1289,7 +1289,13 @@ CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-
    the thread that multiplies them. 32 rows by 32 columns are four tiles of sums. Terms that are
    missing are zeros. An element's sum has the same order whatever the block, the item and the
    thread. */
-enum { CPU_TILE_ROWS = 16, CPU_TERMS = 32, CPU_TILE_SIZE = 1024, CPU_GROUPS = 4 };
+enum {
+  CPU_TILE_ROWS = 16,
+  CPU_TERMS = 32,
+  CPU_TILE_SIZE = 1024,
+  CPU_GROUPS = 4,
+  CPU_NEAR = 8 /* steps: so many of 32 rows of a stay in the first cache */
+};
 
 typedef struct cpu_tiled { /* a block of a product: these rows and columns of c, these terms */
   const cpu_gemm *t;
@@ -1530,13 +1536,16 @@ static const uint8_t *cpu_tiles_of_a(const cpu_tiled *p, int32_t row, int32_t wo
 static void cpu_tiles_run(const cpu_tiled *p, const uint8_t *a, float *out, int32_t row,
                           int32_t col, int32_t cols) {
   const int64_t group = (int64_t)p->steps * CPU_TILE_SIZE;
-  int32_t rows = cpu_min(CPU_ROWS, p->rows - row), i;
+  int32_t rows = cpu_min(CPU_ROWS, p->rows - row), i, k;
   cpu_walk x = {a, (size_t)group, CPU_TILE_SIZE}, w = x;
   cpu_tiles_expect(p, row, rows, col, cols);
-  for (i = 0; i < cols; i += CPU_ROWS) {
-    w.at = p->b + (col + i) / CPU_TILE_ROWS * group;
-    cpu_tiles_multiply(out + i, CPU_ABREAST * sizeof *out, x, w, p->steps, false);
-  }
+  for (k = 0; k < p->steps; k += CPU_NEAR)
+    for (i = 0; i < cols; i += CPU_ROWS) {
+      x.at = a + k * CPU_TILE_SIZE;
+      w.at = p->b + (col + i) / CPU_TILE_ROWS * group + k * CPU_TILE_SIZE;
+      cpu_tiles_multiply(out + i, CPU_ABREAST * sizeof *out, x, w, cpu_min(CPU_NEAR, p->steps - k),
+                         k > 0);
+    }
   for (i = 0; i < rows; i++)
     V(finish)(p->t, cpu_gemm_c(p->t, p->row + row + i), p->col + col, out + i * CPU_ABREAST, cols);
 }
@@ -1593,7 +1602,8 @@ static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *g) {
   int32_t most = cpu_side_lines(deepest);
   cpu_gemm t = *g;
   cpu_tiled p;
-  if (most == 0 || (g->w && !cpu_weight_floats(g->w, g->first, 0))) return false;
+  if (most == 0 || deepest > CPU_TRAIN_BYTES / (2 * CPU_ROWS) - CPU_TERMS) return false;
+  if (g->w && !cpu_weight_floats(g->w, g->first, 0)) return false;
   t.d = d;
   p.t = &t;
   for (p.k = 0; p.k < g->depth; p.k += p.depth) {

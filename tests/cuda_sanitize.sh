@@ -24,6 +24,7 @@ done
 check memcheck test_session a_batch_is_each_alone
 check memcheck test_session decoding_far
 for test in matmul_rows norm attn_rows sample; do check racecheck test_kernels "$test"; done
+check racecheck test_session cache_types # the chain of decode
 wait
 
 passed=0 failed=0

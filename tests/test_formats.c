@@ -388,6 +388,9 @@ TEST(safetensors_odd_names) {
              "\"data_offsets\":[0,0]},\"model", names[i]);
     expect_header("{\"model", text, TFM_OK, "");
   }
+  expect_header("{\"model", "{\"a.weight_scale_inv\":{\"dtype\":\"F32\",\"shape\":[0],"
+                "\"data_offsets\":[0,0]},\"model", TFM_E_UNSUPPORTED,
+                "tensor a.weight_scale_inv: scales beside weights are not read");
   memset(long_one, 'x', 1000000);
   memcpy(long_one, "{\"", 2);
   strcpy(long_one + 1000000,

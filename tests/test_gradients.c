@@ -165,6 +165,7 @@ static void test_products_of_bf16(device *t) {
   products(t, 100, 33, 65, TFM_F32, 1);
   products(t, 2100, 5, 18, TFM_F32, 1);
   products(t, 18, 2100, 70, TFM_F32, 1);
+  products(t, 3, 5, 15000, TFM_F32, 1); /* rows that no thread packs 32 of */
 }
 TEST(products_of_bf16) { on_threads(test_products_of_bf16); }
 

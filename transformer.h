@@ -890,7 +890,7 @@ typedef struct tfm_weight_source {
   tfm_type type;  /* convert to this; TFM_TYPE_DEFAULT: keep each part's */
 } tfm_weight_source;
 
-/* opaque but for this front: kernels are chosen by it, not by row counts */
+/* opaque but for this front: kernels are chosen by it; by row counts as rule 7 allows */
 typedef struct tfm_weight {
   int32_t rows, cols, experts;
   unsigned roles;

@@ -468,17 +468,35 @@ __device__ static float cuda_load(const void *p, tfm_type type, int64_t i) {
   return __bfloat162float(__ldcg((const __nv_bfloat16 *)p + i));
 }
 
+/* Several, none of which is waited for before all are asked for. */
+template <int N>
+__device__ __forceinline__ void cuda_load_some(float (&f)[N], const void *p, tfm_type type,
+                                               int64_t i) {
+  uint16_t half[N] = {};
+#pragma unroll
+  for (int k = 0; k < N; k++)
+    if (type == TFM_F32) f[k] = __ldcg((const float *)p + i + k);
+    else half[k] = __ldcg((const uint16_t *)p + i + k);
+#pragma unroll
+  for (int k = 0; k < N && type != TFM_F32; k++)
+    f[k] = type == TFM_F16 ? __half2float(__ushort_as_half(half[k]))
+                           : __uint_as_float((uint32_t)half[k] << 16);
+}
+
 __device__ static void cuda_store(void *p, tfm_type type, int64_t i, float v) {
   if (type == TFM_F32) ((float *)p)[i] = v;
   else if (type == TFM_F16) ((__half *)p)[i] = __float2half_rn(v);
   else ((__nv_bfloat16 *)p)[i] = __float2bfloat16_rn(v);
 }
 
-/* Four of 16 bits. */
-__device__ static void cuda_store4(void *p, tfm_type type, int64_t i, float4 v) {
+/* Four, on as many bytes as they take. */
+__device__ __forceinline__ void cuda_store4(void *p, tfm_type type, int64_t i, float4 v) {
   const __half2 a = __floats2half2_rn(v.x, v.y), b = __floats2half2_rn(v.z, v.w);
   const __nv_bfloat162 c = __floats2bfloat162_rn(v.x, v.y), e = __floats2bfloat162_rn(v.z, v.w);
-  *(uint2 *)((uint16_t *)p + i) = type == TFM_F16
+  if (type == TFM_F32)
+    *(float4 *)((float *)p + i) = v;
+  else
+    *(uint2 *)((uint16_t *)p + i) = type == TFM_F16
                                       ? make_uint2(*(const uint32_t *)&a, *(const uint32_t *)&b)
                                       : make_uint2(*(const uint32_t *)&c, *(const uint32_t *)&e);
 }
@@ -995,11 +1013,6 @@ __device__ __noinline__ float4 cuda_quad_slow(const float *x, int k, int n) {
   return make_float4(v[0], v[1], v[2], v[3]);
 }
 
-__device__ __forceinline__ float4 cuda_quad(const float *x, int k, int n) {
-  if (4 * k + 3 < n && (uintptr_t)x % 16 == 0) return __ldcg((const float4 *)x + k);
-  return cuda_quad_slow<false>(x, k, n);
-}
-
 __device__ __forceinline__ float4 cuda_quad_const(const float *x, int k, int n) {
   if (4 * k + 3 < n && (uintptr_t)x % 16 == 0) return __ldg((const float4 *)x + k);
   return cuda_quad_slow<true>(x, k, n);
@@ -1019,15 +1032,15 @@ __device__ __forceinline__ float4 cuda_quad_if(const float *p, bool wanted) {
 
 /* Quads k, k + STRIDE, ... of a row of n values, zeros beyond it, past the first cache, where older
    values may lie. */
-template <int STRIDE>
-__device__ __forceinline__ void cuda_quads(float4 (&v)[4], const float *x, int k, int n) {
+template <int STRIDE, int Q>
+__device__ __forceinline__ void cuda_quads(float4 (&v)[Q], const float *x, int k, int n) {
   const bool plain = (((unsigned)(uintptr_t)x >> 2 | (unsigned)n) & 3) == 0;
 #pragma unroll
-  for (int i = 0; i < 4; i++)
+  for (int i = 0; i < Q; i++)
     v[i] = cuda_quad_if(x + 4 * (k + i * STRIDE), plain && 4 * (k + i * STRIDE) < n);
   if (plain) return;
 #pragma unroll
-  for (int i = 0; i < 4; i++) v[i] = cuda_quad_slow<false>(x, k + i * STRIDE, n);
+  for (int i = 0; i < Q; i++) v[i] = cuda_quad_slow<false>(x, k + i * STRIDE, n);
 }
 
 __device__ __forceinline__ float cuda_max(float a, float b) { /* NaN is largest */
@@ -1050,106 +1063,129 @@ __device__ __forceinline__ float4 cuda_within(float4 v, int left) {
                      left > 3 ? v.w : 0.0f);
 }
 
-typedef struct cuda_found { float sum, top; } cuda_found; /* of a thread's values: top of |v| */
+/* A row of n values, filled up with zeros to whole `quads`, of which a thread has threadIdx.x + i *
+   CUDA_CREW. It keeps Q of them; Q 8 will do for any row, but a wider one is fetched for every
+   use, half of the quads while the other half is used. */
+template <int Q> struct cuda_row {
+  const float *x;
+  int n, quads;
+  float4 v[Q < 4 ? 1 : Q / 4][Q < 4 ? Q : 4];
+  __device__ __forceinline__ bool kept() const { return Q < 8 || quads <= Q * CUDA_CREW; }
+};
 
-/* Sixteen bytes on their way to shared memory, or the first of them and zeros. */
-__device__ __forceinline__ void cuda_copy_some(void *to, const void *from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-               : : "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from), "r"(bytes));
+enum { CUDA_QUADS = 4 * CUDA_CREW }; /* from a thread's quad to the fourth after it */
+
+template <int Q>
+__device__ __forceinline__ void cuda_row_fetch(cuda_row<Q> &r, const float *x, int n, int quads) {
+  r.x = x, r.n = n, r.quads = quads;
+#pragma unroll
+  for (int half = 0; half < (Q + 3) / 4; half++)
+    if (r.kept()) cuda_quads<CUDA_CREW>(r.v[half], x, (int)threadIdx.x + half * CUDA_QUADS, n);
 }
 
-__device__ __forceinline__ void cuda_found_add(cuda_found &found, float4 v, bool mean) {
-  found.top = cuda_max(found.top, cuda_largest(v));
-  found.sum += mean ? (v.x + v.y) + (v.z + v.w) : cuda_squares(v);
-}
-
-/* A row of n values comes to `raw`, in shared memory, filled up with zeros to whole `quads`. A
-   thread has quads threadIdx.x + i * CUDA_CREW, and reads no others. All are asked for before the
-   first is looked at; loops are short, as few warps wait for every instruction. The sum is of
-   squares unless a mean comes first. */
-__device__ __forceinline__ cuda_found cuda_fetch(float4 *raw, const float *x, int n, int quads,
-                                                 bool mean) {
-  const bool aligned = (uintptr_t)x % 16 == 0;
-  cuda_found found = {0, 0};
-  int k = threadIdx.x;
-  if (quads <= CUDA_CREW) { /* as most threads have one */
-    if (k < quads) cuda_found_add(found, raw[k] = cuda_quad(x, k, n), mean);
-    return found;
+/* use(k, v) for every quad of the thread, in order; what it does to v lasts if the row is kept. */
+template <int Q, typename USE>
+__device__ __forceinline__ void cuda_each(cuda_row<Q> &r, USE use) {
+  auto use_half = [&](auto &v, int first) {
+#pragma unroll
+    for (int i = 0; i < (Q < 4 ? Q : 4); i++)
+      if (first + i * CUDA_CREW < r.quads) use(first + i * CUDA_CREW, v[i]);
+  };
+  if (r.kept()) {
+#pragma unroll
+    for (int half = 0; half < (Q + 3) / 4; half++)
+      use_half(r.v[half], (int)threadIdx.x + half * CUDA_QUADS);
+    return;
   }
+  if constexpr (Q == 8) {
+    int first = threadIdx.x;
+    cuda_quads<CUDA_CREW>(r.v[0], r.x, first, r.n);
 #pragma unroll 1
-  for (; k < quads; k += CUDA_CREW)
-    if (aligned) cuda_copy_some(raw + k, x + 4 * k, 4 * max(min(n - 4 * k, 4), 0));
-    else raw[k] = cuda_quad_slow<false>(x, k, n);
-  asm volatile("cp.async.wait_all;" : : : "memory");
-#pragma unroll 1
-  for (k = threadIdx.x; k < quads; k += CUDA_CREW) cuda_found_add(found, raw[k], mean);
-  return found;
-}
-
-/* Normalises n values that cuda_fetch has brought; room: 16 floats. Returns mean and 1/deviation;
-   top becomes that of the thread's new values. */
-__device__ static float2 cuda_normalise(float4 *x, int n, const cuda_norm &t, float *room,
-                                        cuda_found &found) {
-  const int quads = (n + 3) / 4;
-  const float each = 1.0f / (float)n;
-  float mean = 0, inverse;
-  int k;
-  if (t.p.kind == TFM_NORM_LAYER) {
-    mean = cuda_crew_sum(found.sum, room) * each;
-    found.sum = 0;
-#pragma unroll 1
-    for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
-      const float4 v = x[k];
-      found.sum += cuda_squares(cuda_within(
-          make_float4(v.x - mean, v.y - mean, v.z - mean, v.w - mean), n - 4 * k));
+    for (; first < r.quads; first += 2 * CUDA_QUADS) {
+      cuda_quads<CUDA_CREW>(r.v[1], r.x, first + CUDA_QUADS, r.n);
+      use_half(r.v[0], first);
+      cuda_quads<CUDA_CREW>(r.v[0], r.x, first + 2 * CUDA_QUADS, r.n);
+      use_half(r.v[1], first + CUDA_QUADS);
     }
   }
-  inverse = rsqrtf(cuda_crew_sum(found.sum, room + 8) * each + t.p.eps);
-  found.top = 0;
-#pragma unroll 1
-  for (k = threadIdx.x; k < quads; k += CUDA_CREW) {
-    const float4 w = cuda_quad_const(t.w, k, n);
-    const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
-    float4 v = x[k];
-    v.x = __fmaf_rn(__fmul_rn(v.x - mean, inverse), w.x + t.p.offset, b.x);
-    v.y = __fmaf_rn(__fmul_rn(v.y - mean, inverse), w.y + t.p.offset, b.y);
-    v.z = __fmaf_rn(__fmul_rn(v.z - mean, inverse), w.z + t.p.offset, b.z);
-    v.w = __fmaf_rn(__fmul_rn(v.w - mean, inverse), w.w + t.p.offset, b.w);
-    x[k] = v = cuda_within(v, n - 4 * k);
-    found.top = cuda_max(found.top, cuda_largest(v));
-  }
-  return make_float2(mean, inverse);
 }
 
-/* A block for a vector. */
+/* Mean, where the norm takes it off, and 1/deviation of a row; each: 1 / n. room: 16 floats. */
+template <int Q>
+__device__ __forceinline__ float2 cuda_row_stats(cuda_row<Q> &r, const tfm_norm &p, float each,
+                                                 float *room) {
+  const bool centred = p.kind == TFM_NORM_LAYER;
+  float sum = 0, mean = 0;
+  cuda_each(r, [&](int, float4 &v) {
+    sum += centred ? (v.x + v.y) + (v.z + v.w) : cuda_squares(v);
+  });
+  if (centred) {
+    mean = cuda_crew_sum(sum, room) * each;
+    sum = 0;
+    cuda_each(r, [&](int k, float4 &v) {
+      sum += cuda_squares(cuda_within(
+          make_float4(v.x - mean, v.y - mean, v.z - mean, v.w - mean), r.n - 4 * k));
+    });
+  }
+  return make_float2(mean, rsqrtf(cuda_crew_sum(sum, room + 8) * each + p.eps));
+}
+
+/* Four values, normalised; `left` of them are the row's. */
+__device__ __forceinline__ float4 cuda_normed(float4 v, int left, float2 stats, float4 w, float4 b,
+                                              float offset) {
+  v.x = __fmaf_rn(__fmul_rn(v.x - stats.x, stats.y), w.x + offset, b.x);
+  v.y = __fmaf_rn(__fmul_rn(v.y - stats.x, stats.y), w.y + offset, b.y);
+  v.z = __fmaf_rn(__fmul_rn(v.z - stats.x, stats.y), w.z + offset, b.z);
+  v.w = __fmaf_rn(__fmul_rn(v.w - stats.x, stats.y), w.w + offset, b.w);
+  return cuda_within(v, left);
+}
+
+/* y = norm(x), or what is added to it; a block for a vector. */
+template <int Q>
 __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat x,
                                                               tfm_mat residual, float *stats,
                                                               cuda_norm t) {
-  extern __shared__ __align__(16) float shared[];
-  int groups = (int)gridDim.y, n = x.cols / groups, row = (int)blockIdx.x, g = (int)blockIdx.y, i;
+  __shared__ __align__(16) float room[16];
+  const int groups = (int)gridDim.y, n = x.cols / groups, g = (int)blockIdx.y;
+  const int64_t row = blockIdx.x, to = row * y.stride + g * n;
   const float *from = (const float *)x.data + row * x.stride + g * n;
-  float *v = shared + 16;
-  cuda_found found = cuda_fetch((float4 *)v, from, n, (n + 3) / 4, t.p.kind == TFM_NORM_LAYER);
-  float2 s = cuda_normalise((float4 *)v, n, t, shared, found);
-  __syncthreads();
-  for (i = threadIdx.x; i < n; i += CUDA_CREW) {
-    const float *beside = (const float *)residual.data;
-    float old = beside ? beside[row * residual.stride + g * n + i] : 0.0f;
-    cuda_store(y.data, y.type, row * y.stride + g * n + i, residual.data ? old + v[i] : v[i]);
-  }
+  const float *beside = (const float *)residual.data + row * residual.stride + g * n;
+  const bool plain = !residual.data && ((to | n) & 3) == 0 && (uintptr_t)y.data % 16 == 0;
+  cuda_row<Q> r;
+  float2 s;
+  cuda_row_fetch(r, from, n, (n + 3) / 4);
+  s = cuda_row_stats(r, t.p, 1.0f / (float)n, room);
+  cuda_each(r, [&](int k, float4 &v) {
+    const float4 w = cuda_quad_const(t.w, k, n);
+    const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
+    const float4 u = cuda_normed(v, n - 4 * k, s, w, b, t.p.offset);
+    const float f[4] = {u.x, u.y, u.z, u.w};
+    if (plain) return cuda_store4(y.data, y.type, to + 4 * k, u);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if (4 * k + i < n)
+        cuda_store(y.data, y.type, to + 4 * k + i,
+                   residual.data ? beside[4 * k + i] + f[i] : f[i]);
+  });
   if (!stats || threadIdx.x) return;
-  stats[2 * ((int64_t)row * groups + g)] = s.x;
-  stats[2 * ((int64_t)row * groups + g) + 1] = s.y;
+  stats[2 * (row * groups + g)] = s.x;
+  stats[2 * (row * groups + g) + 1] = s.y;
+}
+
+/* Quads of a row that a thread keeps. */
+static int cuda_row_quads(int n) { return n <= 4 * CUDA_CREW ? 1 : n <= 16 * CUDA_CREW ? 4 : 8; }
+
+static void cuda_norm_run(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual, float *stats,
+                          const cuda_norm *t) {
+  const int groups = t->p.groups > 0 ? t->p.groups : 1, q = cuda_row_quads(x.cols / groups);
+  cuda_run(d, q == 1 ? cuda_norm_kernel<1> : q == 4 ? cuda_norm_kernel<4> : cuda_norm_kernel<8>,
+           dim3((unsigned)x.rows, (unsigned)groups), CUDA_CREW, 0, y, x, residual, stats, *t);
 }
 
 static void cuda_norm_entry(tfm_dev *d, tfm_mat y, tfm_mat x, const float *w, const float *b,
                             tfm_mat residual, float *stats, const tfm_norm *p) {
-  cuda_norm t = {w, b, *p};
-  int32_t groups = p->groups > 0 ? p->groups : 1;
-  size_t shared = sizeof(float) * (size_t)(20 + x.cols / groups);
-  if (cuda_enter(d))
-    cuda_run(d, cuda_norm_kernel, dim3((unsigned)x.rows, (unsigned)groups), CUDA_CREW, shared, y,
-             x, residual, stats, t);
+  const cuda_norm t = {w, b, *p};
+  if (cuda_enter(d)) cuda_norm_run(d, y, x, residual, stats, &t);
 }
 
 /* ---- cast, gather, embed, rope, glu ---- */
@@ -1245,10 +1281,11 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
    are multiplied without tensor cores, in the same order of things.
 
    A tile is 8 units, a unit two rows of W that belong together: a pair that is rotated, a gate and
-   what it opens, or rows eight apart. A piece is 64 bytes of each of the tile's 16 rows: lane
-   4g + t has 16 bytes of both rows of unit g. A team of `split` warps shares a tile: each takes a
-   stretch of pieces, CUDA_AHEAD of them asked for before they are used, the first even before x is
-   there. The team's sums are added in order: the bits of a row depend on the shape of W alone. */
+   what it opens, rows eight apart; or one row, twice (cuda_teams). A piece is 64 bytes of each of
+   the tile's 16 rows: lane 4g + t has 16 bytes of both rows of unit g. A team of `split` warps
+   shares a tile: each takes a stretch of pieces, CUDA_AHEAD of them asked for before they are used,
+   those that come first even before x is there. The team's sums are added in order: the bits of a
+   row depend on the shape of W alone. */
 
 enum { CUDA_AHEAD = 8, CUDA_BLOCKS_AHEAD = 4 }; /* pieces; at most the first */
 
@@ -1258,9 +1295,10 @@ template <int TYPE> struct cuda_operand {
   static constexpr int values = TYPE == TFM_F32 ? 4 : TYPE == TFM_Q8_0 ? 16
                                                 : TYPE == TFM_Q4_0     ? 32 : 8;
   static constexpr int parts = TYPE == TFM_F32 ? 1 : TYPE == TFM_F16 ? 2 : TYPE == TFM_BF16 ? 3 : 4;
-  static constexpr int columns = TYPE == TFM_F16 ? 2 : TYPE == TFM_BF16 ? 4 : 8;
+  static constexpr int columns = TYPE == TFM_F16 ? 4 : 8;
   static constexpr int size = TYPE == TFM_F32 ? 4 : blocks ? 1 : 2;
-  static constexpr int bytes = 4 * values * parts * size; /* of x, beside a piece */
+  static constexpr int pad = size == 2 ? 32 : 0; /* puts parts of four pieces into all banks */
+  static constexpr int bytes = 4 * values * parts * size + pad; /* of x, beside a piece */
   static constexpr int stride = blocks ? 32 : 4; /* vectors from a piece of a row to the next */
   static constexpr int ahead = blocks ? CUDA_BLOCKS_AHEAD : CUDA_AHEAD; /* what registers hold */
 };
@@ -1280,19 +1318,15 @@ __host__ __device__ static int cuda_values(const cuda_weight &w) {
   return cuda_pieces(w) * (512 / cuda_bits(w.type));
 }
 
-enum { CUDA_RAW = 8192 }; /* wider rows of x are fetched twice, not kept, and not normalised */
-
-__host__ __device__ static int cuda_raw(const cuda_weight &w) {
-  return w.cols <= CUDA_RAW ? cuda_values(w) : 0;
-}
+enum { CUDA_NORMED = 32 * CUDA_CREW }; /* wider rows of x are not kept, and not normalised */
 
 /* Shared memory of a block that multiplies M rows of x. */
 typedef struct cuda_crew_room {
   float *room;   /* [24] of sums over the block */
   float *factor; /* [M] what sums are to be multiplied by */
   float2 *part;  /* [2, CUDA_CREW_WARPS, most tiles of columns, 32] sums of a team's warps */
-  float *raw;    /* [values] a row of x */
   char *zeros;   /* [32] */
+  float4 *norm;  /* [2, values / 4] weights and biases of a norm */
   char *planes;  /* [pieces + CUDA_AHEAD, M, parts, 4 lanes' values] */
 } cuda_crew_room;
 
@@ -1300,9 +1334,11 @@ enum { CUDA_PART_BYTES = 2 * CUDA_CREW_WARPS * 32 * 8 };
 
 enum { CUDA_ROOM_FLOATS = 40 };
 
-static size_t cuda_crew_bytes(const cuda_weight *w, int m) {
-  return sizeof(float) * (size_t)(CUDA_ROOM_FLOATS + cuda_raw(*w)) + (size_t)m * CUDA_PART_BYTES +
-         (size_t)((cuda_pieces(*w) + CUDA_AHEAD) * m) * (size_t)cuda_piece_bytes(w->type);
+/* norms: vectors of a norm's weights and biases. */
+static size_t cuda_crew_bytes(const cuda_weight *w, int m, int norms) {
+  return sizeof(float) * CUDA_ROOM_FLOATS + (size_t)m * CUDA_PART_BYTES +
+         (size_t)((cuda_pieces(*w) + CUDA_AHEAD) * m) * (size_t)cuda_piece_bytes(w->type) +
+         sizeof(float) * (size_t)(norms * cuda_values(*w));
 }
 
 template <int TYPE, int M>
@@ -1312,8 +1348,8 @@ __device__ __forceinline__ cuda_crew_room cuda_crew_lay_out(float *shared, const
   r.factor = shared + 24;
   r.zeros = (char *)(shared + 32);
   r.part = (float2 *)(shared + CUDA_ROOM_FLOATS);
-  r.raw = shared + CUDA_ROOM_FLOATS + M * CUDA_PART_BYTES / 4;
-  r.planes = (char *)(r.raw + cuda_raw(w));
+  r.planes = (char *)r.part + M * CUDA_PART_BYTES;
+  r.norm = (float4 *)(r.planes + (cuda_pieces(w) + CUDA_AHEAD) * M * cuda_operand<TYPE>::bytes);
   return r;
 }
 
@@ -1392,13 +1428,14 @@ template <bool BF> __device__ __forceinline__ uint32_t cuda_part2(float &a, floa
   return packed;
 }
 
-/* Byte of a column at which quad `within` of a piece lies. Q4_0's parts are turned against each
-   other: lanes read 16 bytes of two of them at a time. */
+/* Byte of a column at which quad `within` of a piece lies; its second half is 32 bytes further on
+   where W has 16 bits. Q4_0's parts are turned against each other: lanes read 16 bytes of two of
+   them at a time. */
 template <int TYPE> __device__ __forceinline__ int cuda_plane_at(int part, int within) {
   if (TYPE == TFM_F32) return within * 16;
   if (TYPE == TFM_Q4_0) return part * 128 + (within * 4 ^ part % 2 * 16);
   if (TYPE == TFM_Q8_0) return part * 64 + within * 4;
-  return part * cuda_operand<TYPE>::values * 8 + within * 8;
+  return part * 64 + within * 4;
 }
 
 /* Four values as whole numbers, in digits of 8 bits with a sign, the highest first: of every digit
@@ -1434,11 +1471,15 @@ __device__ __forceinline__ void cuda_plane_put(char *planes, int m, int k, float
     if (cuda_operand<TYPE>::blocks) {
       *(uint32_t *)at = digit[part];
     } else {
-      uint2 q;
-      q.x = cuda_part2<TYPE == TFM_BF16>(v.x, v.y), q.y = cuda_part2<TYPE == TFM_BF16>(v.z, v.w);
-      *(uint2 *)at = q;
+      *(uint32_t *)at = cuda_part2<TYPE == TFM_BF16>(v.x, v.y);
+      *(uint32_t *)(at + 32) = cuda_part2<TYPE == TFM_BF16>(v.z, v.w);
     }
   }
+}
+
+/* 2^e, of e from -126 to 127. */
+__device__ __forceinline__ float cuda_power(int e) {
+  return __uint_as_float((uint32_t)(127 + e) << 23);
 }
 
 /* What lies beyond a row in the planes: zeros. */
@@ -1452,56 +1493,62 @@ __device__ __forceinline__ void cuda_planes_end(const cuda_crew_room &r, const c
   cuda_plane_put<TYPE, M>(r.planes, m, k, make_float4(0, 0, 0, 0));
 }
 
-/* Four quads of a row too wide to be kept. */
-template <typename USE>
-__device__ __forceinline__ void cuda_wide(const float *x, int n, int quads, USE use) {
+/* A norm's weights and biases come to shared memory, each quad to the thread that will use it. They
+   are there before x is, unlike what a wait for other kernels leaves in the first cache. */
+template <int TYPE>
+__device__ __forceinline__ void cuda_norm_bring(const cuda_crew_room &r, const cuda_weight &w,
+                                                const cuda_norm &norm) {
+  const int quads = cuda_pieces(w) * cuda_operand<TYPE>::values;
+  auto bring = [&](float4 *to, const float *from) {
+    const bool aligned = (uintptr_t)from % 16 == 0;
 #pragma unroll 1
-  for (int k = threadIdx.x; k < quads; k += 4 * CUDA_CREW) {
-    float4 v[4];
-    cuda_quads<CUDA_CREW>(v, x, k, n);
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-      if (k + i * CUDA_CREW < quads) use(k + i * CUDA_CREW, v[i]);
-  }
+    for (int k = threadIdx.x; k < quads; k += CUDA_CREW)
+      if (aligned)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     : : "r"((uint32_t)__cvta_generic_to_shared(to + k)), "l"(from + 4 * k),
+                         "r"(4 * max(min(w.cols - 4 * k, 4), 0)));
+      else to[k] = cuda_quad_slow<true>(from, k, w.cols);
+  };
+  if (norm.w) bring(r.norm, norm.w);
+  if (norm.b) bring(r.norm + quads, norm.b);
 }
 
-/* x [cols], normalised, becomes row m of the planes; `most`: the largest of |x|, where that is
-   known. All threads, of which each has its own quads; synchronised at the end. */
-template <int TYPE, int M>
+/* x [cols], normalised where norm.w is there, becomes row m of the planes; `most`: the largest of
+   |x|, where that is known. All threads, of which each has its own quads; synchronised at the
+   end. */
+template <int TYPE, int M, int Q>
 __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_weight &w,
-                                            const float *x, const cuda_norm *norm,
+                                            const float *x, const cuda_norm &norm, float each,
                                             const float *most, int m) {
   constexpr int V = cuda_operand<TYPE>::values;
   constexpr bool scaled = TYPE != TFM_F32 && TYPE != TFM_BF16;
   constexpr int bits = cuda_operand<TYPE>::blocks ? 29 : 13; /* of what is below the largest's */
-  const bool kept = w.cols <= CUDA_RAW;
-  const int quads = cuda_pieces(w) * V;
-  float4 *raw = (float4 *)r.raw;
-  cuda_found found = {0, 0};
-  float by = 1;
+  cuda_row<Q> row;
+  float top = 0, by = 1;
   int e = 0;
-  auto put = [&](int k, float4 v) {
+  cuda_row_fetch(row, x, w.cols, cuda_pieces(w) * V);
+  if (norm.w) {
+    const float2 s = cuda_row_stats(row, norm.p, each, r.room);
+    asm volatile("cp.async.wait_all;" : : : "memory");
+    cuda_each(row, [&](int k, float4 &v) {
+      v = cuda_normed(v, w.cols - 4 * k, s, r.norm[k],
+                      norm.b ? r.norm[row.quads + k] : make_float4(0, 0, 0, 0), norm.p.offset);
+    });
+  }
+  if (scaled && most) top = __ldcg(most);
+  if (scaled && !most) {
+    cuda_each(row, [&](int, float4 &v) { top = cuda_max(top, cuda_largest(v)); });
+    top = cuda_crew_max(top, r.room + 16);
+  }
+  if (top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - bits);
+  by = cuda_power(-e);
+  cuda_each(row, [&](int k, float4 &v) {
     if (scaled) v.x *= by, v.y *= by, v.z *= by, v.w *= by;
     cuda_plane_put<TYPE, M>(r.planes, m, k, v);
-  };
-  if (kept)
-    found = cuda_fetch(raw, x, w.cols, quads, norm && norm->p.kind == TFM_NORM_LAYER);
-  else if (!most)
-    cuda_wide(x, w.cols, quads, [&](int, float4 v) { cuda_found_add(found, v, true); });
-  if (norm) cuda_normalise(raw, w.cols, *norm, r.room, found);
-  if (scaled) {
-    found.top = most ? __ldcg(most) : cuda_crew_max(found.top, r.room + 16);
-    if (found.top > 0 && found.top < INFINITY)
-      e = max(-100, (int)(__float_as_uint(found.top) >> 23) - 127 - bits);
-    by = __uint_as_float((uint32_t)(127 - e) << 23);
-  }
-  if (!kept) cuda_wide(x, w.cols, quads, put);
-#pragma unroll 1
-  for (int k = threadIdx.x; k < quads && kept; k += CUDA_CREW) put(k, raw[k]);
-  if (threadIdx.x == 0) {
-    float factor = scaled ? exp2f((float)(TYPE == TFM_Q4_0 ? e - 4 : e)) : 1.0f;
-    r.factor[m] = cuda_operand<TYPE>::blocks && !(found.top < INFINITY) ? NAN : factor;
-  }
+  });
+  if (threadIdx.x == 0)
+    r.factor[m] = cuda_operand<TYPE>::blocks && !(top < INFINITY)
+                      ? NAN : cuda_power(TYPE == TFM_Q4_0 ? e - 4 : e);
   __syncthreads();
 }
 
@@ -1553,16 +1600,17 @@ typedef struct cuda_two { /* of a piece, a lane's bytes of both rows, and scales
 typedef struct cuda_column {
   const char *x;
   int step, turn; /* of blocks: bytes to the next 8 columns; to the second half of 32 values */
+  int apart;      /* of 16 bits: bytes to what is beside the unit's second row */
   bool there;
 } cuda_column;
 
 template <int TYPE, int M>
-__device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, int n) {
+__device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, int n, int apart) {
   constexpr int V = cuda_operand<TYPE>::values, C = cuda_operand<TYPE>::columns;
   const int g = threadIdx.x / 4 % 8, t = threadIdx.x % 4, sub = (n * 8 + g) % C;
-  const int part = TYPE == TFM_Q4_0 ? g % 2 : TYPE == TFM_Q8_0 ? g % 4 : TYPE == TFM_F32 ? 0 : sub;
+  const int part = TYPE == TFM_Q4_0 ? g % 2 : TYPE == TFM_Q8_0 ? g % 4 : sub % (C / 2);
   const int m = cuda_operand<TYPE>::blocks || TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
-  cuda_column c = {r.planes + m * cuda_operand<TYPE>::bytes, 256, 16, true};
+  cuda_column c = {r.planes + m * cuda_operand<TYPE>::bytes, 256, 16, apart, true};
   if (TYPE == TFM_F32) {
     c.x += t * 16;
   } else if (cuda_operand<TYPE>::blocks) {
@@ -1571,16 +1619,17 @@ __device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, i
     if (TYPE == TFM_Q4_0 && part) c.turn = -16;
     if (!c.there) c.x = r.zeros, c.step = c.turn = 0;
   } else {
-    c.there = part < cuda_operand<TYPE>::parts;
-    c.x += c.there ? part * V * 8 + t * V * 2 : 0;
+    c.there = part < cuda_operand<TYPE>::parts && n * 8 + g < M * C;
+    if (c.there) c.x += part * 64 + sub / (C / 2) * 32 + t * 8;
   }
   return c;
 }
 
-/* Whole numbers, exactly, and the blocks' scales: of both rows, c[0] and c[2]. A lane has two
-   digits of one block's sum. */
+typedef struct cuda_sums { float a[4], b[4]; } cuda_sums; /* of both rows; of 16 bits all four */
+
+/* Whole numbers, exactly, and the blocks' scales. A lane has two digits of one block's sum. */
 template <int TYPE, int M>
-__device__ __forceinline__ void cuda_use_blocks(float (&c)[4], const cuda_two &q,
+__device__ __forceinline__ void cuda_use_blocks(cuda_sums &c, const cuda_two &q,
                                                 const cuda_column &col, int piece) {
   const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
   float sum_a, sum_b;
@@ -1608,13 +1657,15 @@ __device__ __forceinline__ void cuda_use_blocks(float (&c)[4], const cuda_two &q
     sum_a = __fmaf_rn((float)(v[0][0] * 256 + v[0][1]), 65536.0f, (float)(v[1][0] * 256 + v[1][1]));
     sum_b = __fmaf_rn((float)(v[0][2] * 256 + v[0][3]), 65536.0f, (float)(v[1][2] * 256 + v[1][3]));
   }
-  c[0] = __fmaf_rn(__half2float(q.scale_a), sum_a, c[0]);
-  c[2] = __fmaf_rn(__half2float(q.scale_b), sum_b, c[2]);
+  c.a[0] = __fmaf_rn(__half2float(q.scale_a), sum_a, c.a[0]);
+  c.b[0] = __fmaf_rn(__half2float(q.scale_b), sum_b, c.b[0]);
 }
 
-/* c += a piece by the columns. */
+/* c += a piece by the columns. Of 16 bits, rows of W multiply one by one: a row's 16 bytes are, as
+   they come, what mma takes for a row of its upper half and one of its lower, so that a column is
+   for values 0, 1, 4 and 5 of every eight, or for the others. */
 template <int TYPE, int M>
-__device__ __forceinline__ void cuda_use(float (&c)[4], const cuda_two &q, const cuda_column &col,
+__device__ __forceinline__ void cuda_use(cuda_sums &c, const cuda_two &q, const cuda_column &col,
                                          int piece) {
   const char *x = col.x + piece * M * cuda_operand<TYPE>::bytes;
   const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
@@ -1625,19 +1676,43 @@ __device__ __forceinline__ void cuda_use(float (&c)[4], const cuda_two &q, const
     const float f[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      c[0] = __fmaf_rn(__uint_as_float(a[i]), f[i], c[0]);
-      c[2] = __fmaf_rn(__uint_as_float(b[i]), f[i], c[2]);
+      c.a[0] = __fmaf_rn(__uint_as_float(a[i]), f[i], c.a[0]);
+      c.b[0] = __fmaf_rn(__uint_as_float(b[i]), f[i], c.b[0]);
     }
   } else {
-    uint4 v = make_uint4(0, 0, 0, 0);
-    const uint32_t low[4] = {a[0], b[0], a[1], b[1]}, high[4] = {a[2], b[2], a[3], b[3]};
-    if (col.there) v = *(const uint4 *)x;
-    cuda_mma<TYPE == TFM_BF16>(c, low, v.x, v.y);
-    cuda_mma<TYPE == TFM_BF16>(c, high, v.z, v.w);
+    uint2 v = make_uint2(0, 0), u = v;
+    if (col.there) v = *(const uint2 *)x, u = *(const uint2 *)(x + col.apart);
+    cuda_mma<TYPE == TFM_BF16>(c.a, a, v.x, v.y);
+    cuda_mma<TYPE == TFM_BF16>(c.b, b, u.x, u.y);
   }
 }
 
-typedef struct cuda_unit { /* two rows of W */
+/* A lane's share of the products of both rows with a row of x. */
+template <int TYPE> __device__ __forceinline__ float2 cuda_share_of_sums(const cuda_sums &c) {
+  constexpr int C = cuda_operand<TYPE>::columns;
+  const int t = threadIdx.x % 4;
+  if (TYPE == TFM_F16 || TYPE == TFM_BF16)
+    return t / (C / 4) % 2 ? make_float2(c.a[2] + c.a[3], c.b[2] + c.b[3])
+                           : make_float2(c.a[0] + c.a[1], c.b[0] + c.b[1]);
+  if (TYPE == TFM_Q8_0 && t % 2 == 0) /* the digits' places */
+    return make_float2(c.a[0] * 65536.0f, c.b[0] * 65536.0f);
+  return make_float2(c.a[0], c.b[0]);
+}
+
+typedef struct cuda_teams { /* how a block's warps share a product */
+  int split, units; /* warps of a team */
+  unsigned grid;    /* blocks */
+  bool narrow; /* a unit is one row: the later half of a warp's pieces is as if another row's */
+} cuda_teams;
+
+/* Whether that is so, for what is not multiplied in pairs of rows: pairs would leave more than half
+   of the blocks idle, while others read long rows. */
+static bool cuda_narrow(const tfm_dev *d, const cuda_weight *w) {
+  return !w->scale && w->type != TFM_F32 && w->cols >= 2 * w->rows &&
+         w->rows <= 8 * cuda_of(d)->processors;
+}
+
+typedef struct cuda_unit { /* two rows of W, or the same twice */
   int a, b;
   float bias_a, bias_b;
   float x, y; /* of the caller, for each */
@@ -1651,7 +1726,8 @@ typedef struct cuda_cursor { /* where a warp is */
 } cuda_cursor;
 
 template <int TYPE>
-__device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w, int piece) {
+__device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w, int piece,
+                                           int half) {
   const int t = threadIdx.x % 4;
   int64_t a, b;
   at.piece = piece;
@@ -1663,15 +1739,16 @@ __device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w
     at.scale_b = w.scale + (TYPE == TFM_Q8_0 ? b / 2 : b);
   } else {
     a = (int64_t)at.unit.a * w.vectors + piece * 4 + t;
-    b = (int64_t)at.unit.b * w.vectors + piece * 4 + t;
+    b = (int64_t)at.unit.b * w.vectors + (piece + half) * 4 + t;
   }
   at.a = (const uint4 *)w.data + a;
   at.b = (const uint4 *)w.data + b;
 }
 
-/* Piece number `ahead` of those at the cursor; `left`: this lane's vectors from the cursor on. */
+/* Piece number `ahead` of those at the cursor; this lane's vectors from the cursor on are left. */
 template <int TYPE>
-__device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int left, int ahead) {
+__device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int left, int left_b,
+                                         int ahead) {
   constexpr int stride = cuda_operand<TYPE>::stride, scales = TYPE == TFM_Q8_0 ? 16 : 32;
   const bool there = 4 * ahead < left;
   if constexpr (cuda_operand<TYPE>::blocks) { /* what is not there counts zero times */
@@ -1682,7 +1759,7 @@ __device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int
     if (there) q.scale_b = __ldg(at.scale_b + scales * ahead);
   } else {
     q.a = cuda_stream_load(at.a + stride * ahead, there);
-    q.b = cuda_stream_load(at.b + stride * ahead, there);
+    q.b = cuda_stream_load(at.b + stride * ahead, 4 * ahead < left_b);
   }
 }
 
@@ -1718,52 +1795,64 @@ __device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int 
    of a unit with row m of x, in one lane. A piece that has been used makes room for one further on
    at once, so that memory is never waited for from a standstill. */
 template <int TYPE, int M, typename UNIT, typename READY, typename DONE>
-__device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_room &r, int units,
-                                          int split, UNIT unit, READY ready, DONE done) {
+__device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_room &r,
+                                          const cuda_teams &teams, UNIT unit, READY ready,
+                                          DONE done) {
   constexpr int C = cuda_operand<TYPE>::columns, N = (M * C + 7) / 8;
-  const int warp = threadIdx.x / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
-  const int tiles = (units + 7) / 8, step = (int)gridDim.x * (CUDA_CREW_WARPS / split);
-  const int begin = warp % split * cuda_pieces(w) / split;
-  const int end = (warp % split + 1) * cuda_pieces(w) / split;
-  const int vectors = min(4 * end, w.vectors) - t;
-  cuda_cursor at = {}, next;
   constexpr int AHEAD = cuda_operand<TYPE>::ahead;
+  const int warp = threadIdx.x / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
+  const int split = teams.split, units = teams.units, tiles = (units + 7) / 8;
+  const int step = (int)gridDim.x * (CUDA_CREW_WARPS / split);
+  const int begin = warp % split * cuda_pieces(w) / split;
+  const int last = (warp % split + 1) * cuda_pieces(w) / split;
+  const int half = teams.narrow ? (last - begin + 1) / 2 : 0, end = half ? begin + half : last;
+  const bool any = warp / split * (int)gridDim.x + (int)blockIdx.x < tiles;
+  const int lefts_b = any ? min(4 * last, w.vectors) - 4 * half - t : 0;
+  const int lefts_a = any ? min(4 * end, w.vectors) - t : 0; /* of this lane, from piece 0 on */
+  cuda_cursor at = {}, next;
   cuda_two q[AHEAD];
   cuda_column column[N];
-  float c[N][4] = {};
+  cuda_sums c[N] = {};
   int turn = 0;
   at.tile = warp / split * (int)gridDim.x + (int)blockIdx.x;
   at.unit = unit(min(at.tile * 8 + g, units - 1));
-  cuda_point<TYPE>(at, w, begin);
+  cuda_point<TYPE>(at, w, begin, half);
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
-    cuda_ask<TYPE>(q[i], at, at.tile < tiles ? vectors - 4 * begin : 0, i);
-  ready(at.unit);
+    cuda_ask<TYPE>(q[i], at, lefts_a - 4 * begin, lefts_b - 4 * begin, i);
 #pragma unroll
-  for (int n = 0; n < N; n++) column[n] = cuda_column_of<TYPE, M>(r, n);
+  for (int n = 0; n < N; n++)
+    column[n] = cuda_column_of<TYPE, M>(r, n, half * M * cuda_operand<TYPE>::bytes);
+  ready(at.unit);
+  auto use = [&](int i) {
+#pragma unroll
+    for (int n = 0; n < N; n++) cuda_use<TYPE, M>(c[n], q[i], column[n], at.piece + i);
+  };
   while (at.tile < tiles) {
-    int left;
     next = at;
     next.piece += AHEAD;
     if (next.piece >= end) {
       next.tile += step;
       next.piece = begin;
-      if (next.tile < tiles) next.unit = unit(min(next.tile * 8 + g, units - 1));
     }
-    cuda_point<TYPE>(next, w, next.piece);
-    left = next.tile < tiles ? vectors - 4 * next.piece : 0;
+    if (next.tile < tiles) {
+      if (next.tile != at.tile) next.unit = unit(min(next.tile * 8 + g, units - 1));
+      cuda_point<TYPE>(next, w, next.piece, half);
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) {
+      for (int i = 0; i < AHEAD; i++) {
+        use(i);
+        cuda_ask<TYPE>(q[i], next, lefts_a - 4 * next.piece, lefts_b - 4 * next.piece, i);
+      }
+    } else {
 #pragma unroll
-      for (int n = 0; n < N; n++) cuda_use<TYPE, M>(c[n], q[i], column[n], at.piece + i);
-      cuda_ask<TYPE>(q[i], next, left, i);
+      for (int i = 0; i < AHEAD; i++) use(i);
     }
     if (next.tile != at.tile) {
       float2 v[N];
 #pragma unroll
       for (int n = 0; n < N; n++) {
-        v[n] = make_float2(c[n][0] + c[n][1], c[n][2] + c[n][3]);
-        if (TYPE == TFM_Q8_0 && t % 2 == 0) v[n].x *= 65536.0f, v[n].y *= 65536.0f; /* digits */
+        v[n] = cuda_share_of_sums<TYPE>(c[n]);
+        if (half) v[n].x += v[n].y;
       }
       cuda_team_sum<C>(v, r.part, split, turn);
       turn ^= 1;
@@ -1772,36 +1861,38 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
         int m = n * (8 / C) + t * 2 / C;
         if (warp % split == 0 && t % (C / 2) == 0 && m < M && at.tile * 8 + g < units)
           done(at.unit, m, make_float2(v[n].x * r.factor[m], v[n].y * r.factor[m]));
-        c[n][0] = c[n][1] = c[n][2] = c[n][3] = 0;
+        c[n] = {};
       }
     }
     at = next;
   }
 }
 
-/* Blocks of a product: of large matrices two a multiprocessor, of others the second place is for
-   the kernel that follows. */
-static int cuda_crew_blocks(const tfm_dev *d, const cuda_weight *w) {
-  return cuda_of(d)->processors * ((int64_t)w->rows * w->vectors >= 1 << 19 ? 2 : 1);
+/* Units of a matrix whose rows are as good as any: row 8 of a tile's 16 belongs to row 0, ... */
+static int cuda_plain_units(int rows) {
+  return rows / 16 * 8 + (rows % 16 < 8 ? rows % 16 : 8);
 }
 
-/* How many warps make a team, so that all tiles take the least time. */
-static int cuda_split(const cuda_weight *w, int units, int blocks) {
-  int tiles = (units + 7) / 8, pieces = cuda_pieces(*w), split, best = 1;
+/* Blocks for a matrix: of large ones two a multiprocessor, of others the second place is for the
+   kernel that follows. A team has as many warps as let all tiles take the least time. pairs: what
+   belongs together says which two rows are a unit. */
+static cuda_teams cuda_teams_of(const tfm_dev *d, const cuda_weight *w, bool pairs) {
+  const int blocks = cuda_of(d)->processors * ((int64_t)w->rows * w->vectors >= 1 << 19 ? 2 : 1);
+  const int pieces = cuda_pieces(*w);
   int64_t least = INT64_MAX;
+  cuda_teams t = {1, 0, 0, !pairs && cuda_narrow(d, w)};
+  int split, tiles;
+  t.units = pairs ? w->rows / 2 : t.narrow ? w->rows : cuda_plain_units(w->rows);
+  tiles = (t.units + 7) / 8;
   for (split = 1; split <= CUDA_CREW_WARPS; split *= 2) {
     int64_t teams = (int64_t)blocks * (CUDA_CREW_WARPS / split);
     int each = (pieces + split - 1) / split, ahead = w->scale ? 4 : 2;
     int64_t cost = (tiles + teams - 1) / teams * (2 * ((each + ahead - 1) / ahead * ahead) + 1);
-    if (cost < least) least = cost, best = split;
+    if (cost < least) least = cost, t.split = split;
   }
-  return best;
-}
-
-/* Blocks that have something to do. */
-static unsigned cuda_crews(int units, int split, int blocks) {
-  unsigned n = cuda_blocks(units, 8 * (CUDA_CREW_WARPS / split));
-  return n < (unsigned)blocks ? n : (unsigned)blocks;
+  t.grid = cuda_blocks(t.units, 8 * (CUDA_CREW_WARPS / t.split)); /* that have something to do */
+  if (t.grid > (unsigned)blocks) t.grid = (unsigned)blocks;
+  return t;
 }
 
 /* ---- matmul ---- */
@@ -1821,13 +1912,8 @@ __device__ static void cuda_epilogue(const tfm_mat &y, const tfm_epilogue &e, in
   *cuda_at(y, row, col) = v;
 }
 
-/* Units of a matrix whose rows are as good as any: row 8 of a tile's 16 belongs to row 0, ... */
-__host__ __device__ static int cuda_plain_units(int rows) {
-  return rows / 16 * 8 + (rows % 16 < 8 ? rows % 16 : 8);
-}
-
-__device__ static cuda_unit cuda_plain_unit(const float *bias, int u, int rows) {
-  int a = u / 8 * 16 + u % 8, b = a + 8 < rows ? a + 8 : a;
+__device__ static cuda_unit cuda_plain_unit(const float *bias, int u, int rows, bool narrow) {
+  const int a = narrow ? u : u / 8 * 16 + u % 8, b = !narrow && a + 8 < rows ? a + 8 : a;
   return {a, b, bias ? __ldg(bias + a) : 0.0f, bias ? __ldg(bias + b) : 0.0f, 0, 0};
 }
 
@@ -1839,8 +1925,8 @@ typedef struct cuda_experts { /* of matmul_moe: slot s multiplies by the matrix 
 /* Rows of x from `first` on, up to M; blockIdx.y counts slots of experts. */
 template <int TYPE, int M>
 __global__ void __launch_bounds__(CUDA_CREW, 2)
-cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int first, int split,
-                   cuda_experts experts) {
+cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int first,
+                   cuda_teams teams, cuda_experts experts) {
   extern __shared__ __align__(16) float shared[];
   const cuda_crew_room r = cuda_crew_lay_out<TYPE, M>(shared, w);
   int count = min(M, x.rows - first);
@@ -1851,22 +1937,22 @@ cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int firs
     first = (int)blockIdx.y;
     count = 1;
   }
-  auto unit = [&](int u) { return cuda_plain_unit(e.bias, u, w.rows); };
+  auto unit = [&](int u) { return cuda_plain_unit(e.bias, u, w.rows, teams.narrow); };
   auto ready = [&](cuda_unit &) {
 #pragma unroll 1
     for (int m = 0; m < count; m++) {
       cuda_planes_end<TYPE, M>(r, w, m);
-      cuda_planes<TYPE, M>(r, w, cuda_at(x, (first + m) / experts.share, 0), NULL, NULL, m);
+      cuda_planes<TYPE, M, 8>(r, w, cuda_at(x, (first + m) / experts.share, 0), {}, 0, NULL, m);
     }
   };
   auto done = [&](const cuda_unit &u, int m, float2 v) {
     if (m < count) cuda_epilogue(y, e, first + m, u.a, v.x, u.bias_a);
     if (m < count && u.b != u.a) cuda_epilogue(y, e, first + m, u.b, v.y, u.bias_b);
   };
-  cuda_dots<TYPE, M>(w, r, cuda_plain_units(w.rows), split, unit, ready, done);
+  cuda_dots<TYPE, M>(w, r, teams, unit, ready, done);
 }
 
-typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int, int,
+typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int, cuda_teams,
                                      cuda_experts);
 
 template <int TYPE> static cuda_matmul_function cuda_matmul_for(int m) {
@@ -1886,17 +1972,16 @@ static cuda_matmul_function cuda_matmul_choose(tfm_type type, int m) {
 /* As many rows at a time as shared memory holds. */
 static void cuda_matmul_small(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
                               const tfm_epilogue *e) {
-  int units = cuda_plain_units(w->rows), blocks = cuda_crew_blocks(d, w);
-  int split = cuda_split(w, units, blocks);
-  dim3 grid(cuda_crews(units, split, blocks));
+  const cuda_teams teams = cuda_teams_of(d, w, false);
   cuda_experts none = {NULL, 1};
-  bool fits = cuda_crew_bytes(w, CUDA_COLUMNS) <= CUDA_SHARED;
+  bool fits = cuda_crew_bytes(w, CUDA_COLUMNS, 0) <= CUDA_SHARED;
   int32_t first, m = x.rows > 1 && fits ? CUDA_COLUMNS : 1;
-  if (cuda_crew_bytes(w, m) > CUDA_SHARED)
+  const size_t bytes = cuda_crew_bytes(w, m, 0);
+  if (bytes > CUDA_SHARED)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a matrix with %d columns is too wide", (int)w->cols);
   for (first = 0; first < x.rows && d->status == TFM_OK; first += m)
-    cuda_run(d, cuda_matmul_choose(w->type, m), grid, CUDA_CREW, cuda_crew_bytes(w, m), y, x, *w,
-             *e, (int)first, split, none);
+    cuda_run(d, cuda_matmul_choose(w->type, m), teams.grid, CUDA_CREW, bytes, y, x, *w, *e,
+             (int)first, teams, none);
 }
 
 static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
@@ -1974,15 +2059,13 @@ static void cuda_matmul_moe(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *
                             const tfm_routing *r, bool spread) {
   const cuda_weight *packed = cuda_packed(w);
   cuda_experts experts = {r->expert, spread ? r->top_k : 1};
-  int units = cuda_plain_units(packed->rows), blocks = cuda_crew_blocks(d, packed);
-  int split = cuda_split(packed, units, blocks);
+  const cuda_teams teams = cuda_teams_of(d, packed, false);
   tfm_epilogue plain;
   memset(&plain, 0, sizeof plain);
   if (cuda_enter(d))
     cuda_run(d, cuda_matmul_choose(packed->type, 1),
-             dim3(cuda_crews(units, split, blocks),
-                  (unsigned)(r->tokens * r->top_k)),
-             CUDA_CREW, cuda_crew_bytes(packed, 1), y, x, *packed, plain, 0, split, experts);
+             dim3(teams.grid, (unsigned)(r->tokens * r->top_k)), CUDA_CREW,
+             cuda_crew_bytes(packed, 1, 0), y, x, *packed, plain, 0, teams, experts);
 }
 
 __global__ void cuda_combine_kernel(tfm_mat y, tfm_mat x, tfm_mat residual, tfm_routing r) {
@@ -2453,10 +2536,11 @@ typedef struct cuda_stretches { /* of several blocks: their sums, and how many a
 
 typedef struct cuda_sum { float out, sum, max; } cuda_sum; /* of one column; max of log2 */
 
+#define CUDA_LEAST (-1e30f) /* as a maximum: no score is smaller */
+
 __device__ static void cuda_take_in(cuda_sum &all, cuda_sum one) {
-  float max = fmaxf(all.max, one.max);
-  float x = all.max > -INFINITY ? exp2f(all.max - max) : 0.0f;
-  float y = one.max > -INFINITY ? exp2f(one.max - max) : 0.0f;
+  float max = fmaxf(fmaxf(all.max, one.max), CUDA_LEAST);
+  float x = cuda_exp2(all.max - max), y = cuda_exp2(one.max - max);
   all.out = __fmaf_rn(all.out, x, __fmul_rn(one.out, y));
   all.sum = __fmaf_rn(all.sum, x, __fmul_rn(one.sum, y));
   all.max = max;
@@ -2558,7 +2642,7 @@ __device__ __forceinline__ void cuda_attend_warp(cuda_heads<B> &of, const cuda_a
 
 /* Of the block's warps, in order: of(k) is warp k's. */
 template <typename OF> __device__ __forceinline__ cuda_sum cuda_warps_sum(OF of) {
-  cuda_sum one[CUDA_CREW_WARPS], all = {0, 0, -INFINITY};
+  cuda_sum one[CUDA_CREW_WARPS], all = {0, 0, CUDA_LEAST};
 #pragma unroll
   for (int k = 0; k < CUDA_CREW_WARPS; k++) {
     one[k] = of(k);
@@ -2566,7 +2650,7 @@ template <typename OF> __device__ __forceinline__ cuda_sum cuda_warps_sum(OF of)
   }
 #pragma unroll
   for (int k = 0; k < CUDA_CREW_WARPS; k++) {
-    float by = one[k].max > -INFINITY ? exp2f(one[k].max - all.max) : 0.0f;
+    float by = cuda_exp2(one[k].max - all.max);
     all.out = __fmaf_rn(one[k].out, by, all.out);
     all.sum = __fmaf_rn(one[k].sum, by, all.sum);
   }
@@ -2641,18 +2725,13 @@ __device__ __forceinline__ bool cuda_attend_meet(cuda_sum (&all)[EACH], const cu
 
 typedef struct cuda_row_keys { int pos, seq, first, stretches; } cuda_row_keys;
 
-/* What a block has to attend to, when what went before is complete; false: nothing. */
-__device__ __forceinline__ bool cuda_row_keys_of(cuda_row_keys &k, const cuda_attn &a, int row,
-                                                 int head) {
+/* What a block has to attend to; false: nothing. */
+__device__ __forceinline__ bool cuda_row_keys_of(cuda_row_keys &k, const cuda_attn &a, int row) {
   k.pos = __ldcg(a.rows.pos + row);
   k.seq = __ldcg(a.rows.seq + row);
-  if (k.seq >= 0) /* the page's number comes near */
-    asm volatile("" : : "l"(cuda_kv_at(a.kv, k.seq, min(k.pos, (int)threadIdx.x / 32 * 32), head)));
-  cuda_follow();
-  if (k.seq < 0) return false;
   k.first = a.p.window > 0 && k.pos >= a.p.window ? k.pos - a.p.window + 1 : 0;
   k.stretches = (k.pos - k.first) / CUDA_STRETCH + 1;
-  return (int)blockIdx.z < k.stretches;
+  return k.seq >= 0 && (int)blockIdx.z < k.stretches;
 }
 
 /* Up to B heads of a row, and all stretches or one. */
@@ -2677,7 +2756,9 @@ __device__ __forceinline__ void cuda_attend_one(const cuda_attn &a, const cuda_s
     }
     __syncthreads();
   };
-  if (!cuda_row_keys_of(keys, a, row, head)) return;
+  const bool any = cuda_row_keys_of(keys, a, row);
+  cuda_follow();
+  if (!any) return;
   for (int e = 0; e < EACH; e++) all[e] = {0, 0, -INFINITY};
   for (int stretch = (int)blockIdx.z; stretch < keys.stretches; stretch += (int)gridDim.z) {
     const int begin = keys.first + stretch * CUDA_STRETCH;
@@ -2743,47 +2824,96 @@ template <int D> __device__ __forceinline__ uint2 cuda_eight_bytes(const uint8_t
   return make_uint2(__ldcg((const uint32_t *)p), __ldcg((const uint32_t *)p + 1));
 }
 
-/* Keys from `from` on; beyond `last`, the last's. */
+/* The vector of a key or value at element `at`, and its bytes. */
+template <int TYPE>
+__device__ __forceinline__ const uint8_t *cuda_vector_of(const void *data, int64_t at) {
+  return TYPE == TFM_Q8_0 ? cuda_vector8(data, at) : (const uint8_t *)data + 2 * at;
+}
+template <int D, int TYPE> struct cuda_vector_bytes {
+  static constexpr int n = TYPE == TFM_Q8_0 ? D + D / 16 : 2 * D;
+};
+
+typedef struct cuda_place { /* of sixteen keys: the lane's of those at g, and values at 2t */
+  const uint8_t *k, *v;
+  bool one; /* one page has them all */
+} cuda_place;
+
+/* As well, they come to the second cache. */
 template <int D, int TYPE>
-__device__ __forceinline__ void cuda_sixteen_ask(cuda_sixteen<D, TYPE> &x, const tfm_kv &kv,
-                                                 int seq, int head, int from, int last) {
+__device__ __forceinline__ cuda_place cuda_place_of(const tfm_kv &kv, int seq, int head, int from) {
+  constexpr int bytes = cuda_vector_bytes<D, TYPE>::n;
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const bool one = from / kv.page_tokens == min(from + 15, last) / kv.page_tokens;
-  const int64_t base = cuda_kv_at(kv, seq, from, head);
-  auto at = [&](int i) {
-    const int j = min(from + i, last);
-    return one ? base + (int64_t)(j - from) * D : cuda_kv_at(kv, seq, j, head);
-  };
+  const int64_t at = cuda_kv_at(kv, seq, from, head);
+  cuda_place p = {cuda_vector_of<TYPE>(kv.k, at), cuda_vector_of<TYPE>(kv.v, at),
+                  from / kv.page_tokens == (from + 15) / kv.page_tokens};
+  if (p.one) {
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(p.k + lane * (bytes / 2)));
+    asm volatile("prefetch.global.L2 [%0];" : : "l"(p.v + lane * (bytes / 2)));
+  }
+  p.k += g * bytes;
+  p.v += 2 * t * bytes;
+  if (TYPE != TFM_Q8_0) p.k += t * 16, p.v += g * 16;
+  asm volatile("" : "+l"(p.k), "+l"(p.v)); /* to be there, not to be found again */
+  return p;
+}
+
+/* key(i), value(i): the lane's bytes of keys g + i and of values 2t + i. */
+template <int D, int TYPE, typename KEY, typename VALUE>
+__device__ __forceinline__ void cuda_sixteen_load(cuda_sixteen<D, TYPE> &x, KEY key, VALUE value) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int i = 0; i < 2; i++) {
-    if constexpr (TYPE == TFM_Q8_0) {
-      const uint8_t *key = cuda_vector8(kv.k, at(g + 8 * i));
+    const uint8_t *from = key(8 * i);
 #pragma unroll
-      for (int j = 0; j < D / 32; j++) x.k[j][i] = cuda_eight_bytes<D>(key + j * 32 + t * 8);
+    for (int j = 0; j < D / 32; j++)
+      if constexpr (TYPE == TFM_Q8_0) x.k[j][i] = cuda_eight_bytes<D>(from + j * 32 + t * 8);
+      else x.k[j][i] = __ldcg((const uint4 *)(from + j * 64));
 #pragma unroll
-      for (int j = 0; j < D / 64; j++) x.k_scale[j][i] = __ldcg((const uint32_t *)(key + D) + j);
-    } else {
-      const uint16_t *key = (const uint16_t *)kv.k + at(g + 8 * i) + t * 8;
-#pragma unroll
-      for (int j = 0; j < D / 32; j++) x.k[j][i] = __ldcg((const uint4 *)(key + j * 32));
-    }
+    for (int j = 0; j < D / 64; j++)
+      if constexpr (TYPE == TFM_Q8_0) x.k_scale[j][i] = __ldcg((const uint32_t *)(from + D) + j);
   }
 #pragma unroll
   for (int i = 0; i < 4; i++) {
-    const int64_t own = at(2 * t + i % 2 + i / 2 * 8);
-    if constexpr (TYPE == TFM_Q8_0) {
-      const uint8_t *value = cuda_vector8(kv.v, own);
+    const uint8_t *from = value(i % 2 + i / 2 * 8);
 #pragma unroll
-      for (int j = 0; j < D / 32; j++)
-        x.v[j][i] = __ldcg((const uint32_t *)(value + j * 32 + g * 4));
+    for (int j = 0; j < D / 64; j++)
+      if constexpr (TYPE == TFM_Q8_0) x.v_scale[j][i] = __ldcg((const uint32_t *)(from + D) + j);
+      else x.v[j][i] = __ldcg((const uint4 *)(from + j * 128));
 #pragma unroll
-      for (int j = 0; j < D / 64; j++) x.v_scale[j][i] = __ldcg((const uint32_t *)(value + D) + j);
-    } else {
-      const uint16_t *value = (const uint16_t *)kv.v + own + g * 8;
-#pragma unroll
-      for (int c = 0; c < D / 64; c++) x.v[c][i] = __ldcg((const uint4 *)(value + c * 64));
-    }
+    for (int j = 0; j < D / 32; j++)
+      if constexpr (TYPE == TFM_Q8_0) x.v[j][i] = __ldcg((const uint32_t *)(from + j * 32 + g * 4));
   }
+}
+
+/* Keys from `from` on. What lies beyond `last` is of any value, or the last's. */
+template <int D, int TYPE>
+__device__ __forceinline__ void cuda_sixteen_ask(cuda_sixteen<D, TYPE> &x, const tfm_kv &kv,
+                                                 int seq, int head, int from, int last,
+                                                 cuda_place p) {
+  constexpr int bytes = cuda_vector_bytes<D, TYPE>::n;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int own_k = TYPE == TFM_Q8_0 ? 0 : t * 16, own_v = TYPE == TFM_Q8_0 ? 0 : g * 16;
+  auto at = [&](int i) { return cuda_kv_at(kv, seq, min(from + i, last), head); };
+  if (p.one)
+    cuda_sixteen_load<D, TYPE>(x, [&](int i) { return p.k + i * bytes; },
+                               [&](int i) { return p.v + i * bytes; });
+  else
+    cuda_sixteen_load<D, TYPE>(
+        x, [&](int i) { return cuda_vector_of<TYPE>(kv.k, at(g + i)) + own_k; },
+        [&](int i) { return cuda_vector_of<TYPE>(kv.v, at(2 * t + i)) + own_v; });
+}
+
+/* Keys from number `left` on count nothing: their values, which may be no numbers, become zeros. */
+template <int D, int TYPE>
+__device__ __forceinline__ void cuda_sixteen_mask(cuda_sixteen<D, TYPE> &x, int left) {
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+#pragma unroll
+    for (int j = 0; j < D / 64; j++)
+      if ((int)threadIdx.x % 4 * 2 + i % 2 + i / 2 * 8 >= left) {
+        if constexpr (TYPE == TFM_Q8_0) x.v_scale[j][i] = 0;
+        else x.v[j][i] = make_uint4(0, 0, 0, 0);
+      }
 }
 
 /* Which columns of o a lane's sums m are: this one and the next. */
@@ -2873,7 +3003,7 @@ __device__ __forceinline__ void cuda_sixteen_values(cuda_four<D> &f,
 
 /* Takes in sixteen keys, of which `left` are there. */
 template <int D, int TYPE>
-__device__ __forceinline__ void cuda_sixteen_use(cuda_four<D> &f, const cuda_sixteen<D, TYPE> &x,
+__device__ __forceinline__ void cuda_sixteen_use(cuda_four<D> &f, cuda_sixteen<D, TYPE> &x,
                                                  const uint4 *q, float factor, float softcap,
                                                  int left) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, from = 8 * t + g / 2;
@@ -2887,43 +3017,54 @@ __device__ __forceinline__ void cuda_sixteen_use(cuda_four<D> &f, const cuda_six
   }
 #pragma unroll
   for (int i = 4; i < 32; i *= 2) best = fmaxf(best, __shfl_xor_sync(~0u, best, i));
-  by = exp2f(f.top - best);
+  best = fmaxf(best, CUDA_LEAST);
+  by = cuda_exp2(f.top - best);
   f.top = best;
-  p[0] = exp2f(p[0] - best);
-  p[1] = exp2f(p[1] - best);
+  p[0] = cuda_exp2(p[0] - best);
+  p[1] = cuda_exp2(p[1] - best);
   f.sum = __fmaf_rn(f.sum, by, p[0] + p[1]);
 #pragma unroll
   for (int i = 0; i < 4; i++) n[i] = __shfl_sync(~0u, p[i / 2], from + i % 2 * 4);
+  if (left < 16) cuda_sixteen_mask<D, TYPE>(x, left);
   cuda_sixteen_values<D, TYPE>(f, x, n, by);
 }
 
 /* Shared memory of a block; pads against bank conflicts. */
 template <int D> struct cuda_four_room {
   uint4 q[8][D / 8 + 1]; /* column 2h + part */
+  float factor[4];       /* of heads' scores */
   float out[CUDA_CREW_WARPS][4][D + 4], top[CUDA_CREW_WARPS][4], sum[CUDA_CREW_WARPS][4];
-  float room[8];
 };
 
-/* The parts of four heads' q, scaled so that halves hold them; returns what undoes that. */
+/* The parts of four heads' q, of which `heads` are there, scaled so that halves hold them: a warp
+   sees to a head. */
 template <int D, bool BF>
-__device__ __forceinline__ float cuda_four_queries(cuda_four_room<D> &r, const cuda_attn &a,
-                                                   int row, int query_head, int heads) {
-  const int h = (int)threadIdx.x / (D / 2), pair = (int)threadIdx.x % (D / 2); /* D 64: half idle */
-  const int64_t at = row * a.q.stride + (query_head + h) * D + 2 * pair;
-  float x = 0, y = 0, top;
+__device__ __forceinline__ void cuda_four_queries(cuda_four_room<D> &r, const cuda_attn &a,
+                                                  int row, int query_head, int heads) {
+  constexpr int V = D / 32; /* values of a lane */
+  const int h = (int)threadIdx.x / 32, lane = threadIdx.x % 32;
+  float f[V] = {}, top = 0, by;
   int e = 0;
-  if (h < heads) {
-    x = cuda_load(a.q.data, a.q.type, at) * a.p.scale;
-    y = cuda_load(a.q.data, a.q.type, at + 1) * a.p.scale;
+  if (h < 4) {
+    if (h < heads)
+      cuda_load_some(f, a.q.data, a.q.type,
+                     row * a.q.stride + (query_head + h) * D + lane * V);
+#pragma unroll
+    for (int i = 0; i < V; i++) top = cuda_max(top, fabsf(f[i] *= a.p.scale));
+    top = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(top)));
+    if (!BF && top > 0 && top < INFINITY)
+      e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
+    by = cuda_power(-e);
+#pragma unroll
+    for (int part = 0; part < 2; part++)
+#pragma unroll
+      for (int i = 0; i < V; i += 2) {
+        if (part == 0) f[i] *= by, f[i + 1] *= by;
+        ((uint32_t *)r.q[2 * h + part])[(lane * V + i) / 2] = cuda_part2<BF>(f[i], f[i + 1]);
+      }
+    if (lane == 0) r.factor[h] = cuda_power(e);
   }
-  top = cuda_crew_max(cuda_max(fabsf(x), fabsf(y)), r.room);
-  if (!BF && top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
-  x *= __uint_as_float((uint32_t)(127 - e) << 23);
-  y *= __uint_as_float((uint32_t)(127 - e) << 23);
-  if (h < 4) ((uint32_t *)r.q[2 * h])[pair] = cuda_part2<BF>(x, y);
-  if (h < 4) ((uint32_t *)r.q[2 * h + 1])[pair] = cuda_part2<BF>(x, y);
   __syncthreads();
-  return exp2f((float)e);
 }
 
 template <int D, int TYPE>
@@ -2946,29 +3087,40 @@ __device__ __forceinline__ void cuda_four_one(const cuda_attn &a, const cuda_str
   const int blocks = (a.group + 3) / 4, warp = (int)threadIdx.x / 32;
   const int head = (int)blockIdx.y / blocks, in_group = (int)blockIdx.y % blocks * 4;
   const int heads = min(4, a.group - in_group), query_head = head * a.group + in_group;
+  constexpr int STEP = CUDA_CREW_WARPS * 16;
+  const int g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
   cuda_row_keys keys;
   cuda_sum all[EACH];
   cuda_sixteen<D, TYPE> x;
-  float factor = 0;
-  bool began = false;
-  if (!cuda_row_keys_of(keys, a, row, head)) return;
+  cuda_place place = {};
+  const bool any = cuda_row_keys_of(keys, a, row);
+  int begin = keys.first + (int)blockIdx.z * CUDA_STRETCH;
+  int end = min(begin + CUDA_STRETCH - 1, keys.pos), from = begin + warp * 16;
+  if (any && from <= end) place = cuda_place_of<D, TYPE>(a.kv, keys.seq, head, from);
+  cuda_follow();
+  if (!any) return;
   for (int e = 0; e < EACH; e++) all[e] = {0, 0, -INFINITY};
+  if (from <= end) cuda_sixteen_ask<D, TYPE>(x, a.kv, keys.seq, head, from, end, place);
+  cuda_four_queries<D, TYPE != TFM_F16>(r, a, row, query_head, heads); /* keys are on their way */
   for (int stretch = (int)blockIdx.z; stretch < keys.stretches; stretch += (int)gridDim.z) {
-    const int begin = keys.first + stretch * CUDA_STRETCH;
-    const int end = min(begin + CUDA_STRETCH - 1, keys.pos);
     cuda_four<D> f = {};
     f.top = -INFINITY;
 #pragma unroll 1
-    for (int from = begin + warp * 16;; from += CUDA_CREW_WARPS * 16) {
-      if (from <= end) cuda_sixteen_ask<D, TYPE>(x, a.kv, keys.seq, head, from, end);
-      if (!began) { /* keys are on their way */
-        factor = cuda_four_queries<D, TYPE != TFM_F16>(r, a, row, query_head, heads);
-        began = true;
-      }
-      if (from > end) break;
-      cuda_sixteen_use<D, TYPE>(f, x, r.q[threadIdx.x % 32 / 4], factor, a.p.softcap,
-                                end - from + 1);
+    while (from <= end) {
+      const int next = from + STEP;
+      if (next <= end) place = cuda_place_of<D, TYPE>(a.kv, keys.seq, head, next);
+      cuda_sixteen_use<D, TYPE>(f, x, r.q[g], r.factor[t], a.p.softcap, end - from + 1);
+      if (next <= end)
+        cuda_sixteen_ask<D, TYPE>(x, a.kv, keys.seq, head, next, end, place);
+      from = next;
     }
+    begin += (int)gridDim.z * CUDA_STRETCH; /* the next stretch, if there is one */
+    end = min(begin + CUDA_STRETCH - 1, keys.pos), from = begin + warp * 16;
+    if (from <= end) {
+      place = cuda_place_of<D, TYPE>(a.kv, keys.seq, head, from);
+      cuda_sixteen_ask<D, TYPE>(x, a.kv, keys.seq, head, from, end, place);
+    }
+    if (stretch != (int)blockIdx.z) __syncthreads(); /* the sums before have been read */
     cuda_four_put<D, TYPE>(r, f);
     __syncthreads();
 #pragma unroll
@@ -2978,7 +3130,6 @@ __device__ __forceinline__ void cuda_four_one(const cuda_attn &a, const cuda_str
         return cuda_sum{r.out[k][h][c], r.sum[k][h], r.top[k][h]};
       }));
     }
-    __syncthreads();
   }
   if (gridDim.z > 1 && keys.stretches > 1 &&
       !cuda_attend_meet<4, D / 8, EACH>(all, s, (int64_t)row * gridDim.y + blockIdx.y,
@@ -3034,10 +3185,11 @@ static int cuda_heads_at_once(int group) { return group >= 3 ? 4 : group; }
 
 static int cuda_lanes8(int width) { return width <= 64 ? 64 : width <= 128 ? 128 : 256; }
 
-/* For the rows, each of which takes `heads` blocks: few are left of tiles as a rule. */
+/* For the rows, each of which takes `heads` blocks: as many as there is place for at a time, as few
+   rows are left of tiles as a rule. */
 static unsigned cuda_attn_blocks(const tfm_dev *d, const cuda_attn *a, unsigned heads) {
-  int32_t n = a->rows.n, few = (int32_t)(2 * (unsigned)cuda_of(d)->processors / heads) + 1;
-  return (unsigned)(a->tiles.tile && n > few ? few : n);
+  int32_t n = a->rows.n, most = 2 * cuda_of(d)->processors / (int32_t)heads;
+  return (unsigned)(a->tiles.tile && n > most ? (most > 1 ? most : 1) : n);
 }
 
 /* `b` heads a block; stretches of the longest row, where they are dealt out to blocks, or 1. */
@@ -3089,12 +3241,11 @@ static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
 enum {
   CUDA_BINS = 1344,               /* 41 octaves of 32, one for 1, and up to whole warps */
   CUDA_DIGIT = 9,                 /* bits of a digit below the bins */
+  CUDA_ALL_BINS = CUDA_BINS + (1 << CUDA_DIGIT), /* of one digit, and of the next */
   CUDA_FLOOR = (127 - 41) << 23,  /* the bits of 2^-41, below which there is no mass */
   CUDA_KEPT = 48 << 10,           /* values of a share that shared memory holds ... */
   CUDA_KEPT_FEW = 8 << 10         /* ... where there are no clusters */
 };
-
-enum { CUDA_ALL_BINS = CUDA_BINS + (1 << CUDA_DIGIT) }; /* of one digit, and of the next */
 
 typedef struct cuda_choice { /* of a block, in shared memory */
   uint32_t low[CUDA_ALL_BINS], high[CUDA_ALL_BINS]; /* halves of the bins' sums */
@@ -3642,7 +3793,8 @@ enum cuda_kind { CUDA_ADD, CUDA_UP, CUDA_GATED, CUDA_QKV, CUDA_LOGITS };
 
 typedef struct cuda_phase { /* what becomes of W norm(x) */
   cuda_weight w;
-  int kind, split;
+  int kind;
+  cuda_teams teams;
   const float *x, *most; /* most: the largest of |x|, or NULL */
   float *leaves_most;    /* the same of what the phase leaves, or NULL */
   float *no_most;        /* becomes zero */
@@ -3658,9 +3810,7 @@ typedef struct cuda_phase { /* what becomes of W norm(x) */
   const int32_t *pos, *seq; /* not of the chain: known from its beginning */
 } cuda_phase;
 
-__host__ __device__ static int cuda_units(const cuda_weight &w, int kind) {
-  return kind == CUDA_GATED || kind == CUDA_QKV ? w.rows / 2 : cuda_plain_units(w.rows);
-}
+static bool cuda_pairs(int kind) { return kind == CUDA_GATED || kind == CUDA_QKV; }
 
 __device__ static cuda_unit cuda_unit_of(const cuda_phase &p, int u) {
   int half = p.kv.width / 2, head = 0, first = 0;
@@ -3677,7 +3827,7 @@ __device__ static cuda_unit cuda_unit_of(const cuda_phase &p, int u) {
     v.a = head * p.kv.width + pair.x;
     v.b = head * p.kv.width + pair.y;
   } else {
-    return cuda_plain_unit(p.bias, u, p.w.rows);
+    return cuda_plain_unit(p.bias, u, p.w.rows, p.teams.narrow);
   }
   v.bias_a = p.bias ? __ldg(p.bias + v.a) : 0.0f;
   v.bias_b = p.bias ? __ldg(p.bias + v.b) : 0.0f;
@@ -3718,19 +3868,14 @@ __device__ static float cuda_finish_row(const cuda_phase &p, int row, float v, f
   return fabsf(v);
 }
 
-/* Brings a constant into the first cache. */
-__device__ __forceinline__ void cuda_touch(const float *p) {
-  asm volatile("{ .reg .f32 v; ld.global.nc.f32 v, [%0]; }" : : "l"(p));
-}
-
-template <int TYPE>
+template <int TYPE, int Q>
 __global__ void __launch_bounds__(CUDA_CREW, 2)
 cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
   extern __shared__ __align__(16) float shared[];
   __shared__ unsigned long long bests[CUDA_CREW_WARPS];
   const cuda_crew_room r = cuda_crew_lay_out<TYPE, 1>(shared, p.w);
   unsigned long long best = 0;
-  float most = 0;
+  float most = 0, each = 1.0f / (float)p.w.cols;
   int64_t kv_at = p.kind == CUDA_QKV ? cuda_kv_at(p.kv, __ldg(p.seq), __ldg(p.pos), 0) : 0;
   bool following = false;
   auto unit = [&](int u) {
@@ -3740,16 +3885,13 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
   };
   auto ready = [&](cuda_unit &u) {
     cuda_planes_end<TYPE, 1>(r, p.w, 0);
-    for (int i = (int)threadIdx.x * 32; i < p.w.cols && p.norm.w; i += CUDA_CREW * 32) {
-      cuda_touch(p.norm.w + i);
-      if (p.norm.b) cuda_touch(p.norm.b + i);
-    }
+    cuda_norm_bring<TYPE>(r, p.w, p.norm);
     cuda_launch_next();
     cuda_follow();
     following = true;
     if (p.kind == CUDA_ADD) u.x = __ldcg(p.to + u.a), u.y = __ldcg(p.to + u.b);
     if (p.no_most && blockIdx.x == 0 && threadIdx.x == 0) *p.no_most = 0;
-    cuda_planes<TYPE, 1>(r, p.w, p.x, p.norm.w ? &p.norm : NULL, p.most, 0);
+    cuda_planes<TYPE, 1, Q>(r, p.w, p.x, p.norm, each, p.most, 0);
   };
   auto done = [&](const cuda_unit &u, int, float2 v) {
     v.x += u.bias_a;
@@ -3765,7 +3907,7 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
       if (u.b != u.a) most = cuda_max(most, cuda_finish_row(p, u.b, v.y, u.y, best));
     }
   };
-  cuda_dots<TYPE, 1>(p.w, r, cuda_units(p.w, p.kind), p.split, unit, ready, done);
+  cuda_dots<TYPE, 1>(p.w, r, p.teams, unit, ready, done);
   if (p.leaves_most) {
     most = cuda_crew_max(most, r.room + 16);
     if (threadIdx.x == 0) atomicMax((unsigned *)p.leaves_most, __float_as_uint(most));
@@ -3896,21 +4038,26 @@ static bool cuda_decode_knows(const tfm_dev *d, const tfm_run_ahead *r) {
   const tfm_net *net = r->net;
   int32_t i;
   if (!d->work || d->host_visible || r->rows.n != 1 || net->head_width % 2 || net->experts ||
-      net->width > CUDA_RAW)
+      net->width > CUDA_NORMED)
     return false;
-  for (i = 0; i < net->layers; i++)
-    if (!cuda_layer_plain(&net->layer[i])) return false;
+  for (i = 0; i < net->layers; i++) {
+    const tfm_layer *l = &net->layer[i];
+    if (!cuda_layer_plain(l) || cuda_narrow(d, cuda_packed(&l->qkv)) ||
+        (net->gated && cuda_narrow(d, cuda_packed(&l->up)))) /* whose rows go in pairs */
+      return false;
+  }
   return true;
 }
 
 /* Bytes of shared memory of the widest product. */
 static size_t cuda_decoder_shared(const tfm_net *net) {
-  size_t most = cuda_crew_bytes(cuda_packed(&net->head), 1);
+  size_t most = cuda_crew_bytes(cuda_packed(&net->head), 1, 2);
   int32_t i, k;
   for (i = 0; i < net->layers; i++) {
     const tfm_layer *l = &net->layer[i];
-    const tfm_weight *w[4] = {&l->qkv, &l->out, &l->up, &l->down};
-    for (k = 0; k < 4; k++) most = cuda_larger(most, cuda_crew_bytes(cuda_packed(w[k]), 1));
+    const tfm_weight *w[4] = {&l->qkv, &l->up, &l->out, &l->down};
+    for (k = 0; k < 4; k++)
+      most = cuda_larger(most, cuda_crew_bytes(cuda_packed(w[k]), 1, k < 2 ? 2 : 0));
   }
   return most;
 }
@@ -3928,22 +4075,29 @@ static void cuda_end_fill(cuda_end *s, const tfm_run_ahead *r) {
   s->params = r->sampler.params;
 }
 
-static void cuda_phase_run(tfm_dev *d, cuda_phase *p, const cuda_weight *w) {
-  int blocks = cuda_crew_blocks(d, w), units = cuda_units(*w, p->kind);
-  dim3 grid;
-  p->w = *w;
-  p->split = cuda_split(w, units, blocks);
-  grid = dim3(cuda_crews(units, p->split, blocks));
-  switch (w->type) {
-#define CUDA_PHASE(type) \
-  cuda_run(d, cuda_phase_kernel<type>, grid, CUDA_CREW, cuda_crew_bytes(w, 1), *p)
-    case TFM_F32: CUDA_PHASE(TFM_F32); break;
-    case TFM_F16: CUDA_PHASE(TFM_F16); break;
-    case TFM_BF16: CUDA_PHASE(TFM_BF16); break;
-    case TFM_Q8_0: CUDA_PHASE(TFM_Q8_0); break;
-    default: CUDA_PHASE(TFM_Q4_0); break;
-#undef CUDA_PHASE
+typedef void (*cuda_phase_function)(cuda_phase);
+
+template <int TYPE> static cuda_phase_function cuda_phase_for(int q) {
+  return q == 1   ? cuda_phase_kernel<TYPE, 1>
+         : q == 4 ? cuda_phase_kernel<TYPE, 4> : cuda_phase_kernel<TYPE, 8>;
+}
+
+static cuda_phase_function cuda_phase_choose(tfm_type type, int q) {
+  switch (type) {
+    case TFM_F32: return cuda_phase_for<TFM_F32>(q);
+    case TFM_F16: return cuda_phase_for<TFM_F16>(q);
+    case TFM_BF16: return cuda_phase_for<TFM_BF16>(q);
+    case TFM_Q8_0: return cuda_phase_for<TFM_Q8_0>(q);
+    default: return cuda_phase_for<TFM_Q4_0>(q);
   }
+}
+
+static void cuda_phase_run(tfm_dev *d, cuda_phase *p, const cuda_weight *w) {
+  const int norms = !!p->norm.w + !!p->norm.b;
+  p->w = *w;
+  p->teams = cuda_teams_of(d, w, cuda_pairs(p->kind));
+  cuda_run(d, cuda_phase_choose(w->type, cuda_row_quads(cuda_values(*w))), p->teams.grid, CUDA_CREW,
+           cuda_crew_bytes(w, 1, norms), *p);
 }
 
 static cuda_phase cuda_phase_of(int kind, const float *x, const float *bias, float *to) {
@@ -3985,7 +4139,7 @@ static void cuda_decode_layer(tfm_dev *d, const cuda_decoder *c, const tfm_rows 
   qkv.norm.w = l->norm1, qkv.norm.b = l->norm1_bias, qkv.norm.p = net->norm;
   qkv.rope = l->rope, qkv.kv = c->kv[layer], qkv.heads = net->heads;
   qkv.pos = rows->pos, qkv.seq = rows->seq;
-  if (net->ffn_width > CUDA_RAW) /* too wide to be looked at twice */
+  if (net->ffn_width > CUDA_NORMED) /* too wide to be looked at twice */
     qkv.no_most = up.leaves_most = c->h_most, down.most = c->h_most;
   up.norm.w = l->norm2, up.norm.b = l->norm2_bias, up.norm.p = net->norm;
   up.act = net->act;
@@ -4003,8 +4157,6 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   const tfm_net *net = c->net;
   cuda_phase head = cuda_phase_of(CUDA_LOGITS, c->x, net->head_bias, c->end.logits);
   cuda_end end = c->end;
-  const cuda_weight *w = cuda_packed(&net->head);
-  int units = cuda_units(*w, CUDA_LOGITS), blocks = cuda_crew_blocks(d, w);
   tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq};
   const int cluster = cuda_of(d)->cluster;
   const size_t kept = cuda_share_bytes(d, net->vocabulary);
@@ -4014,8 +4166,8 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   head.norm.w = net->final_norm, head.norm.b = net->final_norm_bias, head.norm.p = net->norm;
   head.softcap = net->logit_softcap;
   head.best = c->end.best;
-  cuda_phase_run(d, &head, w);
-  end.blocks = (int)cuda_crews(units, cuda_split(w, units, blocks), blocks);
+  cuda_phase_run(d, &head, cuda_packed(&net->head));
+  end.blocks = (int)head.teams.grid;
   end.token = token;
   end.kept = kept > 0;
   cuda_run_clusters(d, cuda_end_kernel, cluster, dim3((unsigned)cluster), CUDA_THREADS, kept, end);
@@ -5145,60 +5297,6 @@ static void cuda_append(tfm_dev *d, tfm_mat qkv, const float *bias, const tfm_ro
                     rows);
 }
 
-/* y [T, n] = norm(x), of 16 bits; a thread keeps Q quads of a row in registers. */
-template <int Q>
-__global__ void __launch_bounds__(CUDA_CREW) cuda_norm16_kernel(tfm_mat y, tfm_mat x, cuda_norm t) {
-  __shared__ __align__(16) float room[16];
-  const int row = (int)blockIdx.x, n = x.cols;
-  const float *from = (const float *)x.data + row * x.stride;
-  float mean = 0, sum = 0, inverse;
-  float4 v[Q];
-#pragma unroll
-  for (int i = 0; i < Q; i++) {
-    const int k = (int)threadIdx.x + i * CUDA_CREW;
-    v[i] = 4 * k < n ? __ldcg((const float4 *)from + k) : make_float4(0, 0, 0, 0);
-    sum += (v[i].x + v[i].y) + (v[i].z + v[i].w);
-  }
-  if (t.p.kind == TFM_NORM_LAYER) mean = cuda_crew_sum(sum, room) / (float)n;
-  sum = 0;
-#pragma unroll
-  for (int i = 0; i < Q; i++) {
-    v[i].x -= mean, v[i].y -= mean, v[i].z -= mean, v[i].w -= mean;
-    if (4 * ((int)threadIdx.x + i * CUDA_CREW) < n)
-      sum += __fmaf_rn(v[i].x, v[i].x, v[i].y * v[i].y) +
-             __fmaf_rn(v[i].z, v[i].z, v[i].w * v[i].w);
-  }
-  inverse = rsqrtf(cuda_crew_sum(sum, room + 8) / (float)n + t.p.eps);
-#pragma unroll
-  for (int i = 0; i < Q; i++) {
-    const int k = (int)threadIdx.x + i * CUDA_CREW;
-    if (4 * k >= n) continue;
-    const float4 w = cuda_quad_const(t.w, k, n);
-    const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
-    v[i].x = __fmaf_rn(v[i].x * inverse, w.x + t.p.offset, b.x);
-    v[i].y = __fmaf_rn(v[i].y * inverse, w.y + t.p.offset, b.y);
-    v[i].z = __fmaf_rn(v[i].z * inverse, w.z + t.p.offset, b.z);
-    v[i].w = __fmaf_rn(v[i].w * inverse, w.w + t.p.offset, b.w);
-    cuda_store4(y.data, y.type, row * y.stride + 4 * k, v[i]);
-  }
-}
-
-/* n is a multiple of 4: what a layer's products have asked for. */
-static void cuda_norm16(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_norm *t) {
-  const dim3 rows((unsigned)x.rows);
-  const bool quads = (uintptr_t)x.data % 16 == 0 && x.stride % 4 == 0;
-  tfm_mat none = {};
-  if (!quads || x.cols > 32 * CUDA_CREW)
-    cuda_run(d, cuda_norm_kernel, rows, CUDA_CREW, sizeof(float) * (size_t)(20 + x.cols), y, x,
-             none, (float *)NULL, *t);
-  else if (x.cols <= 4 * CUDA_CREW)
-    cuda_run(d, cuda_norm16_kernel<1>, rows, CUDA_CREW, 0, y, x, *t);
-  else if (x.cols <= 16 * CUDA_CREW)
-    cuda_run(d, cuda_norm16_kernel<4>, rows, CUDA_CREW, 0, y, x, *t);
-  else
-    cuda_run(d, cuda_norm16_kernel<8>, rows, CUDA_CREW, 0, y, x, *t);
-}
-
 /* As cuda_glu_kernel, eight values a thread; y and x of one type of 16 bits. */
 template <int TYPE>
 __global__ void cuda_glu8_kernel(tfm_mat y, tfm_mat x, const float *bias, tfm_act act, bool gated) {
@@ -5525,59 +5623,71 @@ static bool cuda_lt_open(tfm_dev *d) {
 }
 
 /* A large matrix of 16 bits by many rows, whose bits then depend on their number: a row of x is the
-   sum of two of 16 bits, after a power of two; cuBLASLt multiplies both. */
+   sum of two of 16 bits, after a power of two. cuBLASLt multiplies both while it reads W once. */
 template <bool BF>
-__global__ void __launch_bounds__(CUDA_CREW) cuda_parts_kernel(uint32_t *high, uint32_t *low,
-                                                               float *factor, tfm_mat x) {
+__global__ void __launch_bounds__(CUDA_CREW) cuda_parts_kernel(tfm_mat parts, float *factor,
+                                                               tfm_mat x) {
   __shared__ __align__(16) float room[8];
   const int row = (int)blockIdx.x, pairs = x.cols / 2;
   const float *from = (const float *)x.data + row * x.stride;
-  float top = 0, by = 1;
+  uint32_t *high = (uint32_t *)parts.data + row * pairs, *low = high + x.rows * pairs;
+  float top = 0, by;
   int e = 0, k;
   for (k = threadIdx.x; k < x.cols; k += CUDA_CREW) top = fmaxf(top, fabsf(from[k]));
   top = cuda_crew_max(top, room);
   if (!BF && top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
-  by = __uint_as_float((uint32_t)(127 - e) << 23);
+  by = cuda_power(-e);
   for (k = threadIdx.x; k < pairs; k += CUDA_CREW) {
     float a = from[2 * k] * by, b = from[2 * k + 1] * by;
-    high[row * pairs + k] = cuda_part2<BF>(a, b);
-    low[row * pairs + k] = cuda_part2<BF>(a, b);
+    high[k] = cuda_part2<BF>(a, b);
+    low[k] = cuda_part2<BF>(a, b);
   }
-  if (threadIdx.x == 0) factor[row] = exp2f((float)e);
+  if (threadIdx.x == 0) factor[row] = cuda_power(e);
 }
 
-__global__ void cuda_parts_end_kernel(tfm_mat y, const float *factor, tfm_epilogue e) {
-  int col = (int)(blockIdx.y * blockDim.x + threadIdx.x), row = (int)blockIdx.x;
-  if (col < y.cols)
-    cuda_epilogue(y, e, row, col, __fmul_rn(*cuda_at(y, row, col), factor[row]),
+/* Columns of y from `first` on, from the sums of both parts. */
+__global__ void cuda_parts_end_kernel(tfm_mat y, tfm_mat sums, const float *factor, tfm_epilogue e,
+                                      int first) {
+  const int i = (int)(blockIdx.y * blockDim.x + threadIdx.x), row = (int)blockIdx.x;
+  const int col = first + i;
+  if (i < sums.cols)
+    cuda_epilogue(y, e, row, col,
+                  (*cuda_at(sums, row, i) + *cuda_at(sums, row + y.rows, i)) * factor[row],
                   e.bias ? e.bias[col] : 0.0f);
 }
+
+enum { CUDA_SUMS = 32 << 20 }; /* bytes of sums at a time: the second cache holds them */
 
 static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
                              const tfm_epilogue *e) {
   cuda_state *s = cuda_of(d);
   cuda_room room = {(char *)cuda_align256((size_t)d->work + s->parts_at), 0};
-  bool bf = w->type == TFM_BF16;
+  const bool bf = w->type == TFM_BF16;
+  int32_t first, n, most;
   cuda_pass pass;
-  tfm_mat part[2];
+  tfm_mat parts, sums;
   float *factor;
   if (x.rows < 16 || w->scale || w->type == TFM_F32 || d->deterministic || !d->work ||
-      !s->parts_at || x.cols % 8 || y.stride % 4 || (uintptr_t)y.data % 16 ||
-      e->residual.data == y.data || (int64_t)w->rows * w->vectors < 1 << 19)
+      !s->parts_at || x.cols % 8 || e->residual.data == y.data ||
+      (int64_t)w->rows * w->vectors < 1 << 19)
     return false;
   memset(&pass, 0, sizeof pass);
-  part[0] = cuda_take_mat(&room, w->type, x.rows, x.cols);
-  part[1] = cuda_take_mat(&room, w->type, x.rows, x.cols);
+  parts = cuda_take_mat(&room, w->type, 2 * x.rows, x.cols);
   factor = (float *)cuda_take(&room, (size_t)x.rows, sizeof(float));
   pass.space_bytes = (size_t)4 << 20;
   pass.space = cuda_take(&room, pass.space_bytes, 1);
+  most = CUDA_SUMS / (int32_t)sizeof(float) / (2 * x.rows) / 8 * 8;
+  sums = cuda_take_mat(&room, TFM_F32, 2 * x.rows, most);
   if (room.used > s->parts_bytes || !cuda_lt_open(d)) return false;
   cuda_run(d, bf ? cuda_parts_kernel<true> : cuda_parts_kernel<false>, dim3((unsigned)x.rows),
-           CUDA_CREW, 0, (uint32_t *)part[0].data, (uint32_t *)part[1].data, factor, x);
-  cuda_lt_product(d, &pass, y, part[0], w->data, x.cols, NULL, false);
-  cuda_lt_product(d, &pass, y, part[1], w->data, x.cols, NULL, true);
-  cuda_run(d, cuda_parts_end_kernel, dim3((unsigned)y.rows, cuda_blocks(y.cols, 256)), 256, 0, y,
-           factor, *e);
+           CUDA_CREW, 0, parts, factor, x);
+  for (first = 0; first < w->rows && d->status == TFM_OK; first += n) {
+    n = w->rows - first < most ? w->rows - first : most;
+    cuda_lt_product(d, &pass, cuda_columns(sums, 0, n), parts,
+                    w->data + (size_t)first * (size_t)w->vectors * 16, x.cols, NULL, false);
+    cuda_run(d, cuda_parts_end_kernel, dim3((unsigned)y.rows, cuda_blocks(n, 256)), 256, 0, y,
+             cuda_columns(sums, 0, n), factor, *e, (int)first);
+  }
   return true;
 }
 
@@ -5588,15 +5698,15 @@ static void cuda_layer_run(tfm_dev *d, cuda_pass *p, tfm_mat x, const tfm_net *n
                  l->attn, net->heads / net->kv_heads, {}};
   cuda_norm norm1 = {l->norm1, l->norm1_bias, net->norm}, norm2 = {l->norm2, l->norm2_bias,
                                                                   net->norm};
-  tfm_mat h = cuda_columns(p->h, 0, net->width);
+  tfm_mat h = cuda_columns(p->h, 0, net->width), none = {};
   tfm_mat up = cuda_columns(p->up, 0, l->up.rows), act = cuda_columns(p->act, 0, l->down.cols);
   norm1.p.groups = norm2.p.groups = 0;
-  cuda_norm16(d, h, x, &norm1);
+  cuda_norm_run(d, h, x, none, NULL, &norm1);
   cuda_gemm(d, p, p->qkv, h, cuda_packed(&l->qkv), NULL, false);
   cuda_append(d, p->qkv, l->qkv_bias, &l->rope, kv, rows, (int)net->heads);
   cuda_attn_tiles(d, &a);
   cuda_gemm(d, p, x, a.y, cuda_packed(&l->out), l->out_bias, true);
-  cuda_norm16(d, h, x, &norm2);
+  cuda_norm_run(d, h, x, none, NULL, &norm2);
   cuda_gemm(d, p, up, h, cuda_packed(&l->up), NULL, false);
   cuda_run(d, p->type == TFM_F16 ? cuda_glu8_kernel<TFM_F16> : cuda_glu8_kernel<TFM_BF16>,
            dim3((unsigned)x.rows, cuda_blocks(act.cols, 8 * 128)), 128, 0, act, up, l->up_bias,
@@ -5671,10 +5781,10 @@ static bool cuda_parts_make(tfm_dev *d) {
 static size_t cuda_parts_bytes(const tfm_net *net, int32_t rows) {
   cuda_room room = {NULL, 0};
   if (rows > 512) rows = 512;
-  cuda_take_mat(&room, TFM_F16, rows, net->width);
-  cuda_take_mat(&room, TFM_F16, rows, net->width);
+  cuda_take_mat(&room, TFM_F16, 2 * rows, net->width);
   cuda_take(&room, (size_t)rows, sizeof(float));
   cuda_take(&room, (size_t)4 << 20, 1);
+  cuda_take(&room, CUDA_SUMS, 1);
   return net->width < 512 ? 0 : room.used;
 }
 

@@ -616,6 +616,9 @@ static inline int run_loop(run *r) {
   bool last, save;
   if (!run_begin(r)) return tool_fail();
   last = r->step >= o->config.steps;
+  if (last)
+    fprintf(stderr, TOOL ": %s has %lld steps already; --steps for more\n", o->folder,
+            (long long)r->step);
   while (status == TFM_OK && !last) {
     tfm_step s = {0};
     status = run_step(r, &s);

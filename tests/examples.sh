@@ -163,6 +163,8 @@ check "train draws its losses" python3 -c 'import sys, xml.dom.minidom
 assert xml.dom.minidom.parse(sys.argv[1]).getElementsByTagName("circle").length == 3' \
   "$work/whole/loss.svg"
 check "train, Ctrl-C and --resume" resumes
+check "train, nothing left to do" fails_with 0 "1200 steps already" "${small[@]}" \
+  -o "$work/again" --resume
 check "train logs every line once" python3 -c 'import json, sys
 logs = [[json.loads(line) for line in open(path)] for path in sys.argv[1:]]
 steps = [[row["step"] for row in log] for log in logs]

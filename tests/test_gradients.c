@@ -86,18 +86,35 @@ static double rounding(const device *t, const float *a, int a_stride, const floa
   return 6 * sqrt(squares * 2 / 3) / 256 / tolerance(TFM_F32);
 }
 
+typedef struct factor { /* of a product: its values, from line to line and from term to term */
+  const float *v;
+  int line, term;
+} factor;
+
+/* y = before + a b over `terms` terms; before NULL: 0. */
+static void expect_product(device *t, matrix *y, const double *before, factor a, factor b,
+                           int terms) {
+  int i, j, s;
+  matrix_get(t, y);
+  for (i = 0; i < y->m.rows; i++)
+    for (j = 0; j < y->m.cols; j++) {
+      const float *u = a.v + i * a.line, *v = b.v + j * b.line;
+      double want = before ? before[i * y->m.cols + j] : 0;
+      for (s = 0; s < terms; s++) want += (double)u[s * a.term] * (double)v[s * b.term];
+      expect(y, i, j, want,
+             0.3 * sqrt(terms) + 1 + rounding(t, u, a.term, v, b.term, terms));
+    }
+}
+
 /* y = x W^T of weights that learn, which a table may hold in another form. */
 static void forward(device *t, matrix *x, const weight *w) {
   matrix y = matrix_new(t, x->m.rows, w->w.rows, 2);
-  int i, j, k = x->m.cols;
+  const int k = x->m.cols;
+  const factor rows = {x->v, k, 1}, weights = {w->v, k, 1};
   tfm_epilogue e;
   memset(&e, 0, sizeof e);
   t->b->matmul(&t->d, y.m, x->m, &w->w, &e);
-  matrix_get(t, &y);
-  for (i = 0; i < y.m.rows; i++)
-    for (j = 0; j < y.m.cols; j++)
-      expect(&y, i, j, dot(x->v + i * k, w->v + j * k, k),
-             0.3 * sqrt(k) + 1 + rounding(t, x->v + i * k, 1, w->v + j * k, 1, k));
+  expect_product(t, &y, NULL, rows, weights, k);
   matrix_free(t, &y);
 }
 
@@ -106,29 +123,17 @@ static void products(device *t, int m, int n, int k, tfm_type type, int parts) {
   matrix x = matrix_new(t, m, k, 3), dy = matrix_new(t, m, n, 5), dx = matrix_new(t, m, k, 1);
   matrix dw = matrix_typed(t, n, k, 7, TFM_F32), db = vector_new(t, n);
   double *dx0 = of(&dx), *dw0 = of(&dw), *db0 = of(&db);
-  int beta, i, j, s;
+  int beta, i, s;
   if (type == TFM_F32) forward(t, &x, &w);
   for (beta = 1; beta >= 0; beta--) {
+    const factor rows = {dy.v, n, 1}, weights = {w.v, 1, k};
     t->b->matmul_dx(&t->d, dx.m, dy.m, &w.w, (float)beta, NULL);
-    matrix_get(t, &dx);
-    for (i = 0; i < m; i++)
-      for (j = 0; j < k; j++) {
-        double want = beta ? dx0[i * k + j] : 0;
-        for (s = 0; s < n; s++) want += (double)dy.v[i * n + s] * (double)w.v[s * k + j];
-        expect(&dx, i, j, want,
-               0.3 * sqrt(n) + 1 + rounding(t, dy.v + i * n, 1, w.v + j, k, n));
-      }
+    expect_product(t, &dx, beta ? dx0 : NULL, rows, weights, n);
   }
   for (beta = 1; beta >= 0; beta--) {
+    const factor columns = {dy.v, 1, n}, rows = {x.v, 1, k};
     t->b->matmul_dw(&t->d, dw.m, beta ? floats(&db) : NULL, dy.m, x.m, (float)beta);
-    matrix_get(t, &dw);
-    for (i = 0; i < n; i++)
-      for (j = 0; j < k; j++) {
-        double want = beta ? dw0[i * k + j] : 0;
-        for (s = 0; s < m; s++) want += (double)dy.v[s * n + i] * (double)x.v[s * k + j];
-        expect(&dw, i, j, want,
-               0.3 * sqrt(m) + 1 + rounding(t, dy.v + i, n, x.v + j, k, m));
-      }
+    expect_product(t, &dw, beta ? dw0 : NULL, columns, rows, m);
   }
   matrix_get(t, &db);
   for (i = 0; i < n; i++) {

@@ -43,8 +43,9 @@
 enum {
   CUDA_CREW = 256,        /* threads of a block that multiplies, normalises or attends */
   CUDA_CREW_WARPS = CUDA_CREW / 32,
-  CUDA_THREADS = 1024,    /* of one that samples */
-  CUDA_WARPS = CUDA_THREADS / 32,
+  CUDA_THREADS = 512,     /* of one that ends a token */
+  CUDA_SAMPLERS = 1024,   /* of one that samples, which has a multiprocessor for itself */
+  CUDA_WARPS = CUDA_SAMPLERS / 32, /* at most */
   CUDA_CLUSTER = 8,       /* of which up to so many take a row, where clusters are possible */
   CUDA_COLUMNS = 4,       /* rows of x that share one reading of W */
   CUDA_SHARED = 220 << 10, /* bytes of shared memory that a block may ask for */
@@ -3268,10 +3269,10 @@ typedef struct cuda_share { /* of a row of n values: this warp's */
   float top, by;
 } cuda_share;
 
-/* Quads of a lane, when a row is shared by that many blocks; an even number of them if there are
+/* Quads of a lane, when a row is shared by that many threads; an even number of them if there are
    more than registers hold. */
-__host__ __device__ static int cuda_share_each(int n, int blocks) {
-  const int each = (n + blocks * CUDA_THREADS * 4 - 1) / (blocks * CUDA_THREADS * 4);
+__host__ __device__ static int cuda_share_each(int n, int threads) {
+  const int each = (n + threads * 4 - 1) / (threads * 4);
   return each <= CUDA_HELD ? each : (each + 1) / 2 * 2;
 }
 
@@ -3280,12 +3281,14 @@ __host__ __device__ static int cuda_share_left(int each) {
   return each > CUDA_HELD ? each - CUDA_HELD : 0;
 }
 
+__device__ __forceinline__ int cuda_warps() { return (int)blockDim.x / 32; }
+
 /* work: where `kept` is NULL, and then rows are long. */
 __device__ static cuda_share cuda_share_of(float4 *kept, float *work, int n) {
-  const int warp = (int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32;
+  const int warp = (int)blockIdx.x * cuda_warps() + (int)threadIdx.x / 32;
   cuda_share s;
   s.n = n;
-  s.each = cuda_share_each(n, (int)gridDim.x);
+  s.each = cuda_share_each(n, (int)(gridDim.x * blockDim.x));
   s.begin = warp * s.each * 128;
   s.p = kept ? kept + threadIdx.x / 32 * cuda_share_left(s.each) * 32
              : (float4 *)work + warp * cuda_share_left(s.each) * 32;
@@ -3354,10 +3357,10 @@ __device__ static unsigned long long cuda_block_best(unsigned long long v,
   return v;
 }
 
-/* What each warp of the row's blocks has found, in order: [gridDim.x * CUDA_WARPS]. */
+/* What each warp of the row's blocks has found, in order: [gridDim.x * cuda_warps()]. */
 __device__ __forceinline__ const unsigned long long *cuda_tell(unsigned long long v,
                                                                cuda_share &s, cuda_choice *c) {
-  const int lane = threadIdx.x % 32, mine = (int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, mine = (int)blockIdx.x * cuda_warps() + (int)threadIdx.x / 32;
   s.turn ^= 1; /* what was told before may still be read */
   if (lane < (int)gridDim.x) *cuda_in_block(&c->told[s.turn][mine], lane) = v;
   cuda_meet();
@@ -3367,7 +3370,7 @@ __device__ __forceinline__ const unsigned long long *cuda_tell(unsigned long lon
 __device__ __forceinline__ unsigned long long cuda_row_best(unsigned long long v, cuda_share &s,
                                                             cuda_choice *c) {
   const unsigned long long *told = cuda_tell(cuda_warp_best(v), s, c);
-  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32) v = max(v, told[i]);
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * cuda_warps(); i += 32) v = max(v, told[i]);
   return cuda_warp_best(v);
 }
 
@@ -3375,13 +3378,13 @@ __device__ __forceinline__ unsigned long long cuda_row_sum(unsigned long long v,
                                                            cuda_choice *c) {
   const unsigned long long *told = cuda_tell(cuda_warp_total(v), s, c);
   v = 0;
-  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32) v += told[i];
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * cuda_warps(); i += 32) v += told[i];
   return cuda_warp_total(v);
 }
 
 __device__ __forceinline__ float cuda_row_max(float v, cuda_share &s, cuda_choice *c) {
   const unsigned long long *told = cuda_tell(__float_as_uint(cuda_warp_max(v)), s, c);
-  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32)
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * cuda_warps(); i += 32)
     v = fmaxf(v, __uint_as_float((uint32_t)told[i]));
   return cuda_warp_max(v);
 }
@@ -3624,7 +3627,7 @@ __device__ __forceinline__ int cuda_digit_find(cuda_share &s, const cuda_digit &
                                                cuda_choice *c) {
   cuda_bins_fill(s, d, c);
   __syncthreads();
-  for (int g = threadIdx.x / 32; g < d.groups; g += CUDA_WARPS) {
+  for (int g = threadIdx.x / 32; g < d.groups; g += cuda_warps()) {
     const int bin = d.at + g * 32 + (int)threadIdx.x % 32;
     const unsigned long long v = cuda_warp_total(
         cuda_bin_mass(c->low[bin], c->high[bin], d.octave < 0 ? g : d.octave, d.count));
@@ -3643,7 +3646,7 @@ __device__ __forceinline__ float cuda_threshold(cuda_share &s, float least, doub
   const uint32_t from = max(__float_as_uint(least), (uint32_t)CUDA_FLOOR);
   cuda_digit d = {0, CUDA_BINS / 32, 0, -1, CUDA_FLOOR, from, CUDA_ONE + 1, 2 * CUDA_DIGIT,
                   asked >= 1};
-  for (int i = threadIdx.x; i < CUDA_ALL_BINS; i += CUDA_THREADS) c->low[i] = c->high[i] = 0;
+  for (int i = threadIdx.x; i < CUDA_ALL_BINS; i += (int)blockDim.x) c->low[i] = c->high[i] = 0;
   __syncthreads();
 #pragma unroll 1
   for (;; d.number++) {
@@ -3657,7 +3660,7 @@ __device__ __forceinline__ float cuda_threshold(cuda_share &s, float least, doub
     d.groups = (1 << CUDA_DIGIT) / 32;
     d.at = d.number == 0 ? CUDA_BINS : 0;
     d.octave = (int)((d.low - CUDA_FLOOR) >> 23);
-    for (int i = threadIdx.x; i < 1 << CUDA_DIGIT && d.number == 1; i += CUDA_THREADS)
+    for (int i = threadIdx.x; i < 1 << CUDA_DIGIT && d.number == 1; i += (int)blockDim.x)
       c->low[i] = c->high[i] = 0; /* nobody reads the first digit's any more */
     if (d.number == 1) __syncthreads();
   }
@@ -3748,7 +3751,7 @@ __device__ __forceinline__ void cuda_draw_in(cuda_share &s, float least, unsigne
 
 /* The first id where the running sum of what is left exceeds u of the whole. */
 __device__ __forceinline__ int cuda_draw(cuda_share &s, float least, float u, cuda_choice *c) {
-  const int lane = threadIdx.x % 32, me = (int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32;
+  const int lane = threadIdx.x % 32, me = (int)blockIdx.x * cuda_warps() + (int)threadIdx.x / 32;
   cuda_masses m = {0, 0};
   unsigned long long mine, before = 0, all = 0;
   const unsigned long long *told;
@@ -3756,7 +3759,7 @@ __device__ __forceinline__ int cuda_draw(cuda_share &s, float least, float u, cu
   cuda_share_use<true>(s, [&](int, float4 v) { cuda_masses_add4(m, v, least); });
   mine = cuda_warp_total(cuda_masses_all(m));
   told = cuda_tell(mine, s, c);
-  for (int i = lane; i < (int)gridDim.x * CUDA_WARPS; i += 32) {
+  for (int i = lane; i < (int)gridDim.x * cuda_warps(); i += 32) {
     before += i < me ? told[i] : 0;
     all += told[i];
   }
@@ -3801,18 +3804,19 @@ __device__ __forceinline__ float cuda_log_sum_exp(const float *x, cuda_share &s,
 }
 
 /* Shared memory that a share takes; 0: it lies in the row's scratch. */
-static size_t cuda_share_bytes(int n, int cluster) {
-  const int quads = cuda_share_left(cuda_share_each(n, cluster)) * CUDA_THREADS;
+static size_t cuda_share_bytes(int n, int cluster, int threads) {
+  const int quads = cuda_share_left(cuda_share_each(n, cluster * threads)) * threads;
   const bool many = cluster > 1; /* such devices have more of it */
   return 4 * quads <= (many ? CUDA_KEPT : CUDA_KEPT_FEW) ? sizeof(float4) * (size_t)quads : 0;
 }
 
 /* Whether the row needs none of its scratch. */
-static bool cuda_share_kept(int n, int cluster) {
-  return cuda_share_left(cuda_share_each(n, cluster)) == 0 || cuda_share_bytes(n, cluster) > 0;
+static bool cuda_share_kept(int n, int cluster, int threads) {
+  return cuda_share_left(cuda_share_each(n, cluster * threads)) == 0 ||
+         cuda_share_bytes(n, cluster, threads) > 0;
 }
 
-__global__ void __launch_bounds__(CUDA_THREADS)
+__global__ void __launch_bounds__(CUDA_SAMPLERS)
 cuda_sample_kernel(int32_t *ids, float *logprobs, tfm_mat logits, tfm_sampler s, bool kept) {
   extern __shared__ __align__(16) float shared[];
   __shared__ cuda_choice c;
@@ -3837,8 +3841,8 @@ static void cuda_sample(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logit
   if (!cuda_enter(d)) return;
   while (cluster > 2 && cluster * logits.rows > cuda_of(d)->processors) cluster /= 2;
   cuda_run_clusters(d, cuda_sample_kernel, cluster, dim3((unsigned)cluster, (unsigned)logits.rows),
-                    CUDA_THREADS, cuda_share_bytes(logits.cols, cluster), ids, logprobs, logits, *s,
-                    cuda_share_kept(logits.cols, cluster));
+                    CUDA_SAMPLERS, cuda_share_bytes(logits.cols, cluster, CUDA_SAMPLERS), ids,
+                    logprobs, logits, *s, cuda_share_kept(logits.cols, cluster, CUDA_SAMPLERS));
 }
 
 /* Every element counts those before it. */
@@ -4066,7 +4070,7 @@ __global__ void __launch_bounds__(CUDA_THREADS) cuda_begin_kernel(cuda_end s) {
   if (threadIdx.x == 0) s.call->seq = *s.seq;
 }
 
-__global__ void __launch_bounds__(CUDA_THREADS)
+__global__ void __launch_bounds__(CUDA_THREADS, 2)
 cuda_end_kernel(const __grid_constant__ cuda_end s) {
   extern __shared__ __align__(16) float shared[];
   __shared__ cuda_choice c;
@@ -4253,7 +4257,7 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   cuda_end end = c->end;
   tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq};
   const int cluster = cuda_of(d)->cluster;
-  const size_t kept = cuda_share_bytes(net->vocabulary, cluster);
+  const size_t kept = cuda_share_bytes(net->vocabulary, cluster, CUDA_THREADS);
   int32_t i;
   cuda_of(d)->chained = token > 0; /* a call's first kernel needs all of what was before */
   for (i = 0; i < net->layers; i++) cuda_decode_layer(d, c, &rows, i);
@@ -4263,7 +4267,7 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   cuda_phase_run(d, &head, cuda_packed(&net->head));
   end.blocks = (int)head.teams.grid;
   end.token = token;
-  end.kept = cuda_share_kept(net->vocabulary, cluster);
+  end.kept = cuda_share_kept(net->vocabulary, cluster, CUDA_THREADS);
   cuda_run_clusters(d, cuda_end_kernel, cluster, dim3((unsigned)cluster), CUDA_THREADS, kept, end);
   cuda_of(d)->chained = false;
 }

@@ -390,7 +390,7 @@ TEST(safetensors_odd_names) {
   }
   expect_header("{\"model", "{\"a.weight_scale_inv\":{\"dtype\":\"F32\",\"shape\":[0],"
                 "\"data_offsets\":[0,0]},\"model", TFM_E_UNSUPPORTED,
-                "tensor a.weight_scale_inv: scales beside weights are not read");
+                "tensor a.weight_scale_inv: scales are read beside matrices of F8 only");
   memset(long_one, 'x', 1000000);
   memcpy(long_one, "{\"", 2);
   strcpy(long_one + 1000000,

@@ -476,6 +476,20 @@ __device__ static float cuda_e4m3_value(uint8_t v) {
   return __half2float(__ushort_as_half((unsigned short)cuda_e4m3(v)));
 }
 
+/* What pick(t) says of a type that is known here; in it, t.value is a constant. */
+template <int TYPE> struct cuda_type { static constexpr int value = TYPE; };
+
+template <typename PICK> static auto cuda_pick(tfm_type type, PICK pick) {
+  switch (type) {
+    case TFM_F32: return pick(cuda_type<TFM_F32>());
+    case TFM_F16: return pick(cuda_type<TFM_F16>());
+    case TFM_BF16: return pick(cuda_type<TFM_BF16>());
+    case TFM_Q8_0: return pick(cuda_type<TFM_Q8_0>());
+    case TFM_F8_E4M3: return pick(cuda_type<TFM_F8_E4M3>());
+    default: return pick(cuda_type<TFM_Q4_0>());
+  }
+}
+
 __device__ static float cuda_load(const void *p, tfm_type type, int64_t i) {
   if (type == TFM_F32) return __ldcg((const float *)p + i);
   if (type == TFM_F16) return __half2float(__ldcg((const __half *)p + i));
@@ -1413,14 +1427,7 @@ template <int TYPE> struct cuda_operand {
 };
 
 static int cuda_piece_bytes(tfm_type type) {
-  switch (type) {
-    case TFM_F32: return cuda_operand<TFM_F32>::bytes;
-    case TFM_F16: return cuda_operand<TFM_F16>::bytes;
-    case TFM_BF16: return cuda_operand<TFM_BF16>::bytes;
-    case TFM_Q8_0: return cuda_operand<TFM_Q8_0>::bytes;
-    case TFM_F8_E4M3: return cuda_operand<TFM_F8_E4M3>::bytes;
-    default: return cuda_operand<TFM_Q4_0>::bytes;
-  }
+  return cuda_pick(type, [](auto t) { return cuda_operand<t.value>::bytes; });
 }
 
 /* Values of a row, filled up to whole pieces. */
@@ -2100,19 +2107,10 @@ cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int firs
 typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int, cuda_teams,
                                      cuda_experts);
 
-template <int TYPE> static cuda_matmul_function cuda_matmul_for(int m) {
-  return m == 1 ? cuda_matmul_kernel<TYPE, 1> : cuda_matmul_kernel<TYPE, CUDA_COLUMNS>;
-}
-
 static cuda_matmul_function cuda_matmul_choose(tfm_type type, int m) {
-  switch (type) {
-    case TFM_F32: return cuda_matmul_for<TFM_F32>(m);
-    case TFM_F16: return cuda_matmul_for<TFM_F16>(m);
-    case TFM_BF16: return cuda_matmul_for<TFM_BF16>(m);
-    case TFM_Q8_0: return cuda_matmul_for<TFM_Q8_0>(m);
-    case TFM_F8_E4M3: return cuda_matmul_for<TFM_F8_E4M3>(m);
-    default: return cuda_matmul_for<TFM_Q4_0>(m);
-  }
+  return cuda_pick(type, [m](auto t) -> cuda_matmul_function {
+    return m == 1 ? cuda_matmul_kernel<t.value, 1> : cuda_matmul_kernel<t.value, CUDA_COLUMNS>;
+  });
 }
 
 /* As many rows at a time as shared memory holds. */
@@ -4223,20 +4221,11 @@ static void cuda_end_fill(cuda_end *s, const tfm_run_ahead *r) {
 
 typedef void (*cuda_phase_function)(cuda_phase);
 
-template <int TYPE> static cuda_phase_function cuda_phase_for(int q) {
-  return q == 1   ? cuda_phase_kernel<TYPE, 1>
-         : q == 4 ? cuda_phase_kernel<TYPE, 4> : cuda_phase_kernel<TYPE, 8>;
-}
-
 static cuda_phase_function cuda_phase_choose(tfm_type type, int q) {
-  switch (type) {
-    case TFM_F32: return cuda_phase_for<TFM_F32>(q);
-    case TFM_F16: return cuda_phase_for<TFM_F16>(q);
-    case TFM_BF16: return cuda_phase_for<TFM_BF16>(q);
-    case TFM_Q8_0: return cuda_phase_for<TFM_Q8_0>(q);
-    case TFM_F8_E4M3: return cuda_phase_for<TFM_F8_E4M3>(q);
-    default: return cuda_phase_for<TFM_Q4_0>(q);
-  }
+  return cuda_pick(type, [q](auto t) -> cuda_phase_function {
+    return q == 1   ? cuda_phase_kernel<t.value, 1>
+           : q == 4 ? cuda_phase_kernel<t.value, 4> : cuda_phase_kernel<t.value, 8>;
+  });
 }
 
 static void cuda_phase_run(tfm_dev *d, cuda_phase *p, const cuda_weight *w) {

@@ -472,7 +472,8 @@ typedef struct tfm_engine_config {
   tfm_host host;       /* zero: libc, silent, unlimited */
   int32_t context;     /* positions per sequence; 0: the model's, at most 4096 */
   int32_t sequences;   /* sessions at a time; 0: 1 */
-  int32_t batch_rows;  /* rows of one forward pass; 0: 256, or fewer for a shorter context */
+  /* rows of one forward pass; 0: 256, on a GPU 2,048, or fewer for a shorter context */
+  int32_t batch_rows;
   int32_t page_tokens; /* positions per cache page; 0: 64. context: one page, contiguous */
   /* of the cache, shared by the sequences; 0: enough for all at full context */
   int32_t pages;
@@ -1086,6 +1087,7 @@ struct tfm_backend {
   tfm_type activation;  /* type of activations */
   tfm_type residual;    /* of the residual stream; the same, or wider */
   int32_t row_multiple; /* passes are padded to a multiple of this many rows; 1: never */
+  int32_t pass_rows;    /* rows of a pass at most, where the engine's config does not say */
   bool half_cache;      /* caches have 16 bits by default where weights have no more */
   bool f8;              /* packs F8_E4M3 as it is; others are asked to make BF16 of it */
 
@@ -16267,6 +16269,7 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   TFM_F32, /* activation */
   TFM_F32, /* residual */
   1,       /* row_multiple */
+  256,     /* pass_rows */
   false,   /* half_cache */
   false,   /* f8 */
   tfmi_ref_open,
@@ -16987,12 +16990,12 @@ static tfm_status tfmi_engine_configure(tfm_engine *e) {
   if (c->sequences < 0 || c->sequences > 65536)
     return tfmi_bad_config("sequences", c->sequences, "1 to 65536, or 0 for 1");
   if (c->batch_rows < 0 || c->batch_rows > 65536)
-    return tfmi_bad_config("batch_rows", c->batch_rows, "1 to 65536, or 0 for 256");
+    return tfmi_bad_config("batch_rows", c->batch_rows, "1 to 65536, or 0 for the device's own");
   if (c->page_tokens < 0) return tfmi_bad_config("page_tokens", c->page_tokens, "0 or more");
   if (c->pages < 0) return tfmi_bad_config("pages", c->pages, "0 or more");
   if (c->context == 0) c->context = tfmi_min32(net->context, 4096);
   if (c->sequences == 0) c->sequences = 1;
-  if (c->batch_rows == 0) c->batch_rows = tfmi_min32(256, c->context);
+  if (c->batch_rows == 0) c->batch_rows = tfmi_min32(e->dev.table->pass_rows, c->context);
   c->batch_rows = tfmi_max32(c->batch_rows, c->sequences);
   e->rows = tfmi_round_up(c->batch_rows, e->dev.table->row_multiple);
   if (c->page_tokens == 0) c->page_tokens = 64;

@@ -2314,7 +2314,7 @@ static cpu_features cpu_detect(void) {
 
 #define CPU_TABLE(of)                                                                             \
   {                                                                                               \
-    TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1, false, false,                                    \
+    TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1, 256, false, false,                               \
     cpu_open, cpu_close, cpu_sync, cpu_alloc, cpu_release,                                        \
     cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */    \
     cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,                               \

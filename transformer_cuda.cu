@@ -5948,7 +5948,7 @@ static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int3
 }
 
 static const tfm_backend cuda_table = {
-  TFM_BACKEND_ABI, "cuda", TFM_F32, TFM_F32, 1, true, true,
+  TFM_BACKEND_ABI, "cuda", TFM_F32, TFM_F32, 1, 2048, true, true,
   cuda_open, cuda_close, cuda_sync, cuda_alloc, cuda_release,
   cuda_put, cuda_get, cuda_copy, cuda_zero,
   cuda_alloc_shared, cuda_release_shared, cuda_work_bytes, cuda_replay, cuda_record,

@@ -1012,7 +1012,7 @@ static const struct argp_option option_list[] = {
   {"tokens", 'n', "N", 0, "Write N tokens, default 128; 0: none", 0},
   {"batch", KEY_BATCH, "N", 0, "N sequences at a time, default 1; rates are of all together", 0},
   {"repeat", KEY_REPEAT, "N", 0, "Measure N times, default 5; median and best are printed", 0},
-  {"rows", KEY_ROWS, "N", 0, "Run prompts in passes of up to N tokens, default 256", 0},
+  {"rows", KEY_ROWS, "N", 0, "Run prompts in passes of up to N tokens; default 256, on a GPU 2048", 0},
   {"depth", KEY_DEPTH, "N", 0, "Write after prompts of N tokens, default 1", 0},
   {"type", 'w', "TYPE", 0, "The same as --weights; of training, its precision", 0},
   {"temperature", 't', "T", 0,

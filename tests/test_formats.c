@@ -382,14 +382,17 @@ TEST(scales_beside_weights) {
              "{\"dtype\":\"F8_E4M3\",\"shape\":[5,4],\"data_offsets\":[0,20]},"
              "\"model.embed_tokens.weight_scale_inv\":{\"dtype\":\"%s\",\"shape\":[%s],"
              "\"data_offsets\":[20,%d]},\"x\":{\"dtype\":\"I8\",\"shape\":[%d],"
-             "\"data_offsets\":[%d,80]}", cases[i].type, cases[i].shape, 20 + cases[i].bytes, 60 - cases[i].bytes,
+             "\"data_offsets\":[%d,80]}",
+             cases[i].type, cases[i].shape, 20 + cases[i].bytes, 60 - cases[i].bytes,
              20 + cases[i].bytes);
     expect_header(whole, text, cases[i].status, cases[i].part);
   }
   for (i = 0; i < TFMI_COUNT(blocks); i++) {
-    snprintf(config, sizeof config, "\"silu\", \"quantization_config\": {\"quant_method\": \"fp8\", "
+    snprintf(config, sizeof config,
+             "\"silu\", \"quantization_config\": {\"quant_method\": \"fp8\", "
              "\"weight_block_size\": %s}", blocks[i].size);
-    header = edit(HEADER, whole, "{\"dtype\":\"F8_E4M3\",\"shape\":[5,4],\"data_offsets\":[0,20]},"
+    header = edit(HEADER, whole,
+                  "{\"dtype\":\"F8_E4M3\",\"shape\":[5,4],\"data_offsets\":[0,20]},"
                   "\"model.embed_tokens.weight_scale_inv\":{\"dtype\":\"F32\",\"shape\":[2,2],"
                   "\"data_offsets\":[20,36]},\"x\":{\"dtype\":\"I8\",\"shape\":[44],"
                   "\"data_offsets\":[36,80]}");

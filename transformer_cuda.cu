@@ -428,7 +428,7 @@ static void cuda_run_clusters(tfm_dev *d, void (*kernel)(P...), int cluster, dim
   config.dynamicSmemBytes = shared;
   config.stream = cuda_stream(d);
   if (grid.x == 0 || grid.y == 0 || d->status != TFM_OK) return;
-  if (shared > (32 << 10) && /* with what a kernel has of its own, 48 KB at most */
+  if (shared > (24 << 10) && /* with what a kernel has of its own, 48 KB at most */
       !cuda_check(d, cudaFuncSetAttribute((const void *)kernel,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)shared), "cudaFuncSetAttribute")) return;

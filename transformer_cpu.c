@@ -194,8 +194,10 @@ static int32_t cpu_even_part(int32_t rows, int64_t most) {
   return parts > 0 ? (int32_t)((rows + parts - 1) / parts) : 1;
 }
 
-static int32_t cpu_quantised_rows(int32_t rows, int32_t cols) {
-  return cpu_even_part(rows, CPU_SCRATCH / (int64_t)cpu_quantised_bytes(cols));
+/* Rows that are quantised at a time, at most. */
+static int32_t cpu_quantised_most(int32_t cols) {
+  const int32_t most = (int32_t)(CPU_SCRATCH / cpu_quantised_bytes(cols));
+  return most > 0 ? most : 1;
 }
 
 /* Tiles of bf16 of so many rows of x, whole 16s of them. */
@@ -223,7 +225,7 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
   if (net->experts_used > 1) slots *= net->experts_used;
   if (net->experts) tiled = cpu_min(slots, CPU_TILED_SLOTS) + 16 * net->experts;
   for (i = 0; i < sizeof cols / sizeof *cols; i++) {
-    bytes = (size_t)cpu_quantised_rows(slots, cols[i]) * cpu_quantised_bytes(cols[i]);
+    bytes = (size_t)cpu_min(slots, cpu_quantised_most(cols[i])) * cpu_quantised_bytes(cols[i]);
     if (bytes > most) most = bytes;
     bytes = rooms + cpu_tiled_bytes(tiled, cols[i]);
     if (bytes > most && d->state) most = bytes;
@@ -858,7 +860,8 @@ typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. 
   uint8_t *quantised;         /* [rows] of these rows: groups; or tiles of bf16 */
   size_t quantised_bytes;     /* of a row */
   uint8_t *work;              /* CPU_TILE_BYTES of each thread; with tiles, CPU_TILED_BYTES */
-  bool tiles;                 /* AMX multiplies all of the weight that is not F32 */
+  bool tiles;                 /* AMX multiplies all of the weight that is not F32, */
+  bool bytes;                 /* or 16 rows at a time by what of it is in blocks */
 } cpu_product;
 
 /* One panel or more of W. Of float types: out[i * CPU_OUT + j] = x[i] . row j of the panels. Of
@@ -1200,6 +1203,10 @@ static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t);
 static void cpu_tiles_panels(const cpu_product *t, const cpu_slots *rows, const cpu_stripe *stripe,
                              int32_t panel, int32_t n, int32_t col, int32_t worker);
 static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t worker);
+static void cpu_bytes_begin(void);
+static void cpu_bytes_end(void);
+static bool cpu_bytes_panel(float *out, const cpu_group *x, size_t x_bytes, const uint8_t *w,
+                            int32_t cols, int type);
 #elif defined(CPU_X86) || defined(CPU_ARM)
 static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
   (void)d, (void)t;
@@ -1215,6 +1222,13 @@ static void cpu_tiles_panels(const cpu_product *t, const cpu_slots *rows, const 
 }
 static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t worker) {
   (void)context, (void)begin, (void)end, (void)worker;
+}
+static void cpu_bytes_begin(void) {}
+static void cpu_bytes_end(void) {}
+static bool cpu_bytes_panel(float *out, const cpu_group *x, size_t x_bytes, const uint8_t *w,
+                            int32_t cols, int type) {
+  (void)out, (void)x, (void)x_bytes, (void)w, (void)cols, (void)type;
+  return false;
 }
 #endif
 
@@ -1299,7 +1313,7 @@ static bool cpu_has_amx(void) {
 
 #if CPU_AMX
 #define CPU_LEVEL avx512 /* V(...): what is taken from there */
-CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16")
+CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
 #if defined(TFM_CPU_AMX_STANDIN)
 #include TFM_CPU_AMX_STANDIN
 #endif
@@ -1472,13 +1486,19 @@ static void cpu_pack_items(void *context, int32_t begin, int32_t end, int32_t wo
     cpu_pack_groups(p, i >= of_b, (i < of_b ? i : i - of_b) * CPU_GROUPS * CPU_TILE_ROWS);
 }
 
-/* Eight tiles: sums 0 to 3; a in 4 and 5; b in 6 and 7. */
-static void cpu_tiles_begin(void) {
+/* Eight tiles: sums 0 to 3; a in 4 and 5, of so many bytes a row; b in 6 and 7. */
+static void cpu_tiles_configure(int bytes) {
   uint8_t config[64] __attribute__((aligned(64))) = {1}; /* palette; [16]: bytes; [48]: rows */
   int i;
-  for (i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = CPU_TILE_ROWS;
+  for (i = 0; i < 8; i++) {
+    config[16 + 2 * i] = (uint8_t)(i / 2 == 2 ? bytes : 64);
+    config[48 + i] = (uint8_t)(i / 2 == 3 ? bytes / 4 : CPU_TILE_ROWS);
+  }
+  __asm__ volatile("" : : "r"(config) : "memory"); /* gcc 12 believes that 8 bytes are read */
   _tile_loadconfig(config);
 }
+
+static void cpu_tiles_begin(void) { cpu_tiles_configure(64); }
 
 typedef struct cpu_walk { /* through tiles of an operand, in pairs, the second tile `next` away */
   const uint8_t *at;
@@ -2242,6 +2262,90 @@ static void cpu_tiles_panels(const cpu_product *t, const cpu_slots *rows, const 
     cpu_tiles_rows(t, &s, stripe, panel, n, col, worker);
   }
   _tile_release();
+}
+
+/* ---- A few rows, in tiles of bytes ----
+   Of blocks that lie as numbers of a byte, or are unpacked to them: 32 columns of 32 rows of W are
+   two tiles, as they lie; so are 32 columns of 16 rows of quantised x, and their products are the
+   very integers that vectors add up. What becomes of these is the same too: no bit differs. */
+
+static void cpu_bytes_begin(void) { cpu_tiles_configure(32); }
+static void cpu_bytes_end(void) { _tile_release(); }
+
+enum { CPU_DOTS = 2 * CPU_TILE_SIZE / 4 }; /* of a block: [2 halves of the panel][16 rows][16] */
+
+/* 32 columns of 16 rows of x, x_bytes apart, times those of a panel. */
+CPU_INLINE void cpu_bytes_dots(int32_t *dots, const int8_t *x, size_t x_bytes, const uint8_t *w) {
+  _tile_loadd(4, x, x_bytes);
+  _tile_loadd(6, w, 4 * CPU_ROWS);
+  _tile_loadd(7, w + 64, 4 * CPU_ROWS);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_dpbsud(0, 4, 6);
+  _tile_dpbsud(1, 4, 7);
+  _tile_stored(0, dots, 64);
+  _tile_stored(1, dots + CPU_DOTS / 2, 64);
+}
+
+/* Sums of half a panel += a block's: as V(block). x: the first row's group, block k of it. */
+CPU_INLINE void cpu_bytes_add(__m512 *sum, const int32_t *dots, const uint8_t *x, size_t x_bytes,
+                              int32_t k, const uint8_t *front, int j, const int type) {
+  const __m512 scale = V(scales)(front, NULL, type, 0, j);
+  const __m512 low = V(has_low)(type) ? V(scales)(front, NULL, type, 2, j) : scale;
+  int i;
+  for (i = 0; i < CPU_TILE_ROWS; i++, x += x_bytes, dots += CPU_TILE_ROWS) {
+    const cpu_group *group = (const cpu_group *)(const void *)x;
+    const __m512i dot = _mm512_add_epi32(_mm512_load_si512(dots),
+                                         V(first_sum)(group, k, type, 0));
+    sum[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, sum[i]);
+    if (V(has_low)(type)) sum[i] = _mm512_fmadd_ps(low, _mm512_set1_ps(group->sum[k]), sum[i]);
+  }
+}
+
+/* out [16][32] += a group of x, n blocks of a panel from `block` on: as V(block_tile). */
+CPU_INLINE void cpu_bytes_group(float *out, const uint8_t *x, size_t x_bytes, const uint8_t *w,
+                                int32_t block, int32_t n, const int type) {
+  int32_t dots[CPU_GROUP / 32][CPU_DOTS] __attribute__((aligned(64)));
+  const uint8_t *front[CPU_GROUP / 32], *at;
+  int32_t k;
+  int i, j;
+  for (k = 0; k < n; k++) {
+    at = cpu_piece_at(&front[k], w, type, block + k);
+    cpu_bytes_dots(dots[k], (const int8_t *)x + 32 * k, x_bytes, at);
+    for (i = 0; i < cpu_piece_bytes(type) && !V(is_unpacked)(type); i += CPU_ALIGN)
+      __builtin_prefetch(at + 8 * CPU_AHEAD + i);
+  }
+  for (j = 0; j < 2; j++) {
+    __m512 sum[CPU_TILE_ROWS];
+    for (i = 0; i < CPU_TILE_ROWS; i++) sum[i] = _mm512_setzero_ps();
+    for (k = 0; k < n; k++)
+      cpu_bytes_add(sum, dots[k] + j * (CPU_DOTS / 2), x, x_bytes, k, front[k], j, type);
+    for (i = 0; i < CPU_TILE_ROWS; i++) {
+      const cpu_group *group = (const cpu_group *)(const void *)(x + (size_t)i * x_bytes);
+      float *to = out + i * CPU_ROWS + j * CPU_TILE_ROWS;
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(sum[i], _mm512_set1_ps(group->scale),
+                                           _mm512_loadu_ps(to)));
+    }
+  }
+}
+
+CPU_INLINE void cpu_bytes_of(float *out, const cpu_group *x, size_t x_bytes, const uint8_t *w,
+                             int32_t cols, const int type) {
+  int32_t block;
+  for (block = 0; block < cols / 32; block += CPU_GROUP / 32, x++)
+    cpu_bytes_group(out, (const uint8_t *)x, x_bytes, w, block,
+                    cpu_min(CPU_GROUP / 32, cols / 32 - block), type);
+}
+
+/* out [16][32] += 16 rows of x, x_bytes apart, times columns of a panel. False: not in bytes. */
+static bool cpu_bytes_panel(float *out, const cpu_group *x, size_t x_bytes, const uint8_t *w,
+                            int32_t cols, int type) {
+  switch (type) {
+    case TFM_Q8_0: cpu_bytes_of(out, x, x_bytes, w, cols, TFM_Q8_0); return true;
+    case CPU_UNPACKED: cpu_bytes_of(out, x, x_bytes, w, cols, CPU_UNPACKED); return true;
+    case CPU_UNPACKED_LOW: cpu_bytes_of(out, x, x_bytes, w, cols, CPU_UNPACKED_LOW); return true;
+    default: return false;
+  }
 }
 
 /* Rows of x as tiles of bf16: [rows / 16][cols / 32][16][32]. */
@@ -3320,7 +3424,13 @@ static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, cons
     cols = cpu_min(CPU_CHUNK, t->x.cols - k);
     from = w + cpu_panel_span((int)stripe->type, k);
     if (form) V(unpack)(room, from, cols, stripe->type);
-    for (i = 0; i < n; i += tile->rows) {
+    for (i = 0; t->bytes && i + 16 <= n; i += 16)
+      if (!cpu_bytes_panel(out + i * CPU_ROWS,
+                           (const cpu_group *)cpu_row_of_x(t, stripe, s, slot + i) + k / CPU_GROUP,
+                           t->quantised_bytes, form ? room : from, cols,
+                           form ? form : (int)stripe->type))
+        break;
+    for (; i < n; i += tile->rows) {
       tile = V(tile_for)(form ? form : (int)stripe->type, n - i, 1);
       for (j = 0; j < tile->rows; j++)
         x[j] = (const cpu_group *)cpu_row_of_x(t, stripe, s, slot + i + j) + k / CPU_GROUP;
@@ -3350,6 +3460,7 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
   const cpu_product *t = (const cpu_product *)context;
   const cpu_weight *w = cpu_weight_of(t->w);
   int32_t expert, i, at, n;
+  if (t->bytes) cpu_bytes_begin();
   for (expert = 0; expert < cpu_experts(t); expert++) {
     cpu_slots slots = cpu_slots_of(t, expert);
     bool many = slots.end - slots.begin > 1;
@@ -3369,6 +3480,7 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
       }
     }
   }
+  if (t->bytes) cpu_bytes_end();
 }
 
 static void V(product)(tfm_dev *d, cpu_product *t) {
@@ -3386,7 +3498,8 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
   } else if (cpu_is_quantised(t->w)) {
     t->quantised = cpu_quantised_at(d);
     t->quantised_bytes = cpu_quantised_bytes(t->x.cols);
-    most = cpu_quantised_rows(all, t->x.cols);
+    most = cpu_even_part(all, cpu_quantised_most(t->x.cols));
+    t->bytes = d->state && (!t->routing || t->in_order); /* rows lie one after the other */
   }
   for (t->first = 0; t->first < all; t->first += t->rows) {
     t->rows = cpu_min(most, all - t->first);
@@ -3405,14 +3518,14 @@ static void V(matmul_moe_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weigh
 
 static void V(matmul)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                       const tfm_epilogue *e) {
-  cpu_product t = {y, x, w, e, NULL, false, false, 0, 0, NULL, 0, NULL, false};
+  cpu_product t = {y, x, w, e, NULL, false, false, 0, 0, NULL, 0, NULL, false, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_rows)(d, y, x, w, e);
 }
 
 static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                           const tfm_routing *r, bool spread) {
-  cpu_product t = {y, x, w, NULL, r, spread, false, 0, 0, NULL, 0, NULL, false};
+  cpu_product t = {y, x, w, NULL, r, spread, false, 0, 0, NULL, 0, NULL, false, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_moe_rows)(d, y, x, w, r, spread);
 }

@@ -1097,6 +1097,20 @@ static void test_moe(device *t) {
 }
 TEST(experts) { on_tables(test_moe); }
 
+/* What passes of many rows are given is enough for those of fewer. */
+static void test_work_bytes(device *t) {
+  tfm_net net;
+  size_t least = 0, bytes;
+  int rows;
+  memset(&net, 0, sizeof net);
+  net.width = net.ffn_width = 8192;
+  for (rows = 1; rows < 400; rows++, least = bytes) {
+    bytes = t->b->work_bytes(&t->d, &net, rows, 1, 64);
+    CHECK(bytes >= least);
+  }
+}
+TEST(memory_grows_with_rows) { on_tables(test_work_bytes); }
+
 /* ---- Choosing ---- */
 
 enum { V = 997, PAST = 6 };

@@ -861,7 +861,7 @@ typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. 
   size_t quantised_bytes;     /* of a row */
   uint8_t *work;              /* CPU_TILE_BYTES of each thread; with tiles, CPU_TILED_BYTES */
   bool tiles;                 /* AMX multiplies all of the weight that is not F32, */
-  bool bytes;                 /* or 16 rows at a time by what of it is in blocks */
+  bool bytes;                 /* or 16 rows at a time by what of it is Q8_0 */
 } cpu_product;
 
 /* One panel or more of W. Of float types: out[i * CPU_OUT + j] = x[i] . row j of the panels. Of
@@ -1205,8 +1205,8 @@ static void cpu_tiles_panels(const cpu_product *t, const cpu_slots *rows, const 
 static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t worker);
 static void cpu_bytes_begin(void);
 static void cpu_bytes_end(void);
-static bool cpu_bytes_panel(float *out, const cpu_group *x, size_t x_bytes, const uint8_t *w,
-                            int32_t cols, int type);
+static void cpu_bytes_panel(float *out, int32_t *dots, const cpu_group *x, size_t x_bytes,
+                            const uint8_t *w, int32_t cols);
 #elif defined(CPU_X86) || defined(CPU_ARM)
 static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
   (void)d, (void)t;
@@ -1225,10 +1225,9 @@ static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t wo
 }
 static void cpu_bytes_begin(void) {}
 static void cpu_bytes_end(void) {}
-static bool cpu_bytes_panel(float *out, const cpu_group *x, size_t x_bytes, const uint8_t *w,
-                            int32_t cols, int type) {
-  (void)out, (void)x, (void)x_bytes, (void)w, (void)cols, (void)type;
-  return false;
+static void cpu_bytes_panel(float *out, int32_t *dots, const cpu_group *x, size_t x_bytes,
+                            const uint8_t *w, int32_t cols) {
+  (void)out, (void)dots, (void)x, (void)x_bytes, (void)w, (void)cols;
 }
 #endif
 
@@ -2265,14 +2264,15 @@ static void cpu_tiles_panels(const cpu_product *t, const cpu_slots *rows, const 
 }
 
 /* ---- A few rows, in tiles of bytes ----
-   Of blocks that lie as numbers of a byte, or are unpacked to them: 32 columns of 32 rows of W are
-   two tiles, as they lie; so are 32 columns of 16 rows of quantised x, and their products are the
-   very integers that vectors add up. What becomes of these is the same too: no bit differs. */
+   32 columns of 32 rows of Q8_0 are two tiles of unsigned bytes, as they lie; 32 columns of 16 rows
+   of quantised x are one of signed bytes. Their products are the integers that vectors add up, and
+   what becomes of them is the same too: no bit differs. The other types have to be unpacked, which
+   takes as long as multiplying by vectors. */
+
+enum { CPU_DOTS = 2 * CPU_TILE_SIZE / 4 }; /* of a block: [2 halves of the panel][16 rows][16] */
 
 static void cpu_bytes_begin(void) { cpu_tiles_configure(32); }
 static void cpu_bytes_end(void) { _tile_release(); }
-
-enum { CPU_DOTS = 2 * CPU_TILE_SIZE / 4 }; /* of a block: [2 halves of the panel][16 rows][16] */
 
 /* 32 columns of 16 rows of x, x_bytes apart, times those of a panel. */
 CPU_INLINE void cpu_bytes_dots(int32_t *dots, const int8_t *x, size_t x_bytes, const uint8_t *w) {
@@ -2287,39 +2287,46 @@ CPU_INLINE void cpu_bytes_dots(int32_t *dots, const int8_t *x, size_t x_bytes, c
   _tile_stored(1, dots + CPU_DOTS / 2, 64);
 }
 
-/* Sums of half a panel += a block's: as V(block). x: the first row's group, block k of it. */
-CPU_INLINE void cpu_bytes_add(__m512 *sum, const int32_t *dots, const uint8_t *x, size_t x_bytes,
-                              int32_t k, const uint8_t *front, int j, const int type) {
-  const __m512 scale = V(scales)(front, NULL, type, 0, j);
-  const __m512 low = V(has_low)(type) ? V(scales)(front, NULL, type, 2, j) : scale;
+/* Blocks `block` and on of a panel, those of one group of x: their dots, [4][CPU_DOTS]. */
+CPU_INLINE void cpu_bytes_group(int32_t *dots, const cpu_group *x, size_t x_bytes,
+                                const uint8_t *w, int32_t block, int32_t blocks) {
+  const int32_t n = cpu_min(CPU_GROUP / 32, blocks - block);
+  int32_t k;
   int i;
-  for (i = 0; i < CPU_TILE_ROWS; i++, x += x_bytes, dots += CPU_TILE_ROWS) {
-    const cpu_group *group = (const cpu_group *)(const void *)x;
-    const __m512i dot = _mm512_add_epi32(_mm512_load_si512(dots),
-                                         V(first_sum)(group, k, type, 0));
-    sum[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, sum[i]);
-    if (V(has_low)(type)) sum[i] = _mm512_fmadd_ps(low, _mm512_set1_ps(group->sum[k]), sum[i]);
+  for (k = 0; k < n; k++, dots += CPU_DOTS) {
+    const uint8_t *front, *at = cpu_piece_at(&front, w, TFM_Q8_0, block + k);
+    cpu_bytes_dots(dots, x->value + 32 * k, x_bytes, at);
+    for (i = 0; i <= cpu_piece_bytes(TFM_Q8_0); i += CPU_ALIGN)
+      __builtin_prefetch(at + 8 * CPU_AHEAD + i);
   }
 }
 
-/* out [16][32] += a group of x, n blocks of a panel from `block` on: as V(block_tile). */
-CPU_INLINE void cpu_bytes_group(float *out, const uint8_t *x, size_t x_bytes, const uint8_t *w,
-                                int32_t block, int32_t n, const int type) {
-  int32_t dots[CPU_GROUP / 32][CPU_DOTS] __attribute__((aligned(64)));
-  const uint8_t *front[CPU_GROUP / 32], *at;
+/* Sums of half a panel += a block's: as V(block). x: the first row's group, block k of it. */
+CPU_INLINE void cpu_bytes_add(__m512 *sum, const int32_t *dots, const uint8_t *x, size_t x_bytes,
+                              int32_t k, __m512 scale) {
+  int i;
+  for (i = 0; i < CPU_TILE_ROWS; i++, x += x_bytes, dots += CPU_TILE_ROWS) {
+    const __m512i first = V(first_sum)((const cpu_group *)(const void *)x, k, TFM_Q8_0, 0);
+    const __m512i dot = _mm512_add_epi32(_mm512_load_si512(dots), first);
+    sum[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, sum[i]);
+  }
+}
+
+/* out [16][32] += a group's dots, scaled: as V(block_tile). */
+CPU_INLINE void cpu_bytes_scale(float *out, const int32_t *dots, const uint8_t *x, size_t x_bytes,
+                                const uint8_t *w, int32_t block, int32_t blocks) {
+  const int32_t n = cpu_min(CPU_GROUP / 32, blocks - block);
+  const uint8_t *front;
   int32_t k;
   int i, j;
-  for (k = 0; k < n; k++) {
-    at = cpu_piece_at(&front[k], w, type, block + k);
-    cpu_bytes_dots(dots[k], (const int8_t *)x + 32 * k, x_bytes, at);
-    for (i = 0; i < cpu_piece_bytes(type) && !V(is_unpacked)(type); i += CPU_ALIGN)
-      __builtin_prefetch(at + 8 * CPU_AHEAD + i);
-  }
   for (j = 0; j < 2; j++) {
     __m512 sum[CPU_TILE_ROWS];
     for (i = 0; i < CPU_TILE_ROWS; i++) sum[i] = _mm512_setzero_ps();
-    for (k = 0; k < n; k++)
-      cpu_bytes_add(sum, dots[k] + j * (CPU_DOTS / 2), x, x_bytes, k, front[k], j, type);
+    for (k = 0; k < n; k++) {
+      cpu_piece_at(&front, w, TFM_Q8_0, block + k);
+      cpu_bytes_add(sum, dots + k * CPU_DOTS + j * (CPU_DOTS / 2), x, x_bytes, k,
+                    V(scales)(front, NULL, TFM_Q8_0, 0, j));
+    }
     for (i = 0; i < CPU_TILE_ROWS; i++) {
       const cpu_group *group = (const cpu_group *)(const void *)(x + (size_t)i * x_bytes);
       float *to = out + i * CPU_ROWS + j * CPU_TILE_ROWS;
@@ -2329,22 +2336,17 @@ CPU_INLINE void cpu_bytes_group(float *out, const uint8_t *x, size_t x_bytes, co
   }
 }
 
-CPU_INLINE void cpu_bytes_of(float *out, const cpu_group *x, size_t x_bytes, const uint8_t *w,
-                             int32_t cols, const int type) {
-  int32_t block;
-  for (block = 0; block < cols / 32; block += CPU_GROUP / 32, x++)
-    cpu_bytes_group(out, (const uint8_t *)x, x_bytes, w, block,
-                    cpu_min(CPU_GROUP / 32, cols / 32 - block), type);
-}
-
-/* out [16][32] += 16 rows of x, x_bytes apart, times columns of a panel. False: not in bytes. */
-static bool cpu_bytes_panel(float *out, const cpu_group *x, size_t x_bytes, const uint8_t *w,
-                            int32_t cols, int type) {
-  switch (type) {
-    case TFM_Q8_0: cpu_bytes_of(out, x, x_bytes, w, cols, TFM_Q8_0); return true;
-    case CPU_UNPACKED: cpu_bytes_of(out, x, x_bytes, w, cols, CPU_UNPACKED); return true;
-    case CPU_UNPACKED_LOW: cpu_bytes_of(out, x, x_bytes, w, cols, CPU_UNPACKED_LOW); return true;
-    default: return false;
+/* out [16][32] += 16 rows of x, x_bytes apart, times columns of a panel of Q8_0. While vectors
+   scale a group, tiles multiply the next. dots: [2][4][CPU_DOTS]. */
+static void cpu_bytes_panel(float *out, int32_t *dots, const cpu_group *x, size_t x_bytes,
+                            const uint8_t *w, int32_t cols) {
+  enum { EACH = CPU_GROUP / 32, SIDE = EACH * CPU_DOTS };
+  const int32_t blocks = cols / 32;
+  int32_t block, side = 0;
+  cpu_bytes_group(dots, x, x_bytes, w, 0, blocks);
+  for (block = 0; block < blocks; block += EACH, x++, side = SIDE - side) {
+    cpu_bytes_group(dots + SIDE - side, x + 1, x_bytes, w, block + EACH, blocks);
+    cpu_bytes_scale(out, dots + side, (const uint8_t *)x, x_bytes, w, block, blocks);
   }
 }
 
@@ -3411,11 +3413,13 @@ static void V(panels)(const cpu_product *t, const cpu_slots *s, const cpu_stripe
   }
 }
 
-/* A panel of blocks times n rows of x, CPU_MANY at most: out [n][CPU_ROWS]. room: for a chunk. */
+/* A panel of blocks times n rows of x, CPU_MANY at most: out [n][CPU_ROWS]. room: for a chunk,
+   or for integers of tiles. */
 static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, const cpu_slots *s,
                            int32_t slot, int32_t n, const cpu_stripe *stripe, int32_t panel) {
   const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes, *from;
   const int form = n > 4 ? V(form)((int)stripe->type) : 0; /* fewer: not worth unpacking */
+  const bool bytes = t->bytes && stripe->type == TFM_Q8_0;
   const void *x[CPU_TILE];
   const cpu_tile_row *tile;
   int32_t k, i, j, cols;
@@ -3424,12 +3428,10 @@ static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, cons
     cols = cpu_min(CPU_CHUNK, t->x.cols - k);
     from = w + cpu_panel_span((int)stripe->type, k);
     if (form) V(unpack)(room, from, cols, stripe->type);
-    for (i = 0; t->bytes && i + 16 <= n; i += 16)
-      if (!cpu_bytes_panel(out + i * CPU_ROWS,
-                           (const cpu_group *)cpu_row_of_x(t, stripe, s, slot + i) + k / CPU_GROUP,
-                           t->quantised_bytes, form ? room : from, cols,
-                           form ? form : (int)stripe->type))
-        break;
+    for (i = 0; bytes && i + 16 <= n; i += 16)
+      cpu_bytes_panel(out + i * CPU_ROWS, (int32_t *)(void *)room,
+                      (const cpu_group *)cpu_row_of_x(t, stripe, s, slot + i) + k / CPU_GROUP,
+                      t->quantised_bytes, from, cols);
     for (; i < n; i += tile->rows) {
       tile = V(tile_for)(form ? form : (int)stripe->type, n - i, 1);
       for (j = 0; j < tile->rows; j++)

@@ -2203,7 +2203,7 @@ static void cpu_tiles_part(const cpu_tiles *p, const cpu_part *now, cpu_ahead *n
   s.group = cpu_tiled_bytes(CPU_TILE_ROWS, t->x.cols);
   s.steps = (now->cols + CPU_TERMS - 1) / CPU_TERMS;
   s.more = now->k > 0;
-  x = t->quantised + (size_t)(p->slots->tiled / CPU_TILE_ROWS) * s.group + (size_t)now->k * CPU_ROWS;
+  x = t->quantised + (size_t)(p->slots->tiled / CPU_TILE_ROWS) * s.group;
   next->y = cpu_row(t->y, 0) + p->col + now->panel * CPU_ROWS;
   for (row = 0; row < rows; row += CPU_ROWS) {
     left = (rows - row + CPU_ROWS - 1) / CPU_ROWS * s.steps;
@@ -2212,7 +2212,7 @@ static void cpu_tiles_part(const cpu_tiles *p, const cpu_part *now, cpu_ahead *n
     next->rows = p->parts == 1 ? cpu_min(CPU_ROWS, rows - row) : 0;
     next->lines = (2 * next->rows + s.steps - 1) / s.steps;
     next->line = 0;
-    s.x = x + (size_t)(row / CPU_TILE_ROWS) * s.group;
+    s.x = x + (size_t)(row / CPU_TILE_ROWS) * s.group + (size_t)now->k * CPU_ROWS;
     s.out = p->sums + now->slot * CPU_ROWS + (size_t)row * (p->row / sizeof *p->sums);
     s.both = rows - row > CPU_TILE_ROWS;
     cpu_squares[p->stripe->type](&s, next);

@@ -460,8 +460,9 @@ static const char *llama_config(const shape *s, char *text, size_t cap) {
            "\"num_attention_heads\": %d, \"num_key_value_heads\": %d, \"vocab_size\": %d, "
            "\"max_position_embeddings\": %d, \"hidden_act\": \"silu\", \"rms_norm_eps\": 1e-05, "
            "\"rope_theta\": 500000.0, \"tie_word_embeddings\": %s, \"eos_token_id\": 128001}",
-           s->experts ? "mixtral" : "llama", (int)s->experts, (int)s->used, (int)s->width, (int)s->ffn, (int)s->layers, (int)s->heads, (int)s->kv_heads,
-           (int)s->vocabulary, (int)s->context, s->tied ? "true" : "false");
+           s->experts ? "mixtral" : "llama", (int)s->experts, (int)s->used, (int)s->width,
+           (int)s->ffn, (int)s->layers, (int)s->heads, (int)s->kv_heads, (int)s->vocabulary,
+           (int)s->context, s->tied ? "true" : "false");
   return text;
 }
 

@@ -18668,18 +18668,21 @@ static void tfmi_folder_weights_write(void *context, tfmi_out *o) {
   for (i = 0; i < c->items; i++) tfmi_item_write(c, &c->item[i], o);
 }
 
-/* A config.json is copied line by line, but for the type. */
+/* A config.json is copied line by line, but for what tells the type. */
 static void tfmi_conversion_lines(tfmi_conversion *c) {
+  static const char *const types[] = {"torch_dtype", "dtype", "quantization_config"};
   tfmi_source *s = c->b->s;
   tfmi_text key, line, *all = NULL;
   tfmi_json j;
+  int i;
   if (!s->config_text.at) return;
   tfmi_json_init(&j, s->load, "config.json", s->config_text.at, s->config_text.n);
   tfmi_json_object(&j);
   while (tfmi_json_member(&j, &key)) {
     bool plain = key.at >= s->config_text.at && key.at < s->config_text.at + s->config_text.n;
     tfmi_json_skip(&j);
-    if (!plain || tfmi_text_is(key, "torch_dtype") || tfmi_text_is(key, "dtype")) continue;
+    for (i = 0; i < TFMI_COUNT(types); i++) plain = plain && !tfmi_text_is(key, types[i]);
+    if (!plain) continue;
     line.at = key.at - 1; /* at its quotation mark */
     line.n = (size_t)(j.at - line.at);
     stbds_arrput(all, line);

@@ -118,6 +118,17 @@ TEST(there_and_back) {
   CHECK_EQ_INT(told, 9); /* the others are odd on purpose: activations, windows, scales, caps */
 }
 
+/* What was F8 with scales is whole in the new folder, whose config.json says so. */
+TEST(scales_are_gone) {
+  blob config;
+  CHECK_EQ_INT(convert(DATA "models/qwen3-c", in_folder("a"), TFM_F32), TFM_OK);
+  config = blob_read(in_folder("a/config.json"));
+  CHECK(config.data && strstr((const char *)config.data, "\"float32\""));
+  CHECK(config.data && !strstr((const char *)config.data, "quantization"));
+  free(config.data);
+  CHECK(apart(DATA "models/qwen3-c", in_folder("a")) < 2e-6);
+}
+
 /* The vocabulary and the template of a GGUF file become files of the folder. */
 TEST(vocabulary_there_and_back) {
   static const char text[] = "Once upon a time, 12 <s>\n  x";

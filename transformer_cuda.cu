@@ -3830,7 +3830,7 @@ __device__ static unsigned long long cuda_mass(float p) {
   return (unsigned long long)(p * 1099511627776.0f);
 }
 
-typedef struct cuda_masses { uint32_t high; int low; } cuda_masses; /* in units of 2^-20 and 2^-40 */
+typedef struct cuda_masses { uint32_t high; int low; } cuda_masses; /* of 2^-20 and 2^-40 */
 
 /* A sum grows by p, in [0, 1]; of up to 4,096 of these. The sum of p and a power of two is rounded
    to a multiple of the unit in which its bits count. */

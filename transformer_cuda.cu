@@ -35,6 +35,7 @@
 #include <cudaTypedefs.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <math.h>
 #include <stdlib.h>
@@ -43,9 +44,10 @@
 enum {
   CUDA_CREW = 256,        /* threads of a block that multiplies, normalises or attends */
   CUDA_CREW_WARPS = CUDA_CREW / 32,
-  CUDA_THREADS = 512,     /* of one that samples */
-  CUDA_WARPS = CUDA_THREADS / 32,
-  CUDA_CLUSTER = 8,       /* of which this many take a row, where clusters are possible */
+  CUDA_THREADS = 512,     /* of one that ends a token */
+  CUDA_SAMPLERS = 1024,   /* of one that samples, which has a multiprocessor for itself */
+  CUDA_WARPS = CUDA_SAMPLERS / 32, /* at most */
+  CUDA_CLUSTER = 8,       /* of which up to so many take a row, where clusters are possible */
   CUDA_COLUMNS = 4,       /* rows of x that share one reading of W */
   CUDA_SHARED = 220 << 10, /* bytes of shared memory that a block may ask for */
   CUDA_KEYS = 64,         /* keys in a tile of attention */
@@ -426,7 +428,7 @@ static void cuda_run_clusters(tfm_dev *d, void (*kernel)(P...), int cluster, dim
   config.dynamicSmemBytes = shared;
   config.stream = cuda_stream(d);
   if (grid.x == 0 || grid.y == 0 || d->status != TFM_OK) return;
-  if (shared > (32 << 10) && /* with what a kernel has of its own, 48 KB at most */
+  if (shared > (24 << 10) && /* with what a kernel has of its own, 48 KB at most */
       !cuda_check(d, cudaFuncSetAttribute((const void *)kernel,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)shared), "cudaFuncSetAttribute")) return;
@@ -457,10 +459,37 @@ static unsigned cuda_blocks(int64_t n, int64_t each) { return (unsigned)((n + ea
 /* ---- Number formats ---- */
 
 __host__ __device__ static int cuda_bits(tfm_type type) { /* a value's, without scales */
-  return type == TFM_F32 ? 32 : type == TFM_Q8_0 ? 8 : type == TFM_Q4_0 ? 4 : 16;
+  return type == TFM_F32 ? 32 : type == TFM_Q8_0 || type == TFM_F8_E4M3 ? 8
+                              : type == TFM_Q4_0 ? 4 : 16;
 }
 
-static bool cuda_known(tfm_type type) { return type >= TFM_F32 && type <= TFM_Q4_0; }
+static bool cuda_known(tfm_type type) {
+  return (type >= TFM_F32 && type <= TFM_Q4_0) || type == TFM_F8_E4M3;
+}
+
+/* Two values of E4M3 as halves, which have them all; of one, the upper half is nothing. */
+__device__ __forceinline__ uint32_t cuda_e4m3(uint32_t pair) {
+  const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)pair, __NV_E4M3);
+  return h.x | (uint32_t)h.y << 16;
+}
+
+__device__ static float cuda_e4m3_value(uint8_t v) {
+  return __half2float(__ushort_as_half((unsigned short)cuda_e4m3(v)));
+}
+
+/* What pick(t) says of a type that is known here; in it, t.value is a constant. */
+template <int TYPE> struct cuda_type { static constexpr int value = TYPE; };
+
+template <typename PICK> static auto cuda_pick(tfm_type type, PICK pick) {
+  switch (type) {
+    case TFM_F32: return pick(cuda_type<TFM_F32>());
+    case TFM_F16: return pick(cuda_type<TFM_F16>());
+    case TFM_BF16: return pick(cuda_type<TFM_BF16>());
+    case TFM_Q8_0: return pick(cuda_type<TFM_Q8_0>());
+    case TFM_F8_E4M3: return pick(cuda_type<TFM_F8_E4M3>());
+    default: return pick(cuda_type<TFM_Q4_0>());
+  }
+}
 
 __device__ static float cuda_load(const void *p, tfm_type type, int64_t i) {
   if (type == TFM_F32) return __ldcg((const float *)p + i);
@@ -503,7 +532,9 @@ __device__ __forceinline__ void cuda_store4(void *p, tfm_type type, int64_t i, f
 
 /* ---- Weights: rows of one type, each filled up with zeros to whole 16 bytes ----
    Formats in blocks lie as they are read: eight rows' first 64 bytes, their next 64 bytes, ..., and
-   so do the scales. A Q4_0 number is kept as four bits with a sign, a Q8_0 number as it is. */
+   so do the scales. A Q4_0 number is kept as four bits with a sign, a Q8_0 number as it is. F8 is a
+   format in blocks of 64, whose scales are 256 times what they stand for, as those of weights are
+   small; a half of them is off by 2^-12 at most. */
 
 typedef struct cuda_weight {
   uint8_t *data;       /* [rows, vectors] of 16 bytes; of block formats cuda_vector_at */
@@ -516,7 +547,12 @@ typedef struct cuda_weight {
 static const cuda_weight *cuda_packed(const tfm_weight *w) { return (cuda_weight *)w->host; }
 
 __host__ __device__ static bool cuda_blocked(tfm_type type) {
-  return type == TFM_Q8_0 || type == TFM_Q4_0;
+  return type == TFM_Q8_0 || type == TFM_Q4_0 || type == TFM_F8_E4M3;
+}
+
+/* Values that a scale belongs to. */
+__host__ __device__ static int cuda_group(tfm_type type) {
+  return type == TFM_F8_E4M3 ? 64 : cuda_blocked(type) ? 32 : 1;
 }
 
 __host__ __device__ static int cuda_pieces(const cuda_weight &w) { return (w.vectors + 3) / 4; }
@@ -534,7 +570,14 @@ __host__ __device__ static int64_t cuda_vector_at(const cuda_weight &w, int64_t 
 
 /* Which scale is that of a vector, by cuda_vector_at. */
 __host__ __device__ static int64_t cuda_scale_at(const cuda_weight &w, int64_t vector) {
-  return w.type == TFM_Q8_0 ? vector / 2 : vector;
+  return w.type == TFM_F8_E4M3 ? vector / 4 : w.type == TFM_Q8_0 ? vector / 2 : vector;
+}
+
+#define CUDA_F8_SCALE 256.0f /* what scales of F8 are multiplied by */
+
+__device__ static float cuda_scale_value(const cuda_weight &w, int64_t vector) {
+  const float scale = __half2float(w.scale[cuda_scale_at(w, vector)]);
+  return w.type == TFM_F8_E4M3 ? scale / CUDA_F8_SCALE : scale;
 }
 
 /* The line of a row, counted through all experts. */
@@ -543,7 +586,7 @@ __device__ static int64_t cuda_line_of(const cuda_weight &w, int64_t row) {
 }
 
 /* The types of files: how many values a block has, in how many bytes, and what it becomes here.
-   Q5_0 loses nothing as Q8_0, nor F8 as BF16. What has two scales becomes F16, within half a unit
+   Q5_0 loses nothing as Q8_0, nor E5M2 as BF16. What has two scales becomes F16, within half a unit
    of its last place: 2^-12 of a value, or 2^-25 where that is below 2^-14. */
 typedef struct cuda_format { int values, bytes; tfm_type here; } cuda_format;
 
@@ -552,7 +595,7 @@ __host__ __device__ static cuda_format cuda_format_of(tfm_type type) {
     case TFM_F32: return cuda_format{1, 4, TFM_F32};
     case TFM_F16: return cuda_format{1, 2, TFM_F16};
     case TFM_BF16: return cuda_format{1, 2, TFM_BF16};
-    case TFM_F8_E4M3:
+    case TFM_F8_E4M3: return cuda_format{1, 1, TFM_F8_E4M3};
     case TFM_F8_E5M2: return cuda_format{1, 1, TFM_BF16};
     case TFM_Q8_0: return cuda_format{32, 34, TFM_Q8_0};
     case TFM_Q4_0: return cuda_format{32, 18, TFM_Q4_0};
@@ -566,33 +609,55 @@ __host__ __device__ static cuda_format cuda_format_of(tfm_type type) {
   }
 }
 
+/* Whether 64 columns of a row share a scale, and halves hold 256 times all of them. */
+static bool cuda_scales_fit(const tfm_scales *s, int32_t rows, int32_t cols) {
+  int64_t i, n;
+  if (cols % 64 || !s->at) return cols % 64 == 0;
+  if (s->wide % 64 && s->wide < cols) return false;
+  n = (int64_t)((rows + s->tall - 1) / s->tall) * ((cols + s->wide - 1) / s->wide);
+  for (i = 0; i < n; i++) {
+    float scale = fabsf(s->at[i]) * CUDA_F8_SCALE;
+    if (scale != 0 && !(scale >= 6.2e-5f && scale <= 65504.0f)) return false;
+  }
+  return true;
+}
+
+/* What a part becomes by itself. */
+static tfm_type cuda_here(const tfm_weight_source *s, const tfm_part *p) {
+  tfm_type type = cuda_format_of(p->type).here;
+  if (type != TFM_F8_E4M3) return type;
+  return !s->transposed && cuda_scales_fit(&p->scales, p->rows, s->cols) ? type : TFM_BF16;
+}
+
 /* Parts that do not become the same are all brought to F32. */
 static tfm_type cuda_target(const tfm_weight_source *s) {
-  tfm_type type = cuda_format_of(s->parts[0].type).here;
+  tfm_type type = cuda_here(s, &s->parts[0]);
   int32_t i;
   if (s->type) return s->type;
   for (i = 1; i < s->part_count; i++)
-    if (cuda_format_of(s->parts[i].type).here != type) type = TFM_F32;
+    if (cuda_here(s, &s->parts[i]) != type) type = TFM_F32;
   return type;
 }
 
 static bool cuda_part_check(tfm_dev *d, const tfm_weight_source *s, const tfm_part *p) {
   tfm_type type = cuda_target(s);
-  cuda_format from = cuda_format_of(p->type), to = cuda_format_of(type);
+  cuda_format from = cuda_format_of(p->type);
+  int group = cuda_group(type);
   if (!from.here)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: this table does not know it",
                  tfm_type_name(p->type));
   else if (!cuda_known(type))
-    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: expected F32, F16, BF16, Q8_0 or Q4_0",
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED,
+                 "weights of type %s: expected F32, F16, BF16, Q8_0, Q4_0 or F8_E4M3",
                  tfm_type_name(type));
   else if (s->transposed && from.values > 1)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a transposed matrix of type %s: expected a float type",
                  tfm_type_name(p->type));
-  else if (s->cols % to.values || s->cols % from.values)
+  else if (s->cols % group || s->cols % from.values)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED,
                  "a matrix with %d columns cannot be %s, whose blocks have %d; choose a float type",
-                 (int)s->cols, tfm_type_name(s->cols % to.values ? type : p->type),
-                 s->cols % to.values ? to.values : from.values);
+                 (int)s->cols, tfm_type_name(s->cols % group ? type : p->type),
+                 s->cols % group ? group : from.values);
   else if (s->on_device || s->roles & TFM_ROLE_GRADIENT)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights that are trained: this table has no backward");
   return d->status == TFM_OK;
@@ -643,6 +708,8 @@ typedef struct cuda_piece {
   bool keep;       /* its blocks become the weight's without a loss */
   int32_t first, lines, rows; /* rows: of the part */
   int64_t row;                /* the part's first, in the weight */
+  tfm_scales scales;          /* of the part; on the device those of these lines, */
+  int32_t scale_line;         /* the first of which is this */
 } cuda_piece;
 
 static size_t cuda_line_bytes(const cuda_piece *p, int32_t cols) {
@@ -708,10 +775,7 @@ __device__ static float cuda_file_value(const uint8_t *line, tfm_type type, int6
     case TFM_BF16: return __uint_as_float(cuda_u16(block) << 16);
     case TFM_F16: return cuda_half_at(block);
     case TFM_F8_E5M2: return __half2float(__ushort_as_half((unsigned short)(block[0] << 8)));
-    case TFM_F8_E4M3: /* its exponent is 8 less than a half's; 0x7f is no number */
-      if ((block[0] & 0x7f) == 0x7f) return NAN;
-      return 256.0f * __half2float(__ushort_as_half(
-                          (unsigned short)((block[0] & 0x80) << 8 | (block[0] & 0x7f) << 7)));
+    case TFM_F8_E4M3: return cuda_e4m3_value(block[0]);
     default: break;
   }
   return f.values == 256 ? cuda_value_of_256(block, type, (int)(i % 256))
@@ -746,6 +810,17 @@ __device__ static void cuda_quantise(const float *x, tfm_type type, uint8_t *to,
   if (type == TFM_Q4_0) *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
+/* 64 values become a block of F8. */
+__device__ static void cuda_quantise_f8(const float *x, uint8_t *to, __half *scale) {
+  float top = 0, inverse;
+  int j;
+  for (j = 0; j < 64; j++) top = fmaxf(top, fabsf(x[j]));
+  *scale = __float2half_rn(fminf(top / 448.0f * CUDA_F8_SCALE, 65504.0f));
+  inverse = __half2float(*scale) != 0 ? CUDA_F8_SCALE / __half2float(*scale) : 0.0f;
+  for (j = 0; j < 64; j++)
+    to[j] = __nv_cvt_float_to_fp8(x[j] * inverse, __NV_SATFINITE, __NV_E4M3);
+}
+
 /* A block as it is, but in its place; Q5_0 as Q8_0. */
 __device__ static void cuda_keep(const uint8_t *from, tfm_type type, uint8_t *to, __half *scale) {
   uint32_t word[4] = {0, 0, 0, 0};
@@ -759,26 +834,53 @@ __device__ static void cuda_keep(const uint8_t *from, tfm_type type, uint8_t *to
   *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* Where value (row, col) of the piece's part is found. */
-__device__ static float cuda_piece_value(const cuda_piece &p, int64_t bytes, int row, int col) {
-  return p.transposed ? cuda_file_value(p.data + (col - p.first) * bytes, p.type, row)
-                      : cuda_file_value(p.data + (row - p.first) * bytes, p.type, col);
+/* Scales beside each other. */
+__host__ __device__ static int cuda_scales_across(const tfm_scales &s, int cols) {
+  return s.at ? (cols + s.wide - 1) / s.wide : 0;
 }
 
-/* A thread for every 32 values of a row (transposed: rows run fastest, as they do in the file). */
+__device__ static float cuda_piece_scale(const cuda_piece &p, int cols, int row, int col) {
+  const tfm_scales &s = p.scales;
+  if (!s.at) return 1;
+  return s.at[(int64_t)(row / s.tall - p.scale_line) * cuda_scales_across(s, cols) + col / s.wide];
+}
+
+/* Where value (row, col) of the piece's part is found. */
+__device__ static float cuda_piece_value(const cuda_piece &p, int64_t bytes, int cols, int row,
+                                         int col) {
+  return p.transposed ? cuda_file_value(p.data + (col - p.first) * bytes, p.type, row)
+                      : cuda_file_value(p.data + (row - p.first) * bytes, p.type, col) *
+                            cuda_piece_scale(p, cols, row, col);
+}
+
+/* Values of a row that a thread packs. */
+__host__ __device__ static int cuda_pack_values(tfm_type type) {
+  return type == TFM_F8_E4M3 ? 64 : 32;
+}
+
+/* A thread for so many values of a row (transposed: rows run fastest, as they do in the file). */
 __global__ void cuda_pack_kernel(cuda_weight w, cuda_piece p, int64_t bytes) {
+  const int each = cuda_pack_values(w.type), blocks = (w.cols + each - 1) / each;
   int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, at;
-  int row, block, blocks = (w.cols + 31) / 32, j, n;
-  float x[32];
-  if (p.transposed) row = (int)(i % p.rows), block = (int)(i / p.rows) + p.first / 32;
+  int row, block, j, n;
+  float x[64];
+  if (p.transposed) row = (int)(i % p.rows), block = (int)(i / p.rows) + p.first / each;
   else row = (int)(i / blocks) + p.first, block = (int)(i % blocks);
-  if (p.transposed ? block * 32 >= p.first + p.lines : row >= p.first + p.lines) return;
-  n = min(32, w.cols - block * 32);
-  for (j = 0; j < 32; j++) x[j] = j < n ? cuda_piece_value(p, bytes, row, block * 32 + j) : 0.0f;
-  at = cuda_vector_at(w, cuda_line_of(w, p.row + row), block * cuda_bits(w.type) / 4);
-  if (p.keep) {
+  if (p.transposed ? block * each >= p.first + p.lines : row >= p.first + p.lines) return;
+  n = min(each, w.cols - block * each);
+  for (j = 0; j < each && !p.keep; j++)
+    x[j] = j < n ? cuda_piece_value(p, bytes, w.cols, row, block * each + j) : 0.0f;
+  at = cuda_vector_at(w, cuda_line_of(w, p.row + row), block * each * cuda_bits(w.type) / 128);
+  if (p.keep && p.type == TFM_F8_E4M3) {
+#pragma unroll 1
+    for (j = 0; j < 64; j++) w.data[at * 16 + j] = p.data[(row - p.first) * bytes + block * 64 + j];
+    w.scale[cuda_scale_at(w, at)] =
+        __float2half_rn(cuda_piece_scale(p, w.cols, row, block * 64) * CUDA_F8_SCALE);
+  } else if (p.keep) {
     cuda_keep(p.data + (row - p.first) * bytes + block * cuda_format_of(p.type).bytes, p.type,
               w.data + at * 16, w.scale + cuda_scale_at(w, at));
+  } else if (w.type == TFM_F8_E4M3) {
+    cuda_quantise_f8(x, w.data + at * 16, w.scale + cuda_scale_at(w, at));
   } else if (w.scale) {
     cuda_quantise(x, w.type, w.data + at * 16, w.scale + cuda_scale_at(w, at));
   } else {
@@ -812,32 +914,50 @@ static int cuda_stage_next(tfm_dev *d) {
   return -1;
 }
 
+/* The scales of a piece's lines go to a buffer; bytes of it that they took. */
+static size_t cuda_stage_scales(const cuda_weight *w, cuda_piece *p, char *to) {
+  const tfm_scales *s = &p->scales;
+  const int across = cuda_scales_across(*s, w->cols);
+  size_t bytes;
+  if (!s->at) return 0;
+  p->scale_line = p->first / s->tall;
+  bytes = (size_t)((p->first + p->lines - 1) / s->tall - p->scale_line + 1) * (size_t)across * 4;
+  memcpy(to, s->at + (int64_t)p->scale_line * across, bytes);
+  return bytes;
+}
+
 /* Sends a piece up and packs it; the next one's copy overlaps with this. */
 static bool cuda_pack_piece(tfm_dev *d, const cuda_weight *w, cuda_piece p, const char *from) {
   cuda_state *s = cuda_of(d);
-  size_t bytes = cuda_line_bytes(&p, w->cols);
+  size_t bytes = cuda_line_bytes(&p, w->cols), scales;
   int i = cuda_stage_next(d);
-  int64_t blocks = (w->cols + 31) / 32;
+  const int each = cuda_pack_values(w->type);
+  int64_t blocks = (w->cols + each - 1) / each;
   cuda_memcpy_job job;
   if (i < 0) return false;
   job.to = s->stage[i];
   job.from = from;
   job.bytes = bytes * (size_t)p.lines;
   tfm_parallel_for(d, (int32_t)((job.bytes + (1 << 20) - 1) >> 20), 1, cuda_memcpy_part, &job);
-  cuda_move(d, s->device_stage[i], s->stage[i], job.bytes, cudaMemcpyHostToDevice);
+  scales = cuda_stage_scales(w, &p, s->stage[i] + cuda_align(job.bytes));
+  cuda_move(d, s->device_stage[i], s->stage[i], cuda_align(job.bytes) + scales,
+            cudaMemcpyHostToDevice);
   p.data = (const uint8_t *)s->device_stage[i];
-  blocks = p.transposed ? (int64_t)((p.lines + 31) / 32) * p.rows : blocks * p.lines;
+  if (scales) p.scales.at = (const float *)(p.data + cuda_align(job.bytes));
+  blocks = p.transposed ? (int64_t)((p.lines + each - 1) / each) * p.rows : blocks * p.lines;
   cuda_run(d, cuda_pack_kernel, dim3(cuda_blocks(blocks, 128)), 128, 0, *w, p, (int64_t)bytes);
   return cuda_check(d, cudaEventRecord(s->staged[i], s->stream), "cudaEventRecord");
 }
 
 static void cuda_pack_part(tfm_dev *d, const cuda_weight *w, const tfm_weight_source *s,
                            const tfm_part *part, int64_t row) {
-  bool keep = w->scale && (!s->type || s->type == part->type);
-  cuda_piece p = {NULL, part->type, s->transposed, keep, 0, 0, part->rows, row};
+  bool keep = w->scale && (!s->type || s->type == part->type) &&
+              (w->type != TFM_F8_E4M3 || cuda_here(s, part) == TFM_F8_E4M3);
+  cuda_piece p = {NULL, part->type, s->transposed, keep, 0, 0, part->rows, row, part->scales, 0};
   int32_t all = s->transposed ? s->cols : part->rows;
   size_t bytes = cuda_line_bytes(&p, s->cols);
-  int64_t most = (int64_t)(CUDA_STAGE / (bytes ? bytes : 1)) / 32 * 32;
+  size_t room = bytes + (size_t)cuda_scales_across(part->scales, s->cols) * 4 + 1;
+  int64_t most = (int64_t)((CUDA_STAGE - 64) / room) / 64 * 64;
   if (most == 0)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a matrix whose rows have %llu bytes is too wide",
                  (unsigned long long)bytes);
@@ -881,7 +1001,8 @@ __device__ static float cuda_value(const cuda_weight &w, int64_t row, int col) {
   float scale;
   int bit;
   if (!w.scale) return cuda_load(data, w.type, col % values);
-  scale = __half2float(w.scale[cuda_scale_at(w, at)]);
+  scale = cuda_scale_value(w, at);
+  if (w.type == TFM_F8_E4M3) return scale * cuda_e4m3_value(data[col % values]);
   if (w.type == TFM_Q8_0) return scale * (float)((const int8_t *)data)[col % values];
   bit = cuda_nibble(col % values);
   return scale * (float)((int)((data[bit / 8] >> bit % 8 & 15) ^ 8) - 8);
@@ -1277,8 +1398,9 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
    whose sum it is (halves hi + lo, after a power of two has brought its largest value below 2^14;
    beside BF16 three of them), and every column is multiplied. Weights are fed in as they lie. Bytes
    and nibbles are multiplied as whole numbers, by x as one of 31 bits in four columns of 8; as a
-   scale belongs to 32 values, the columns of a block are zero beside the other blocks'. F32 weights
-   are multiplied without tensor cores, in the same order of things.
+   scale belongs to 32 values, the columns of a block are zero beside the other blocks'. F8 becomes
+   halves, a piece's sum being multiplied by its scale. F32 weights are multiplied without tensor
+   cores, in the same order of things.
 
    A tile is 8 units, a unit two rows of W that belong together: a pair that is rotated, a gate and
    what it opens, rows eight apart; or one row, twice (cuda_teams). A piece is 64 bytes of each of
@@ -1291,26 +1413,22 @@ enum { CUDA_AHEAD = 8, CUDA_BLOCKS_AHEAD = 4 }; /* pieces; at most the first */
 
 /* values: in 16 bytes of W. parts: of a value of x. columns: over which a row's sum is spread. */
 template <int TYPE> struct cuda_operand {
-  static constexpr bool blocks = TYPE == TFM_Q8_0 || TYPE == TFM_Q4_0;
-  static constexpr int values = TYPE == TFM_F32 ? 4 : TYPE == TFM_Q8_0 ? 16
-                                                : TYPE == TFM_Q4_0     ? 32 : 8;
-  static constexpr int parts = TYPE == TFM_F32 ? 1 : TYPE == TFM_F16 ? 2 : TYPE == TFM_BF16 ? 3 : 4;
-  static constexpr int columns = TYPE == TFM_F16 ? 4 : 8;
-  static constexpr int size = TYPE == TFM_F32 ? 4 : blocks ? 1 : 2;
+  static constexpr bool f8 = TYPE == TFM_F8_E4M3, halves = TYPE == TFM_F16 || f8;
+  static constexpr bool digits = TYPE == TFM_Q8_0 || TYPE == TFM_Q4_0, blocks = digits || f8;
+  static constexpr int values = TYPE == TFM_F32 ? 4 : TYPE == TFM_Q8_0 || f8 ? 16
+                                                : TYPE == TFM_Q4_0           ? 32 : 8;
+  static constexpr int parts = TYPE == TFM_F32 ? 1 : halves ? 2 : TYPE == TFM_BF16 ? 3 : 4;
+  static constexpr int columns = halves ? 4 : 8;
+  static constexpr int size = TYPE == TFM_F32 ? 4 : digits ? 1 : 2;
   static constexpr int pad = size == 2 ? 32 : 0; /* puts parts of four pieces into all banks */
   static constexpr int bytes = 4 * values * parts * size + pad; /* of x, beside a piece */
   static constexpr int stride = blocks ? 32 : 4; /* vectors from a piece of a row to the next */
+  static constexpr int shared = f8 ? 4 : TYPE == TFM_Q8_0 ? 2 : 1; /* vectors that share a scale */
   static constexpr int ahead = blocks ? CUDA_BLOCKS_AHEAD : CUDA_AHEAD; /* what registers hold */
 };
 
 static int cuda_piece_bytes(tfm_type type) {
-  switch (type) {
-    case TFM_F32: return cuda_operand<TFM_F32>::bytes;
-    case TFM_F16: return cuda_operand<TFM_F16>::bytes;
-    case TFM_BF16: return cuda_operand<TFM_BF16>::bytes;
-    case TFM_Q8_0: return cuda_operand<TFM_Q8_0>::bytes;
-    default: return cuda_operand<TFM_Q4_0>::bytes;
-  }
+  return cuda_pick(type, [](auto t) { return cuda_operand<t.value>::bytes; });
 }
 
 /* Values of a row, filled up to whole pieces. */
@@ -1430,11 +1548,12 @@ template <bool BF> __device__ __forceinline__ uint32_t cuda_part2(float &a, floa
 
 /* Byte of a column at which quad `within` of a piece lies; its second half is 32 bytes further on
    where W has 16 bits. Q4_0's parts are turned against each other: lanes read 16 bytes of two of
-   them at a time. */
+   them at a time. F8 is as two pieces of 16 bits, of the first and of the last 8 of each 16. */
 template <int TYPE> __device__ __forceinline__ int cuda_plane_at(int part, int within) {
   if (TYPE == TFM_F32) return within * 16;
   if (TYPE == TFM_Q4_0) return part * 128 + (within * 4 ^ part % 2 * 16);
-  if (TYPE == TFM_Q8_0) return part * 64 + within * 4;
+  if (TYPE == TFM_F8_E4M3)
+    return within / 2 % 2 * 128 + part * 64 + (within / 4 * 2 + within % 2) * 4;
   return part * 64 + within * 4;
 }
 
@@ -1464,11 +1583,11 @@ __device__ __forceinline__ void cuda_plane_put(char *planes, int m, int k, float
     *(float4 *)(to + cuda_plane_at<TYPE>(0, k % V)) = v;
     return;
   }
-  if (cuda_operand<TYPE>::blocks) cuda_digits(digit, v);
+  if (cuda_operand<TYPE>::digits) cuda_digits(digit, v);
 #pragma unroll
   for (int part = 0; part < cuda_operand<TYPE>::parts; part++) {
     char *at = to + cuda_plane_at<TYPE>(part, k % V);
-    if (cuda_operand<TYPE>::blocks) {
+    if (cuda_operand<TYPE>::digits) {
       *(uint32_t *)at = digit[part];
     } else {
       *(uint32_t *)at = cuda_part2<TYPE == TFM_BF16>(v.x, v.y);
@@ -1522,7 +1641,8 @@ __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_
                                             const float *most, int m) {
   constexpr int V = cuda_operand<TYPE>::values;
   constexpr bool scaled = TYPE != TFM_F32 && TYPE != TFM_BF16;
-  constexpr int bits = cuda_operand<TYPE>::blocks ? 29 : 13; /* of what is below the largest's */
+  constexpr int bits = cuda_operand<TYPE>::digits ? 29 : 13; /* of what is below the largest's */
+  constexpr int scale = TYPE == TFM_Q4_0 ? 4 : TYPE == TFM_F8_E4M3 ? 8 : 0; /* 2^scale in W's */
   cuda_row<Q> row;
   float top = 0, by = 1;
   int e = 0;
@@ -1547,8 +1667,7 @@ __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_
     cuda_plane_put<TYPE, M>(r.planes, m, k, v);
   });
   if (threadIdx.x == 0)
-    r.factor[m] = cuda_operand<TYPE>::blocks && !(top < INFINITY)
-                      ? NAN : cuda_power(TYPE == TFM_Q4_0 ? e - 4 : e);
+    r.factor[m] = cuda_operand<TYPE>::digits && !(top < INFINITY) ? NAN : cuda_power(e - scale);
   __syncthreads();
 }
 
@@ -1565,6 +1684,12 @@ template <int TYPE> __device__ __forceinline__ void cuda_widen(float *f, uint4 q
     if (TYPE == TFM_BF16) {
       f[2 * i] = __uint_as_float(word[i] << 16);
       f[2 * i + 1] = __uint_as_float(word[i] & 0xffff0000u);
+    }
+    if (TYPE == TFM_F8_E4M3) {
+      const uint32_t pair[2] = {cuda_e4m3(word[i] & 0xffff), cuda_e4m3(word[i] >> 16)};
+      const float2 low = __half22float2(*(const __half2 *)&pair[0]);
+      const float2 high = __half22float2(*(const __half2 *)&pair[1]);
+      f[4 * i] = low.x, f[4 * i + 1] = low.y, f[4 * i + 2] = high.x, f[4 * i + 3] = high.y;
     }
     if (TYPE == TFM_Q8_0) {
       uint32_t biased = word[i] ^ 0x80808080u; /* v + 128, in the low bits of 2^23 */
@@ -1609,11 +1734,11 @@ __device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, i
   constexpr int V = cuda_operand<TYPE>::values, C = cuda_operand<TYPE>::columns;
   const int g = threadIdx.x / 4 % 8, t = threadIdx.x % 4, sub = (n * 8 + g) % C;
   const int part = TYPE == TFM_Q4_0 ? g % 2 : TYPE == TFM_Q8_0 ? g % 4 : sub % (C / 2);
-  const int m = cuda_operand<TYPE>::blocks || TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
+  const int m = cuda_operand<TYPE>::digits || TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
   cuda_column c = {r.planes + m * cuda_operand<TYPE>::bytes, 256, 16, apart, true};
   if (TYPE == TFM_F32) {
     c.x += t * 16;
-  } else if (cuda_operand<TYPE>::blocks) {
+  } else if (cuda_operand<TYPE>::digits) {
     c.there = TYPE == TFM_Q8_0 ? t / 2 == g / 4 : t == g / 2;
     c.x += cuda_plane_at<TYPE>(part, t * V / 4);
     if (TYPE == TFM_Q4_0 && part) c.turn = -16;
@@ -1661,6 +1786,30 @@ __device__ __forceinline__ void cuda_use_blocks(cuda_sums &c, const cuda_two &q,
   c.b[0] = __fmaf_rn(__half2float(q.scale_b), sum_b, c.b[0]);
 }
 
+/* The scale of each row times what its 64 values make with the columns. */
+__device__ __forceinline__ void cuda_use_f8(cuda_sums &c, const cuda_two &q, const char *x,
+                                            bool there) {
+  const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
+  const float scale_a = __half2float(q.scale_a), scale_b = __half2float(q.scale_b);
+  cuda_sums sum = {};
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t u[4] = {cuda_e4m3(a[i] & 0xffff), cuda_e4m3(a[i] >> 16),
+                           cuda_e4m3(a[i + 1] & 0xffff), cuda_e4m3(a[i + 1] >> 16)};
+    const uint32_t v[4] = {cuda_e4m3(b[i] & 0xffff), cuda_e4m3(b[i] >> 16),
+                           cuda_e4m3(b[i + 1] & 0xffff), cuda_e4m3(b[i + 1] >> 16)};
+    uint2 by = make_uint2(0, 0);
+    if (there) by = *(const uint2 *)(x + i * 64);
+    cuda_mma<false>(sum.a, u, by.x, by.y);
+    cuda_mma<false>(sum.b, v, by.x, by.y);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    c.a[i] = __fmaf_rn(scale_a, sum.a[i], c.a[i]);
+    c.b[i] = __fmaf_rn(scale_b, sum.b[i], c.b[i]);
+  }
+}
+
 /* c += a piece by the columns. Of 16 bits, rows of W multiply one by one: a row's 16 bytes are, as
    they come, what mma takes for a row of its upper half and one of its lower, so that a column is
    for values 0, 1, 4 and 5 of every eight, or for the others. */
@@ -1669,8 +1818,10 @@ __device__ __forceinline__ void cuda_use(cuda_sums &c, const cuda_two &q, const 
                                          int piece) {
   const char *x = col.x + piece * M * cuda_operand<TYPE>::bytes;
   const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
-  if constexpr (cuda_operand<TYPE>::blocks) {
+  if constexpr (cuda_operand<TYPE>::digits) {
     cuda_use_blocks<TYPE, M>(c, q, col, piece);
+  } else if constexpr (TYPE == TFM_F8_E4M3) {
+    cuda_use_f8(c, q, x, col.there);
   } else if constexpr (TYPE == TFM_F32) {
     const float4 v = *(const float4 *)x;
     const float f[4] = {v.x, v.y, v.z, v.w};
@@ -1691,7 +1842,7 @@ __device__ __forceinline__ void cuda_use(cuda_sums &c, const cuda_two &q, const 
 template <int TYPE> __device__ __forceinline__ float2 cuda_share_of_sums(const cuda_sums &c) {
   constexpr int C = cuda_operand<TYPE>::columns;
   const int t = threadIdx.x % 4;
-  if (TYPE == TFM_F16 || TYPE == TFM_BF16)
+  if (cuda_operand<TYPE>::halves || TYPE == TFM_BF16)
     return t / (C / 4) % 2 ? make_float2(c.a[2] + c.a[3], c.b[2] + c.b[3])
                            : make_float2(c.a[0] + c.a[1], c.b[0] + c.b[1]);
   if (TYPE == TFM_Q8_0 && t % 2 == 0) /* the digits' places */
@@ -1735,8 +1886,8 @@ __device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w
     const int64_t line = (int64_t)cuda_pieces(w) * 32;
     a = at.unit.a / 8 * line + piece * 32 + at.unit.a % 8 * 4 + t;
     b = at.unit.b / 8 * line + piece * 32 + at.unit.b % 8 * 4 + t;
-    at.scale_a = w.scale + (TYPE == TFM_Q8_0 ? a / 2 : a);
-    at.scale_b = w.scale + (TYPE == TFM_Q8_0 ? b / 2 : b);
+    at.scale_a = w.scale + a / cuda_operand<TYPE>::shared;
+    at.scale_b = w.scale + b / cuda_operand<TYPE>::shared;
   } else {
     a = (int64_t)at.unit.a * w.vectors + piece * 4 + t;
     b = (int64_t)at.unit.b * w.vectors + (piece + half) * 4 + t;
@@ -1749,11 +1900,13 @@ __device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w
 template <int TYPE>
 __device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int left, int left_b,
                                          int ahead) {
-  constexpr int stride = cuda_operand<TYPE>::stride, scales = TYPE == TFM_Q8_0 ? 16 : 32;
+  constexpr int stride = cuda_operand<TYPE>::stride, scales = stride / cuda_operand<TYPE>::shared;
   const bool there = 4 * ahead < left;
   if constexpr (cuda_operand<TYPE>::blocks) { /* what is not there counts zero times */
-    q.a = cuda_stream_maybe(at.a + stride * ahead, there);
-    q.b = cuda_stream_maybe(at.b + stride * ahead, there);
+    q.a = cuda_operand<TYPE>::f8 ? cuda_stream_load(at.a + stride * ahead, there)
+                                 : cuda_stream_maybe(at.a + stride * ahead, there);
+    q.b = cuda_operand<TYPE>::f8 ? cuda_stream_load(at.b + stride * ahead, there)
+                                 : cuda_stream_maybe(at.b + stride * ahead, there);
     q.scale_a = q.scale_b = __ushort_as_half(0);
     if (there) q.scale_a = __ldg(at.scale_a + scales * ahead);
     if (there) q.scale_b = __ldg(at.scale_b + scales * ahead);
@@ -1955,18 +2108,10 @@ cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int firs
 typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int, cuda_teams,
                                      cuda_experts);
 
-template <int TYPE> static cuda_matmul_function cuda_matmul_for(int m) {
-  return m == 1 ? cuda_matmul_kernel<TYPE, 1> : cuda_matmul_kernel<TYPE, CUDA_COLUMNS>;
-}
-
 static cuda_matmul_function cuda_matmul_choose(tfm_type type, int m) {
-  switch (type) {
-    case TFM_F32: return cuda_matmul_for<TFM_F32>(m);
-    case TFM_F16: return cuda_matmul_for<TFM_F16>(m);
-    case TFM_BF16: return cuda_matmul_for<TFM_BF16>(m);
-    case TFM_Q8_0: return cuda_matmul_for<TFM_Q8_0>(m);
-    default: return cuda_matmul_for<TFM_Q4_0>(m);
-  }
+  return cuda_pick(type, [m](auto t) -> cuda_matmul_function {
+    return m == 1 ? cuda_matmul_kernel<t.value, 1> : cuda_matmul_kernel<t.value, CUDA_COLUMNS>;
+  });
 }
 
 /* As many rows at a time as shared memory holds. */
@@ -3229,53 +3374,69 @@ static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
 }
 
 /* ---- sample ----
-   As the reference, on probabilities relative to the largest, in [0, 1]; but masses are sums of
-   integers, p * 2^40 rounded, so that they do not depend on the order. A row is the work of a
-   cluster of blocks, each of which keeps a share of it in shared memory; every warp goes through a
-   stretch of its own. What a warp finds it tells all blocks (cuda_tell). A threshold is found digit
-   by digit of its bits: every block counts its share in bins, of which there are 32 to an octave,
-   then 512 to a bin, and 512 to each of these; then every block adds up what all have of groups of
-   32 bins, and of the group that matters the bins. A bin's mass is the sum of its numbers'
-   fractions, whole numbers, as they all have one exponent. */
+   As the reference, on probabilities relative to the largest, in [0, 1]; but they are rounded to
+   multiples of 2^-40, so that masses are sums of whole numbers and do not depend on the order. A
+   row is the work of a cluster of blocks, each of which keeps a share of it on the chip: every lane
+   of a warp some quads in registers, others in shared memory. Every warp has a stretch of its own,
+   and tells all blocks what it finds there (cuda_tell). A threshold is found digit by digit of its
+   bits: every block counts its share in bins, of which there are 32 to an octave, then 512 to a
+   bin, and 512 to each of these; then every block adds up what all have of groups of 32 bins, and
+   of the group that matters the bins. A bin's mass is the sum of its numbers' fractions, whole
+   numbers, as they all have one exponent. */
 
 enum {
   CUDA_BINS = 1344,               /* 41 octaves of 32, one for 1, and up to whole warps */
   CUDA_DIGIT = 9,                 /* bits of a digit below the bins */
   CUDA_ALL_BINS = CUDA_BINS + (1 << CUDA_DIGIT), /* of one digit, and of the next */
   CUDA_FLOOR = (127 - 41) << 23,  /* the bits of 2^-41, below which there is no mass */
+  CUDA_ONE = 127 << 23,           /* the bits of 1 */
+  CUDA_HELD = 4,                  /* quads of a lane in registers */
   CUDA_KEPT = 48 << 10,           /* values of a share that shared memory holds ... */
-  CUDA_KEPT_FEW = 8 << 10         /* ... where there are no clusters */
+  CUDA_KEPT_FEW = 6 << 10         /* ... where there are no clusters */
 };
 
 typedef struct cuda_choice { /* of a block, in shared memory */
-  uint32_t low[CUDA_ALL_BINS], high[CUDA_ALL_BINS]; /* halves of the bins' sums */
+  uint32_t low[CUDA_ALL_BINS + 32], high[CUDA_ALL_BINS + 32]; /* halves of the bins' sums */
   unsigned long long group[2][CUDA_BINS / 32];      /* masses of 32 bins, by turns */
   unsigned long long told[2][CUDA_CLUSTER * CUDA_WARPS];
   unsigned long long warp[CUDA_WARPS], goal;
   int found;
 } cuda_choice;
 
-typedef struct cuda_share { /* of a row of n values */
-  float *p;      /* [quads * 4] of this warp */
+typedef struct cuda_share { /* of a row of n values: this warp's */
+  float4 held[CUDA_HELD]; /* this lane's first quads */
+  float4 *p;     /* the others of the warp */
   int n;
   int begin;     /* the warp's first value */
-  int quads;     /* of every warp */
+  int each;      /* quads of every lane: the warp's are dealt out to them */
   int turn;
   bool raw;      /* logits still: probabilities are powers of two of (p - top) * by */
   float top, by;
 } cuda_share;
 
-/* Quads of a warp, when a row is shared by that many blocks. */
-__host__ __device__ static int cuda_share_quads(int n, int blocks) {
-  return (n + blocks * CUDA_WARPS * 4 - 1) / (blocks * CUDA_WARPS * 4);
+/* Quads of a lane, when a row is shared by that many threads; an even number of them if there are
+   more than registers hold. */
+__host__ __device__ static int cuda_share_each(int n, int threads) {
+  const int each = (n + threads * 4 - 1) / (threads * 4);
+  return each <= CUDA_HELD ? each : (each + 1) / 2 * 2;
 }
 
-__device__ static cuda_share cuda_share_of(float *kept, float *work, int n) {
+/* Of these, those that are not in registers. */
+__host__ __device__ static int cuda_share_left(int each) {
+  return each > CUDA_HELD ? each - CUDA_HELD : 0;
+}
+
+__device__ __forceinline__ int cuda_warps() { return (int)blockDim.x / 32; }
+
+/* work: where `kept` is NULL, and then rows are long. */
+__device__ static cuda_share cuda_share_of(float4 *kept, float *work, int n) {
+  const int warp = (int)blockIdx.x * cuda_warps() + (int)threadIdx.x / 32;
   cuda_share s;
   s.n = n;
-  s.quads = cuda_share_quads(n, (int)gridDim.x);
-  s.begin = ((int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32) * s.quads * 4;
-  s.p = kept ? kept + threadIdx.x / 32 * s.quads * 4 : work + s.begin;
+  s.each = cuda_share_each(n, (int)(gridDim.x * blockDim.x));
+  s.begin = warp * s.each * 128;
+  s.p = kept ? kept + threadIdx.x / 32 * cuda_share_left(s.each) * 32
+             : (float4 *)work + warp * cuda_share_left(s.each) * 32;
   s.turn = 0;
   s.raw = true;
   return s;
@@ -3341,34 +3502,34 @@ __device__ static unsigned long long cuda_block_best(unsigned long long v,
   return v;
 }
 
-/* What each warp of the row's blocks has found, in order: [gridDim.x * CUDA_WARPS]. */
-__device__ static const unsigned long long *cuda_tell(unsigned long long v, cuda_share &s,
-                                                      cuda_choice *c) {
-  const int lane = threadIdx.x % 32, mine = (int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32;
+/* What each warp of the row's blocks has found, in order: [gridDim.x * cuda_warps()]. */
+__device__ __forceinline__ const unsigned long long *cuda_tell(unsigned long long v,
+                                                               cuda_share &s, cuda_choice *c) {
+  const int lane = threadIdx.x % 32, mine = (int)blockIdx.x * cuda_warps() + (int)threadIdx.x / 32;
   s.turn ^= 1; /* what was told before may still be read */
   if (lane < (int)gridDim.x) *cuda_in_block(&c->told[s.turn][mine], lane) = v;
   cuda_meet();
   return c->told[s.turn];
 }
 
-__device__ static unsigned long long cuda_row_best(unsigned long long v, cuda_share &s,
-                                                   cuda_choice *c) {
+__device__ __forceinline__ unsigned long long cuda_row_best(unsigned long long v, cuda_share &s,
+                                                            cuda_choice *c) {
   const unsigned long long *told = cuda_tell(cuda_warp_best(v), s, c);
-  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32) v = max(v, told[i]);
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * cuda_warps(); i += 32) v = max(v, told[i]);
   return cuda_warp_best(v);
 }
 
-__device__ static float cuda_row_sum(float v, cuda_share &s, cuda_choice *c) {
-  const unsigned long long *told = cuda_tell(__float_as_uint(cuda_warp_sum(v)), s, c);
+__device__ __forceinline__ unsigned long long cuda_row_sum(unsigned long long v, cuda_share &s,
+                                                           cuda_choice *c) {
+  const unsigned long long *told = cuda_tell(cuda_warp_total(v), s, c);
   v = 0;
-  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32)
-    v += __uint_as_float((uint32_t)told[i]);
-  return cuda_warp_sum(v);
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * cuda_warps(); i += 32) v += told[i];
+  return cuda_warp_total(v);
 }
 
-__device__ static float cuda_row_max(float v, cuda_share &s, cuda_choice *c) {
+__device__ __forceinline__ float cuda_row_max(float v, cuda_share &s, cuda_choice *c) {
   const unsigned long long *told = cuda_tell(__float_as_uint(cuda_warp_max(v)), s, c);
-  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32)
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * cuda_warps(); i += 32)
     v = fmaxf(v, __uint_as_float((uint32_t)told[i]));
   return cuda_warp_max(v);
 }
@@ -3377,121 +3538,170 @@ __device__ __forceinline__ float cuda_top4(float4 v) {
   return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
 }
 
-/* use(k, v) for the warp's quads of a row; what is beyond it is -infinity. */
+/* use(i, v) for number i of the lane's quads of a row, four of which are fetched at a time; what is
+   beyond the row is -infinity. */
 template <typename USE>
 __device__ __forceinline__ void cuda_row_quads(const float *row, const cuda_share &s, USE use) {
 #pragma unroll 1
-  for (int k = threadIdx.x % 32; k < s.quads; k += 32 * 4) {
+  for (int first = 0; first < s.each; first += 4) {
+    const int k = s.begin / 4 + first * 32 + (int)threadIdx.x % 32;
     float4 v[4];
-    cuda_quads<32>(v, row, s.begin / 4 + k, s.n);
+    cuda_quads<32>(v, row, k, s.n);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int left = s.n - s.begin - 4 * (k + 32 * i);
-      if (k + 32 * i >= s.quads) continue;
+      const int left = first + i < s.each ? s.n - 4 * (k + 32 * i) : 0;
       if (left < 4)
         v[i] = make_float4(left > 0 ? v[i].x : -INFINITY, left > 1 ? v[i].y : -INFINITY,
                            left > 2 ? v[i].z : -INFINITY, -INFINITY);
-      use(k + 32 * i, v[i]);
+      use(first + i, i, v[i]);
     }
   }
 }
 
+__device__ __forceinline__ float4 *cuda_share_at(const cuda_share &s, int i) {
+  return s.p + (i - CUDA_HELD) * 32 + (int)threadIdx.x % 32;
+}
+
+/* A logit's probability, beside the largest's: rounded to a multiple of 2^-40. */
+__device__ __forceinline__ float cuda_probable(float v, const cuda_share &s) {
+  const float unit = 1.0f / (1 << 17);
+  return __fadd_rn(__fadd_rn(cuda_exp2((v - s.top) * s.by), unit), -unit);
+}
+
+/* use(i, v) for number i of the lane's quads, which become probabilities if need be. */
+template <bool PROBABLE, typename USE>
+__device__ __forceinline__ void cuda_share_use(cuda_share &s, USE use) {
+  const bool turn = PROBABLE && s.raw;
+  auto probable = [&](float4 v) {
+    return make_float4(cuda_probable(v.x, s), cuda_probable(v.y, s), cuda_probable(v.z, s),
+                       cuda_probable(v.w, s));
+  };
+#pragma unroll
+  for (int i = 0; i < CUDA_HELD; i++) {
+    if (turn) s.held[i] = probable(s.held[i]);
+    if (i < s.each) use(i, s.held[i]);
+  }
+  float4 *at = cuda_share_at(s, CUDA_HELD);
+#pragma unroll 1
+  for (int i = CUDA_HELD; i < s.each; i += 2, at += 2 * 32) {
+    float4 v = at[0], u = at[32];
+    if (turn) at[0] = v = probable(v), at[32] = u = probable(u);
+    use(i, v);
+    use(i + 1, u);
+  }
+  if (PROBABLE) s.raw = false;
+}
+
 /* The share is filled with the logits; returns the row's largest. What is no number stays so, and
    is nowhere counted. Nothing is told to a block before it has begun. */
-__device__ static float cuda_share_fill(const float *logits, cuda_share &s, cuda_choice *c) {
+__device__ __forceinline__ float cuda_share_fill(const float *logits, cuda_share &s,
+                                                 cuda_choice *c) {
   float top = -INFINITY;
   cuda_arrive();
-  cuda_row_quads(logits, s, [&](int k, float4 v) {
+  cuda_row_quads(logits, s, [&](int i, int turn, float4 v) {
     top = fmaxf(top, cuda_top4(v));
-    ((float4 *)s.p)[k] = v;
+    if (i == turn) s.held[turn] = v;
+    else if (i < s.each) *cuda_share_at(s, i) = v;
   });
   cuda_arrived();
   return cuda_row_max(top, s, c);
 }
 
-/* The largest after ids that were there already have been made less likely. */
-__device__ static float cuda_penalise(const float *logits, float penalty, int pos,
-                                      const int32_t *history, cuda_share &s, cuda_choice *c) {
-  float top = -INFINITY;
-  for (int i = threadIdx.x % 32; i < pos; i += 32) {
-    const int id = history[i], at = id - s.begin;
-    if (at < 0 || at >= 4 * s.quads) continue;
-    const float l = __ldcg(logits + id);
-    if (l == l) s.p[at] = l < 0 ? l * penalty : l / penalty;
+/* Value number `at` of the warp's is made less likely, by the lane that has it. */
+__device__ __forceinline__ void cuda_penalise_at(const float *logits, float penalty, int at,
+                                                 cuda_share &s) {
+  const int lane = at / 4 % 32, i = at / 128;
+  float l;
+  if ((int)threadIdx.x % 32 != lane) return;
+  l = __ldcg(logits + s.begin + at);
+  if (l != l) return;
+  l = l < 0 ? l * penalty : l / penalty;
+  if (i >= CUDA_HELD) ((float *)cuda_share_at(s, i))[at % 4] = l;
+#pragma unroll
+  for (int k = 0; k < CUDA_HELD; k++) {
+    if (i == k && at % 4 == 0) s.held[k].x = l;
+    if (i == k && at % 4 == 1) s.held[k].y = l;
+    if (i == k && at % 4 == 2) s.held[k].z = l;
+    if (i == k && at % 4 == 3) s.held[k].w = l;
   }
-  __syncwarp();
-  for (int k = threadIdx.x % 32; k < s.quads; k += 32)
-    top = fmaxf(top, cuda_top4(((const float4 *)s.p)[k]));
+}
+
+/* The largest after ids that were there already have been made less likely. */
+__device__ __forceinline__ float cuda_penalise(const float *logits, float penalty, int pos,
+                                               const int32_t *history, cuda_share &s,
+                                               cuda_choice *c) {
+  float top = -INFINITY;
+  for (int i = 0; i < pos; i += 32) {
+    const int mine = i + (int)threadIdx.x % 32;
+    const int id = mine < pos ? history[mine] : -1, at = id - s.begin;
+    uint32_t here = __ballot_sync(~0u, id >= 0 && id < s.n && at >= 0 && at < s.each * 128);
+    for (; here; here &= here - 1)
+      cuda_penalise_at(logits, penalty, __shfl_sync(~0u, at, __ffs((int)here) - 1), s);
+  }
+  cuda_share_use<false>(s, [&](int, float4 v) { top = fmaxf(top, cuda_top4(v)); });
   return cuda_row_max(top, s, c);
 }
 
 /* The first id that has the largest logit; where nothing is above -infinity, that has a number. */
-__device__ static int cuda_first_best(const float *logits, float top, cuda_share &s,
-                                      cuda_choice *c) {
+__device__ __forceinline__ int cuda_first_best(float top, cuda_share &s, cuda_choice *c) {
   unsigned long long best = 0;
-  for (int k = threadIdx.x % 32; k < 4 * s.quads; k += 32) {
-    const int id = s.begin + k;
-    const float l = id < s.n ? __ldcg(logits + id) : NAN;
-    if (top > -INFINITY ? s.p[k] == top : l == l) best = max(best, 1ull << 32 | (uint32_t)~id);
-  }
+  cuda_share_use<false>(s, [&](int i, float4 v) {
+    const float of[4] = {v.x, v.y, v.z, v.w};
+    const int id = s.begin + i * 128 + (int)threadIdx.x % 32 * 4;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      if (id + k < s.n && (top > -INFINITY ? of[k] == top : of[k] == of[k]))
+        best = max(best, 1ull << 32 | (uint32_t)~(id + k));
+  });
   best = cuda_row_best(best, s, c);
   return best ? cuda_rank_id(best) : 0;
 }
 
-/* Quad k of the share's probabilities, beside the largest's. */
-__device__ __forceinline__ float4 cuda_share_quad(const cuda_share &s, int k) {
-  float4 v = ((const float4 *)s.p)[k];
-  if (!s.raw) return v;
-  v.x = cuda_exp2((v.x - s.top) * s.by);
-  v.y = cuda_exp2((v.y - s.top) * s.by);
-  v.z = cuda_exp2((v.z - s.top) * s.by);
-  v.w = cuda_exp2((v.w - s.top) * s.by);
-  return ((float4 *)s.p)[k] = v;
-}
+/* ---- Thresholds ---- */
 
-__device__ static unsigned long long cuda_mass(float p) {
-  return (unsigned long long)__float2ull_rn(p * 1099511627776.0f);
-}
+typedef struct cuda_digit {
+  int number, groups, at; /* its bins: groups of 32 from number `at` on */
+  int octave;     /* of all these bins; -1: each group has one */
+  uint32_t low;   /* the bits of the first bin's least value */
+  uint32_t from;  /* of the least that counts */
+  uint32_t beyond; /* of the first that does not any more */
+  int shift;      /* a bin for each value of the bits from number `shift` on */
+  bool count;     /* else masses */
+} cuda_digit;
 
-/* Of the share's elements from `low` to below `high`, which have a bin for each value of their bits
-   from number `shift` on; the low one is in bin `at`. Two additions of 32 bits are faster than one
-   of 64, and the second is rare. */
-__device__ __forceinline__ void cuda_bins_fill(cuda_share &s, float low, float high, int shift,
-                                               int at, bool count, cuda_choice *c) {
-  const int first = (int)(__float_as_uint(low) >> shift) - at;
-#pragma unroll 2
-  for (int k = threadIdx.x % 32; k < s.quads; k += 32) {
-    const float4 v = cuda_share_quad(s, k);
-    const float of[4] = {v.x, v.y, v.z, v.w};
+/* The share's elements go to the digit's bins, those that do not count to a lane's own. Two
+   additions of 32 bits are faster than one of 64, and the second is rare. */
+__device__ __forceinline__ void cuda_bins_fill(cuda_share &s, const cuda_digit &d,
+                                               cuda_choice *c) {
+  const int other = CUDA_ALL_BINS + (int)threadIdx.x % 32;
+  const uint32_t span = d.beyond - d.from;
+  const uint32_t and_of = d.count ? 0 : 0x7fffffu, or_of = d.count ? 1 : 0x800000u;
+  cuda_share_use<true>(s, [&](int, float4 v) {
+    const uint32_t bits[4] = {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z),
+                              __float_as_uint(v.w)};
+    int bin[4];
     uint32_t old[4], part[4];
-    bool over = false;
+    if (min(min(bits[0] - d.from, bits[1] - d.from), min(bits[2] - d.from, bits[3] - d.from)) >=
+        span) return;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t bits = __float_as_uint(of[i]);
-      part[i] = count ? 1u : (bits & 0x7fffffu) | 0x800000u;
-      old[i] = 0;
-      if (of[i] >= low && of[i] < high)
-        old[i] = atomicAdd(&c->low[(int)(bits >> shift) - first], part[i]);
-      over |= old[i] + part[i] < old[i];
+      part[i] = (bits[i] & and_of) | or_of;
+      bin[i] = bits[i] - d.from < span ? d.at + (int)((bits[i] - d.low) >> d.shift) : other;
+      old[i] = atomicAdd(&c->low[bin[i]], part[i]);
     }
-    if (!over) continue;
+    if (!((old[0] + part[0] < old[0]) | (old[1] + part[1] < old[1]) |
+          (old[2] + part[2] < old[2]) | (old[3] + part[3] < old[3]))) return;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      if (old[i] + part[i] < old[i])
-        atomicAdd(&c->high[(int)(__float_as_uint(of[i]) >> shift) - first], 1u);
-  }
-  s.raw = false;
+      if (old[i] + part[i] < old[i]) atomicAdd(&c->high[bin[i]], 1u);
+  });
 }
 
-/* What is in a bin of that octave, counted or as mass in units of 2^-40. */
+/* What is in a bin of that octave, counted or as mass in units of 2^-40, exactly. */
 __device__ __forceinline__ unsigned long long cuda_bin_mass(uint32_t low, uint32_t high,
                                                             int octave, bool count) {
   const unsigned long long v = low + ((unsigned long long)high << 32);
   return count ? v : octave >= 24 ? v << (octave - 24) : v >> (24 - octave);
-}
-
-__device__ static void cuda_tell_found(int found, cuda_choice *c) {
-  for (int i = 0; i < (int)gridDim.x; i++) *cuda_in_block(&c->found, i) = found;
 }
 
 __device__ __forceinline__ unsigned long long cuda_warp_run(unsigned long long v) { /* up to here */
@@ -3532,14 +3742,10 @@ __device__ __forceinline__ unsigned long long cuda_bin_sum(cuda_choice *c, int b
   return v;
 }
 
-typedef struct cuda_digit { /* which bins have it: groups of 32 from number `at` on */
-  int number, groups, at;
-  int octave; /* of all these bins; -1: each group has one */
-} cuda_digit;
-
 /* One warp of every block: the highest bin from which on, upwards, there is at least the goal; -1:
    there is none. The first digit's goal is `asked`, or that part of the whole. */
-__device__ static void cuda_bin_search(const cuda_digit &d, double asked, cuda_choice *c) {
+__device__ __forceinline__ void cuda_bin_search(const cuda_digit &d, double asked,
+                                                cuda_choice *c) {
   const int lane = threadIdx.x, turn = d.number & 1;
   unsigned long long first = cuda_group_sum(c, turn, d.groups - 1 - lane), before = 0;
   unsigned long long second = cuda_group_sum(c, turn, d.groups - 33 - lane), goal = c->goal;
@@ -3556,21 +3762,20 @@ __device__ static void cuda_bin_search(const cuda_digit &d, double asked, cuda_c
     return;
   }
   bin = cuda_warp_reach(cuda_bin_sum(c, d.at + group * 32 + 31 - lane,
-                                     d.octave < 0 ? group : d.octave, asked >= 1), goal, before);
+                                     d.octave < 0 ? group : d.octave, d.count), goal, before);
   __syncwarp(); /* all lanes have read the old goal */
   if (lane == 0) c->goal = goal - before, c->found = group * 32 + 31 - bin;
 }
 
 /* The number of this digit: all blocks find the same. */
-__device__ static int cuda_digit_find(cuda_share &s, const cuda_digit &d, float low, float high,
-                                      int shift, int first, double asked, cuda_choice *c) {
-  const bool count = asked >= 1;
-  cuda_bins_fill(s, low, high, shift, d.at + first, count, c);
+__device__ __forceinline__ int cuda_digit_find(cuda_share &s, const cuda_digit &d, double asked,
+                                               cuda_choice *c) {
+  cuda_bins_fill(s, d, c);
   __syncthreads();
-  for (int g = threadIdx.x / 32; g < d.groups; g += CUDA_WARPS) {
+  for (int g = threadIdx.x / 32; g < d.groups; g += cuda_warps()) {
     const int bin = d.at + g * 32 + (int)threadIdx.x % 32;
     const unsigned long long v = cuda_warp_total(
-        cuda_bin_mass(c->low[bin], c->high[bin], d.octave < 0 ? g : d.octave, count));
+        cuda_bin_mass(c->low[bin], c->high[bin], d.octave < 0 ? g : d.octave, d.count));
     if (threadIdx.x % 32 == 0) c->group[d.number & 1][g] = v;
   }
   cuda_meet();
@@ -3581,90 +3786,125 @@ __device__ static int cuda_digit_find(cuda_share &s, const cuda_digit &d, float 
 
 /* The largest t such that the elements >= t, of those >= least, are at least `asked`, or where that
    is below 1 have that part of their mass; 0: all that have any. */
-__device__ static float cuda_threshold(cuda_share &s, float least, double asked, cuda_choice *c) {
-  uint32_t low = CUDA_FLOOR, step = 1u << (2 * CUDA_DIGIT);
-  cuda_digit d = {0, CUDA_BINS / 32, 0, -1};
-  for (int i = threadIdx.x; i < CUDA_ALL_BINS; i += CUDA_THREADS) c->low[i] = c->high[i] = 0;
+__device__ __forceinline__ float cuda_threshold(cuda_share &s, float least, double asked,
+                                                cuda_choice *c) {
+  const uint32_t from = max(__float_as_uint(least), (uint32_t)CUDA_FLOOR);
+  cuda_digit d = {0, CUDA_BINS / 32, 0, -1, CUDA_FLOOR, from, CUDA_ONE + 1, 2 * CUDA_DIGIT,
+                  asked >= 1};
+  for (int i = threadIdx.x; i < CUDA_ALL_BINS; i += (int)blockDim.x) c->low[i] = c->high[i] = 0;
   __syncthreads();
-  for (; d.number < 3; d.number++) {
-    const uint32_t from = max(low, __float_as_uint(least));
-    const float high = d.number ? __uint_as_float(low + (step << CUDA_DIGIT)) : INFINITY;
-    const int shift = (2 - d.number) * CUDA_DIGIT;
-    const int found = cuda_digit_find(s, d, __uint_as_float(from), high, shift,
-                                      (int)((from >> shift) - (low >> shift)), asked, c);
+#pragma unroll 1
+  for (;; d.number++) {
+    const int found = cuda_digit_find(s, d, asked, c);
     if (found < 0) return 0;
-    low += (uint32_t)found * step;
-    step >>= CUDA_DIGIT;
+    d.low += (uint32_t)found << d.shift;
+    if (d.number == 2) return __uint_as_float(d.low);
+    d.from = max(d.low, from);
+    d.beyond = d.low + (1u << d.shift);
+    d.shift -= CUDA_DIGIT;
     d.groups = (1 << CUDA_DIGIT) / 32;
     d.at = d.number == 0 ? CUDA_BINS : 0;
-    d.octave = (int)((low - CUDA_FLOOR) >> 23);
-    for (int i = threadIdx.x; i < 1 << CUDA_DIGIT && d.number == 1; i += CUDA_THREADS)
+    d.octave = (int)((d.low - CUDA_FLOOR) >> 23);
+    for (int i = threadIdx.x; i < 1 << CUDA_DIGIT && d.number == 1; i += (int)blockDim.x)
       c->low[i] = c->high[i] = 0; /* nobody reads the first digit's any more */
     if (d.number == 1) __syncthreads();
   }
-  return __uint_as_float(low);
 }
 
-__device__ static float cuda_least(cuda_share &s, const tfm_sampling &how, cuda_choice *c) {
-  float least = 0, t;
-  if (how.top_k > 0 && how.top_k < s.n) least = cuda_threshold(s, least, (double)how.top_k, c);
-  if (how.top_p > 0 && how.top_p < 1) {
+__device__ __forceinline__ float cuda_least(cuda_share &s, const tfm_sampling &how,
+                                            cuda_choice *c) {
+  float least = 0;
+#pragma unroll 1
+  for (int mass = 0; mass < 2; mass++) {
+    if (mass ? !(how.top_p > 0 && how.top_p < 1) : !(how.top_k > 0 && how.top_k < s.n)) continue;
     if (!s.raw) cuda_meet(); /* nobody reads the bins any more */
-    t = cuda_threshold(s, least, (double)how.top_p, c);
-    if (t > least) least = t;
+    least = fmaxf(least, cuda_threshold(s, least, mass ? (double)how.top_p : (double)how.top_k, c));
   }
   if (how.min_p > least) least = how.min_p < 1 ? how.min_p : 1.0f;
   return least;
 }
 
-/* What is left of a quad of the warp's. */
-__device__ __forceinline__ void cuda_left_of(unsigned long long (&m)[4], const cuda_share &s, int k,
-                                             float least) {
-  const float4 v = k < s.quads ? cuda_share_quad(s, k) : make_float4(-1, -1, -1, -1);
-  m[0] = v.x >= least ? cuda_mass(v.x) : 0;
-  m[1] = v.y >= least ? cuda_mass(v.y) : 0;
-  m[2] = v.z >= least ? cuda_mass(v.z) : 0;
-  m[3] = v.w >= least ? cuda_mass(v.w) : 0;
+/* ---- The draw ---- */
+
+__device__ static unsigned long long cuda_mass(float p) {
+  return (unsigned long long)(p * 1099511627776.0f);
 }
 
-/* The id among the warp's at which the running sum, which is `before` at its begin, exceeds the
-   goal: one thread tells all. */
-__device__ static void cuda_draw_in(const cuda_share &s, float least, unsigned long long before,
-                                    double goal, cuda_choice *c) {
-  const int lane = threadIdx.x % 32;
-  for (int first = 0; first < s.quads; first += 32) {
-    unsigned long long m[4], run, sum;
-    uint32_t over;
-    int i;
-    cuda_left_of(m, s, first + lane, least);
-    sum = (m[0] + m[1]) + (m[2] + m[3]);
-    run = cuda_warp_run(sum);
-    over = __ballot_sync(~0u, (double)(before + run) > goal);
-    if (over && lane == __ffs((int)over) - 1) {
-      before += run - sum;
-      for (i = 0; i < 3 && !((double)(before + m[i]) > goal); i++) before += m[i];
-      cuda_tell_found(s.begin + 4 * (first + lane) + i, c);
-    }
-    if (over) return;
-    before += __shfl_sync(~0u, run, 31);
-  }
+typedef struct cuda_masses { uint32_t high; int low; } cuda_masses; /* of 2^-20 and 2^-40 */
+
+/* A sum grows by p, in [0, 1]; of up to 4,096 of these. The sum of p and a power of two is rounded
+   to a multiple of the unit in which its bits count. */
+__device__ __forceinline__ void cuda_masses_add(cuda_masses &m, float p) {
+  const float middle = 3.0f / (1 << 18), a = __fadd_rn(p, 8.0f);
+  const float rest = __fadd_rn(p, __fsub_rn(8.0f + middle, a));
+  m.high += __float_as_uint(a) - __float_as_uint(8.0f);
+  m.low += (int)(__float_as_uint(rest) - __float_as_uint(middle));
+}
+
+__device__ __forceinline__ void cuda_masses_add4(cuda_masses &m, float4 v, float least) {
+  cuda_masses_add(m, v.x >= least ? v.x : 0.0f);
+  cuda_masses_add(m, v.y >= least ? v.y : 0.0f);
+  cuda_masses_add(m, v.z >= least ? v.z : 0.0f);
+  cuda_masses_add(m, v.w >= least ? v.w : 0.0f);
+}
+
+__device__ __forceinline__ unsigned long long cuda_masses_all(const cuda_masses &m) {
+  return ((unsigned long long)m.high << 20) + (unsigned long long)(long long)m.low;
+}
+
+__device__ static void cuda_tell_found(int found, cuda_choice *c) {
+  for (int i = 0; i < (int)gridDim.x; i++) *cuda_in_block(&c->found, i) = found;
+}
+
+/* The id among 128 of the warp's, from `first` on, at which the running sum, which is `before` at
+   its begin, exceeds the goal: one thread tells all. v: of each lane four. */
+__device__ __forceinline__ void cuda_draw_at(float4 v, float least, unsigned long long before,
+                                             double goal, int first, cuda_choice *c) {
+  const float of[4] = {v.x, v.y, v.z, v.w};
+  unsigned long long m[4], run, sum;
+  uint32_t over;
+  int i;
+#pragma unroll
+  for (i = 0; i < 4; i++) m[i] = of[i] >= least ? cuda_mass(of[i]) : 0;
+  sum = (m[0] + m[1]) + (m[2] + m[3]);
+  run = cuda_warp_run(sum);
+  over = __ballot_sync(~0u, (double)(before + run) > goal);
+  if ((int)threadIdx.x % 32 != __ffs((int)over) - 1) return;
+  before += run - sum;
+  for (i = 0; i < 3 && !((double)(before + m[i]) > goal); i++) before += m[i];
+  cuda_tell_found(first + (int)threadIdx.x % 32 * 4 + i, c);
+}
+
+/* The same among all of the warp's, where there is one. */
+__device__ __forceinline__ void cuda_draw_in(cuda_share &s, float least, unsigned long long before,
+                                             double goal, cuda_choice *c) {
+  int found = -1;
+  float4 there = make_float4(0, 0, 0, 0);
+  cuda_share_use<true>(s, [&](int i, float4 v) {
+    cuda_masses m = {0, 0};
+    unsigned long long more;
+    if (found >= 0) return;
+    cuda_masses_add4(m, v, least);
+    m.high = __reduce_add_sync(~0u, m.high);
+    m.low = __reduce_add_sync(~0u, m.low);
+    more = cuda_masses_all(m);
+    if ((double)(before + more) > goal) found = s.begin + i * 128, there = v;
+    else before += more;
+  });
+  cuda_draw_at(there, least, before, goal, found, c);
 }
 
 /* The first id where the running sum of what is left exceeds u of the whole. */
-__device__ static int cuda_draw(cuda_share &s, float least, float u, cuda_choice *c) {
-  const int lane = threadIdx.x % 32, me = (int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32;
-  unsigned long long m[4], mine = 0, before = 0, all = 0;
+__device__ __forceinline__ int cuda_draw(cuda_share &s, float least, float u, cuda_choice *c) {
+  const int lane = threadIdx.x % 32, me = (int)blockIdx.x * cuda_warps() + (int)threadIdx.x / 32;
+  cuda_masses m = {0, 0};
+  unsigned long long mine, before = 0, all = 0;
   const unsigned long long *told;
   double goal;
-#pragma unroll 2
-  for (int k = lane; k < s.quads; k += 32) {
-    cuda_left_of(m, s, k, least);
-    mine += (m[0] + m[1]) + (m[2] + m[3]);
-  }
-  s.raw = false;
-  mine = cuda_warp_total(mine);
+  cuda_share_use<true>(s, [&](int, float4 v) { cuda_masses_add4(m, v, least); });
+  mine = cuda_warp_total(cuda_masses_all(m));
   told = cuda_tell(mine, s, c);
-  for (int i = lane; i < (int)gridDim.x * CUDA_WARPS; i += 32) {
+  for (int i = lane; i < (int)gridDim.x * cuda_warps(); i += 32) {
     before += i < me ? told[i] : 0;
     all += told[i];
   }
@@ -3677,48 +3917,58 @@ __device__ static int cuda_draw(cuda_share &s, float least, float u, cuda_choice
 }
 
 /* All threads of the row's blocks; every one returns the choice. */
-__device__ static int cuda_choose(const float *logits, cuda_share &s, const tfm_sampling &how,
-                                  int pos, const int32_t *history, cuda_choice *c) {
+__device__ __forceinline__ int cuda_choose(const float *logits, cuda_share &s,
+                                           const tfm_sampling &how, int pos,
+                                           const int32_t *history, cuda_choice *c) {
   const bool penalised = how.repetition_penalty != 0 && how.repetition_penalty != 1;
   uint32_t word[4];
   s.top = cuda_share_fill(logits, s, c);
   if (penalised && s.top > -INFINITY)
     s.top = cuda_penalise(logits, how.repetition_penalty, pos, history, s, c);
   if (!(fabsf(s.top) < INFINITY) || !(how.temperature > 0))
-    return cuda_first_best(logits, s.top, s, c);
+    return cuda_first_best(s.top, s, c);
   s.by = fminf(1.44269504f / how.temperature, 1e38f);
   cuda_philox(word, how.seed, (uint64_t)pos, how.sequence);
   return cuda_draw(s, cuda_least(s, how, c), (float)(word[0] >> 8) * (1.0f / 16777216.0f), c);
 }
 
 /* Nothing is kept of the row. */
-__device__ static float cuda_log_sum_exp(const float *x, cuda_share &s, cuda_choice *c) {
-  float top = -INFINITY, sum = 0;
-  cuda_row_quads(x, s, [&](int, float4 v) { top = fmaxf(top, cuda_top4(v)); });
+__device__ __forceinline__ float cuda_log_sum_exp(const float *x, cuda_share &s, cuda_choice *c) {
+  float top = -INFINITY;
+  cuda_masses m = {0, 0};
+  cuda_row_quads(x, s, [&](int, int, float4 v) { top = fmaxf(top, cuda_top4(v)); });
   top = cuda_row_max(top, s, c);
   if (!(fabsf(top) < INFINITY)) return top;
-  cuda_row_quads(x, s, [&](int, float4 v) {
-    v.x = fmaxf(v.x, -INFINITY), v.y = fmaxf(v.y, -INFINITY); /* where they are numbers */
-    v.z = fmaxf(v.z, -INFINITY), v.w = fmaxf(v.w, -INFINITY);
-    sum += (expf(v.x - top) + expf(v.y - top)) + (expf(v.z - top) + expf(v.w - top));
+  s.top = top;
+  s.by = 1.44269504f;
+  cuda_row_quads(x, s, [&](int, int, float4 v) { /* what is no number is not above 0 */
+    cuda_masses_add4(m, make_float4(cuda_probable(v.x, s), cuda_probable(v.y, s),
+                                    cuda_probable(v.z, s), cuda_probable(v.w, s)), 0);
   });
-  return top + logf(cuda_row_sum(sum, s, c));
+  return top + logf((float)cuda_row_sum(cuda_masses_all(m), s, c) / 1099511627776.0f);
 }
 
 /* Shared memory that a share takes; 0: it lies in the row's scratch. */
-static size_t cuda_share_bytes(const tfm_dev *d, int n) {
-  const int quads = cuda_share_quads(n, cuda_of(d)->cluster) * CUDA_WARPS;
-  const bool many = cuda_of(d)->cluster > 1; /* such devices have more of it */
+static size_t cuda_share_bytes(int n, int cluster, int threads) {
+  const int quads = cuda_share_left(cuda_share_each(n, cluster * threads)) * threads;
+  const bool many = cluster > 1; /* such devices have more of it */
   return 4 * quads <= (many ? CUDA_KEPT : CUDA_KEPT_FEW) ? sizeof(float4) * (size_t)quads : 0;
 }
 
-__global__ void __launch_bounds__(CUDA_THREADS, 2)
+/* Whether the row needs none of its scratch. */
+static bool cuda_share_kept(int n, int cluster, int threads) {
+  return cuda_share_left(cuda_share_each(n, cluster * threads)) == 0 ||
+         cuda_share_bytes(n, cluster, threads) > 0;
+}
+
+__global__ void __launch_bounds__(CUDA_SAMPLERS)
 cuda_sample_kernel(int32_t *ids, float *logprobs, tfm_mat logits, tfm_sampler s, bool kept) {
   extern __shared__ __align__(16) float shared[];
   __shared__ cuda_choice c;
   const int row = (int)blockIdx.y, n = logits.cols;
   const float *l = cuda_at(logits, row, 0);
-  cuda_share share = cuda_share_of(kept ? shared : NULL, s.work + (int64_t)row * 2 * n, n);
+  cuda_share share = cuda_share_of(kept ? (float4 *)shared : NULL,
+                                   s.work + (int64_t)row * (2 * n / 4 * 4), n);
   float all = 0;
   int id;
   if (s.seq[row] < 0) return;
@@ -3732,12 +3982,12 @@ cuda_sample_kernel(int32_t *ids, float *logprobs, tfm_mat logits, tfm_sampler s,
 
 static void cuda_sample(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits,
                         const tfm_sampler *s) {
-  const int cluster = cuda_of(d)->cluster;
-  const size_t kept = cuda_share_bytes(d, logits.cols);
-  if (cuda_enter(d))
-    cuda_run_clusters(d, cuda_sample_kernel, cluster,
-                      dim3((unsigned)cluster, (unsigned)logits.rows), CUDA_THREADS, kept, ids,
-                      logprobs, logits, *s, kept > 0);
+  int cluster = cuda_of(d)->cluster;
+  if (!cuda_enter(d)) return;
+  while (cluster > 2 && cluster * logits.rows > cuda_of(d)->processors) cluster /= 2;
+  cuda_run_clusters(d, cuda_sample_kernel, cluster, dim3((unsigned)cluster, (unsigned)logits.rows),
+                    CUDA_SAMPLERS, cuda_share_bytes(logits.cols, cluster, CUDA_SAMPLERS), ids,
+                    logprobs, logits, *s, cuda_share_kept(logits.cols, cluster, CUDA_SAMPLERS));
 }
 
 /* Every element counts those before it. */
@@ -3938,7 +4188,8 @@ typedef struct cuda_end { /* of a token: the choice, and what the next one begin
 } cuda_end;
 
 /* All threads of all blocks; every one returns the token. */
-__device__ static int cuda_end_choose(const cuda_end &s, int pos, float *kept, cuda_choice *c) {
+__device__ __forceinline__ int cuda_end_choose(const cuda_end &s, int pos, float4 *kept,
+                                               cuda_choice *c) {
   const tfm_sampling how = *s.params;
   unsigned long long best = 0;
   if (how.temperature > 0 || (how.repetition_penalty != 0 && how.repetition_penalty != 1)) {
@@ -3964,7 +4215,7 @@ __global__ void __launch_bounds__(CUDA_THREADS) cuda_begin_kernel(cuda_end s) {
   if (threadIdx.x == 0) s.call->seq = *s.seq;
 }
 
-__global__ void __launch_bounds__(CUDA_THREADS)
+__global__ void __launch_bounds__(CUDA_THREADS, 2)
 cuda_end_kernel(const __grid_constant__ cuda_end s) {
   extern __shared__ __align__(16) float shared[];
   __shared__ cuda_choice c;
@@ -3973,7 +4224,7 @@ cuda_end_kernel(const __grid_constant__ cuda_end s) {
   int id;
   cuda_launch_next();
   cuda_follow();
-  id = cuda_end_choose(s, pos, shared, &c);
+  id = cuda_end_choose(s, pos, (float4 *)shared, &c);
   cuda_begin(s, id, pos);
   if (blockIdx.x || threadIdx.x) return;
   *s.id = id;
@@ -4077,19 +4328,11 @@ static void cuda_end_fill(cuda_end *s, const tfm_run_ahead *r) {
 
 typedef void (*cuda_phase_function)(cuda_phase);
 
-template <int TYPE> static cuda_phase_function cuda_phase_for(int q) {
-  return q == 1   ? cuda_phase_kernel<TYPE, 1>
-         : q == 4 ? cuda_phase_kernel<TYPE, 4> : cuda_phase_kernel<TYPE, 8>;
-}
-
 static cuda_phase_function cuda_phase_choose(tfm_type type, int q) {
-  switch (type) {
-    case TFM_F32: return cuda_phase_for<TFM_F32>(q);
-    case TFM_F16: return cuda_phase_for<TFM_F16>(q);
-    case TFM_BF16: return cuda_phase_for<TFM_BF16>(q);
-    case TFM_Q8_0: return cuda_phase_for<TFM_Q8_0>(q);
-    default: return cuda_phase_for<TFM_Q4_0>(q);
-  }
+  return cuda_pick(type, [q](auto t) -> cuda_phase_function {
+    return q == 1   ? cuda_phase_kernel<t.value, 1>
+           : q == 4 ? cuda_phase_kernel<t.value, 4> : cuda_phase_kernel<t.value, 8>;
+  });
 }
 
 static void cuda_phase_run(tfm_dev *d, cuda_phase *p, const cuda_weight *w) {
@@ -4159,7 +4402,7 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   cuda_end end = c->end;
   tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq};
   const int cluster = cuda_of(d)->cluster;
-  const size_t kept = cuda_share_bytes(d, net->vocabulary);
+  const size_t kept = cuda_share_bytes(net->vocabulary, cluster, CUDA_THREADS);
   int32_t i;
   cuda_of(d)->chained = token > 0; /* a call's first kernel needs all of what was before */
   for (i = 0; i < net->layers; i++) cuda_decode_layer(d, c, &rows, i);
@@ -4169,7 +4412,7 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   cuda_phase_run(d, &head, cuda_packed(&net->head));
   end.blocks = (int)head.teams.grid;
   end.token = token;
-  end.kept = kept > 0;
+  end.kept = cuda_share_kept(net->vocabulary, cluster, CUDA_THREADS);
   cuda_run_clusters(d, cuda_end_kernel, cluster, dim3((unsigned)cluster), CUDA_THREADS, kept, end);
   cuda_of(d)->chained = false;
 }
@@ -5322,9 +5565,10 @@ __global__ void cuda_widen_kernel(__half *to, cuda_weight w, int first, int rows
   if (row >= rows) return;
   at = cuda_vector_at(w, first + row, v);
   q = ((const uint4 *)w.data)[at];
-  if (w.type == TFM_Q8_0) {
-    float f[16], scale = __half2float(w.scale[cuda_scale_at(w, at)]);
-    cuda_widen<TFM_Q8_0>(f, q);
+  if (w.type != TFM_Q4_0) {
+    float f[16], scale = cuda_scale_value(w, at);
+    if (w.type == TFM_Q8_0) cuda_widen<TFM_Q8_0>(f, q);
+    else cuda_widen<TFM_F8_E4M3>(f, q);
 #pragma unroll
     for (k = 0; k < 8; k++)
       ((__half2 *)(to + row * w.cols + v * 16))[k] =
@@ -5811,7 +6055,7 @@ static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int3
 }
 
 static const tfm_backend cuda_table = {
-  TFM_BACKEND_ABI, "cuda", TFM_F32, TFM_F32, 1, true,
+  TFM_BACKEND_ABI, "cuda", TFM_F32, TFM_F32, 1, 2048, true, true,
   cuda_open, cuda_close, cuda_sync, cuda_alloc, cuda_release,
   cuda_put, cuda_get, cuda_copy, cuda_zero,
   cuda_alloc_shared, cuda_release_shared, cuda_work_bytes, cuda_replay, cuda_record,

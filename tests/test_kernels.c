@@ -43,7 +43,8 @@ static double rounding(const device *t, tfm_type type, int rows, const float *x,
 
 static void pack_and_back(device *t, tfm_type from, tfm_type to, bool transposed, int offset) {
   bool blocks = from >= TFM_Q8_0 || to >= TFM_Q8_0;
-  int cols = from >= TFM_Q4_K && from <= TFM_Q6_K ? 512 : blocks ? 96 : 83;
+  int cols = from >= TFM_Q4_K && from <= TFM_Q6_K ? 512 : from == TFM_F8_E4M3 ? 192
+                                                        : blocks              ? 96 : 83;
   weight w = weight_new(t, 37, cols, 0, from, to, transposed, 3, offset);
   matrix y = matrix_typed(t, 20, w.w.cols, 2, TFM_F32);
   int i, j;
@@ -68,7 +69,7 @@ static void test_pack(device *t) {
 TEST(pack_unpacks) { on_tables(test_pack); }
 
 static void refuse(device *t, tfm_type from, tfm_type to, int cols, bool transposed) {
-  tfm_part part = {NULL, from, 4};
+  tfm_part part = {NULL, from, 4, {NULL, 0, 0}};
   tfm_weight_source s = {&part, 1, 4, cols, 0, transposed, true, false, TFM_ROLE_MATMUL, to};
   t->b->pack_size(&t->d, &s);
   CHECK(t->d.message[0] != 0);
@@ -79,7 +80,7 @@ static void refuse(device *t, tfm_type from, tfm_type to, int cols, bool transpo
 static void test_refusals(device *t) {
   refuse(t, TFM_Q4_K, TFM_TYPE_DEFAULT, 128, false);
   refuse(t, TFM_F32, TFM_Q4_K, 256, false);
-  refuse(t, TFM_F32, TFM_F8_E4M3, 256, false);
+  refuse(t, TFM_F32, TFM_F8_E4M3, t->b->f8 ? 96 : 256, false);
   refuse(t, TFM_F32, TFM_Q8_0, 33, false);
   refuse(t, TFM_Q8_0, TFM_TYPE_DEFAULT, 32, true);
 }
@@ -329,6 +330,57 @@ static void test_more_types(device *t) {
   }
 }
 TEST(other_block_types) { on_tables(test_more_types); }
+
+/* Scales of all, of rows, of blocks whose last are not whole, of less than 64 columns. */
+static void test_f8(device *t) {
+  static const tfm_scales shapes[] = {{NULL, 0, 0},     {NULL, 64, 192}, {NULL, 1, 512},
+                                      {NULL, 128, 128}, {NULL, 5, 64},   {NULL, 3, 32}};
+  static const tfm_type floats[] = {TFM_F32, TFM_F16, TFM_BF16, TFM_Q8_0};
+  int i, j, m;
+  for (i = 0; i < TFMI_COUNT(shapes); i++) {
+    weight_scales = shapes[i];
+    for (j = 0; j < TFMI_COUNT(floats); j++) pack_and_back(t, TFM_F8_E4M3, floats[j], false, j);
+    if (t->b->f8) pack_and_back(t, TFM_F8_E4M3, TFM_TYPE_DEFAULT, false, i % 4);
+    for (m = 1; m < 40 && t->b->f8; m = 3 * m + 1)
+      matmul_plain(t, m, 45, 512, TFM_F8_E4M3, 3, m % 4);
+    if (t->b->f8) embed_plain(t, TFM_F8_E4M3);
+    if (t->b->f8) same_bits(t, TFM_F8_E4M3, 768);
+    pack_and_back(t, TFM_F8_E5M2, TFM_F32, false, 1);
+    memset(&weight_scales, 0, sizeof weight_scales);
+  }
+}
+TEST(f8_with_scales) { on_tables(test_f8); }
+
+/* 64 values share a scale, which brings the largest to 448; 3 bits follow the first. */
+static void test_to_f8(device *t) {
+  enum { ROWS = 37, COLS = 192 };
+  float v[ROWS * COLS];
+  tfm_part part = {v, TFM_F32, ROWS, {NULL, 0, 0}};
+  tfm_weight_source s = {&part, 1, ROWS, COLS, 0, false, true, false, TFM_ROLE_MATMUL, TFM_F8_E4M3};
+  matrix y = matrix_typed(t, ROWS, COLS, 2, TFM_F32);
+  tfm_pack_size size;
+  tfm_weight w;
+  int i, j, same = 0;
+  if (t->b->f8) {
+    for (i = 0; i < ROWS * COLS; i++) v[i] = (float)(uniform() * ldexp(1, i / 64 % 30 - 14));
+    size = t->b->pack_size(&t->d, &s);
+    t->b->pack(&t->d, &w, &s, malloc(size.host_bytes), t->b->alloc(&t->d, size.device_bytes));
+    t->b->unpack(&t->d, y.m, &w, 0);
+    matrix_get(t, &y);
+    CHECK(size.device_bytes < ROWS * COLS * 5 / 4);
+    for (i = 0; i < ROWS * COLS; i++) {
+      double top = 0, got = (double)y.v[i], want = (double)v[i];
+      for (j = i / 64 * 64; j < i / 64 * 64 + 64; j++) top = fmax(top, fabs((double)v[j]));
+      same += got == want;
+      CHECK(fabs(got - want) <= 1.01 * fmax(fabs(want) / 16, top / 448 / 1024));
+    }
+    CHECK(same < ROWS * COLS / 8);
+    t->b->release(&t->d, w.device, size.device_bytes);
+    free(w.host);
+  }
+  matrix_free(t, &y);
+}
+TEST(becomes_f8) { on_tables(test_to_f8); }
 
 static void test_bits(device *t) {
   int i;
@@ -928,8 +980,9 @@ TEST(glu) { on_tables(test_glu); }
 
 /* ---- Mixture of experts ---- */
 
-static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
-  enum { T = 21, E = 7, K = 3, C = 64, N = 35 };
+/* MOST tokens all choose expert 1. */
+static void moe_case(device *t, int T, bool normalise, bool after, tfm_type type) {
+  enum { MOST = 300, E = 7, K = 3, C = 64, N = 35 };
   tfm_moe p = {E, K, normalise, after, 1.5f};
   matrix logits = matrix_typed(t, T, E, 2, TFM_F32), x = matrix_new(t, T, C, 1),
          mid = matrix_new(t, T * K, N, 0), out = matrix_new(t, T * K, C, 0),
@@ -938,16 +991,17 @@ static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
          weights = matrix_typed(t, T, K, 0, TFM_F32);
   weight up = weight_new(t, N, C, E, type, TFM_TYPE_DEFAULT, false, 2, 0);
   weight down = weight_new(t, C, 32, E, type, TFM_TYPE_DEFAULT, false, 1, 0);
-  int32_t expert[T * K], order[T * K], begin[E + 1];
+  int32_t expert[MOST * K], order[MOST * K], begin[E + 1];
   tfm_routing g = {T, K, E, NULL, (float *)weights.m.data, NULL, NULL, (float *)probs.m.data, NULL,
                    NULL};
   tfm_mat mid32 = mid.m;
-  int i, j, s, e;
+  int i, j, s, e, many = T * K / E;
   g.expert = (int32_t *)array(t, expert, sizeof expert);
   g.order = (int32_t *)array(t, order, sizeof order);
   g.begin = (int32_t *)array(t, begin, sizeof begin);
   for (i = 0; i < T; i++) logits.v[i * E + i % E] = logits.v[i * E + (i + 2) % E]; /* ties */
   for (i = 0; i < T; i++) logits.v[i * E + 4] = -9;                                /* hardly used */
+  for (i = 0; i < T && T == MOST; i++) logits.v[i * E + 1] = 9;
   matrix_put(t, &logits);
   t->b->route(&t->d, &g, logits.m, &p);
   t->b->matmul_moe(&t->d, mid.m, x.m, &up.w, &g, true);
@@ -986,11 +1040,11 @@ static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
   for (s = 0; s < T * K; s++) {
     for (j = 0; j < N; j++) {
       const float *a = x.v + s / K * C, *b = up.v + (expert[s] * N + j) * C;
-      expect(&mid, s, j, dot(a, b, C), 4 + rounding(t, type, 1, a, b, C));
+      expect(&mid, s, j, dot(a, b, C), 4 + rounding(t, type, many, a, b, C));
     }
     for (j = 0; j < C; j++) {
       const float *a = mid.v + s * N, *b = down.v + (expert[s] * C + j) * 32;
-      expect(&out, s, j, dot(a, b, 32), 8 + rounding(t, type, 1, a, b, 32));
+      expect(&out, s, j, dot(a, b, 32), 8 + rounding(t, type, many, a, b, 32));
     }
   }
   for (i = 0; i < T; i++)
@@ -1073,11 +1127,41 @@ static void test_moe_parts(device *t) {
 }
 TEST(experts_biases_and_the_gate) { on_tables(test_moe_parts); }
 
+/* Few tokens; and so many that tiles multiply, by parts, in just the memory asked for. */
 static void test_moe(device *t) {
+  void *work = t->d.work;
+  tfm_net net;
+  size_t bytes;
   int i;
-  for (i = 0; i < 5; i++) moe_case(t, i % 2, i % 3 == 0, types[i]);
+  memset(&net, 0, sizeof net);
+  net.width = net.ffn_width = net.expert_width = 64;
+  net.experts = 7;
+  net.experts_used = 3;
+  for (i = 0; i < 5; i++) moe_case(t, 21, i % 2, i % 3 == 0, types[i]);
+  bytes = t->b->work_bytes(&t->d, &net, 300, 4, 300);
+  if (bytes) t->d.work = t->b->alloc(&t->d, bytes);
+  t->d.deterministic = false;
+  for (i = 1; i < 5; i++) moe_case(t, 300, i % 2, i % 3 == 0, types[i]);
+  t->b->sync(&t->d);
+  if (bytes) t->b->release(&t->d, t->d.work, bytes);
+  t->d.work = work;
+  t->d.deterministic = true;
 }
 TEST(experts) { on_tables(test_moe); }
+
+/* What passes of many rows are given is enough for those of fewer. */
+static void test_work_bytes(device *t) {
+  tfm_net net;
+  size_t least = 0, bytes;
+  int rows;
+  memset(&net, 0, sizeof net);
+  net.width = net.ffn_width = 8192;
+  for (rows = 1; rows < 400; rows++, least = bytes) {
+    bytes = t->b->work_bytes(&t->d, &net, rows, 1, 64);
+    CHECK(bytes >= least);
+  }
+}
+TEST(memory_grows_with_rows) { on_tables(test_work_bytes); }
 
 /* ---- Choosing ---- */
 
@@ -1268,13 +1352,14 @@ static double nearest_step_of(const float *logits, int n, const tfm_sampling *s,
   return nearest;
 }
 
-/* The same over a large vocabulary. */
+/* The same over a large vocabulary, and however many rows there are. */
 static void test_large_draws(device *t) {
-  enum { R = 6, N = 128256 };
+  enum { R = 6, MANY = 6 * R, N = 128256 };
   static const float spread[] = {1, 4, 12};
-  float *values = (float *)malloc(sizeof(float) * R * N);
-  tfm_sampling how[R];
-  int32_t pos[R] = {3, 1, 4, 1, 5, 9}, seq[R] = {0}, ids[2][R], round, i, k, differ = 0;
+  float *values = (float *)malloc(sizeof(float) * MANY * N);
+  tfm_sampling how[MANY];
+  int32_t pos[MANY] = {3, 1, 4, 1, 5, 9}, seq[MANY] = {0}, ids[2][R], many[MANY], round, i, k,
+          differ = 0;
   device other[2];
   memset(how, 0, sizeof how);
   if (t->b == tfm_backend_ref() || !device_open(&other[1], TFM_REF, 1)) return free(values);
@@ -1285,6 +1370,7 @@ static void test_large_draws(device *t) {
     how[i].top_p = i == 2 ? 0.95f : i == 4 ? 0.999f : i == 5 ? 0.6f : 0;
     how[i].sequence = (uint64_t)i;
   }
+  for (i = R; i < MANY; i++) how[i] = how[i - R], pos[i] = pos[i - R];
   for (round = 0; round < 3; round++) {
     for (i = 0; i < R * N; i++) values[i] = spread[round] * (float)(uniform() + uniform());
     for (k = 0; k < 2; k++) draw(&other[k], ids[k], values, R, N, how, pos, seq);
@@ -1293,6 +1379,12 @@ static void test_large_draws(device *t) {
       differ++;
       CHECK(nearest_step_of(values + (size_t)i * N, N, &how[i], pos[i]) <= 1e-6);
     }
+  }
+  for (i = R; i < MANY; i++)
+    memcpy(values + (size_t)i * N, values + (size_t)(i - R) * N, sizeof(float) * N);
+  for (k = MANY / 2; k <= MANY; k += MANY / 2) {
+    draw(t, many, values, k, N, how, pos, seq);
+    for (i = 0; i < k; i++) CHECK_EQ_INT(many[i], ids[0][i % R]);
   }
   printf("  %s draws another token of 128,256 than the reference %d times of %d\n", t->b->name,
          (int)differ, R * 3);

@@ -3152,7 +3152,7 @@ CPU_INLINE V(ints) V(first_sum)(const cpu_group *x, int32_t k, const int type, c
   return shift == 7 ? sum : V(signed_right)(sum, 7 - shift);
 }
 
-/* Lines to ask for with each dword: what is unpacked is multiplied by many rows, which takes long. */
+/* Lines to ask for with each dword: what is unpacked is multiplied by many rows. */
 CPU_INLINE int V(lines)(const int type) { return V(is_unpacked)(type) ? 1 : 2; }
 
 /* dots[i][j] += dwords begin .. begin + step - 1 of vector j of the panel, times x[i]'s. */

@@ -14847,17 +14847,31 @@ static void tfmi_route_count(tfm_routing *r) {
   }
 }
 
+typedef struct tfmi_route_job {
+  const tfm_routing *routing;
+  tfm_mat logits;
+  const tfm_moe *p;
+} tfmi_route_job;
+
+static void tfmi_route_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_route_job *t = (const tfmi_route_job *)context;
+  const tfm_routing *r = t->routing;
+  int32_t row;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    int64_t slot = (int64_t)row * r->top_k;
+    tfmi_route_row(tfmi_row(t->logits, row), r->probs + (int64_t)row * r->experts,
+                   r->expert + slot, r->weight + slot, t->p);
+  }
+}
+
 static void tfmi_ref_route(tfm_dev *d, tfm_routing *r, tfm_mat logits, const tfm_moe *p) {
-  int32_t t;
-  (void)d;
+  tfmi_route_job job = {r, logits, p};
   r->tokens = logits.rows;
   r->top_k = p->top_k;
   r->experts = p->experts;
-  for (t = 0; t < r->tokens; t++) {
-    int64_t slot = (int64_t)t * r->top_k;
-    tfmi_route_row(tfmi_row(logits, t), r->probs + (int64_t)t * r->experts, r->expert + slot,
-                   r->weight + slot, p);
-  }
+  tfm_parallel_for(d, r->tokens, tfmi_grain((int64_t)r->experts * (r->top_k + 8)),
+                   tfmi_route_rows, &job);
   tfmi_route_sort(r);
   if (r->count) tfmi_route_count(r);
 }

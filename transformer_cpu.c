@@ -71,7 +71,8 @@ enum {
   CPU_GROUP = 128,        /* columns of x that share a scale when they are quantised */
   CPU_CHUNK = 512,        /* columns of a panel that are multiplied by several rows of x, */
   CPU_MANY = 64,          /* these at most, while they stay in the first cache */
-  CPU_AHEAD = 1024,       /* bytes: how far ahead of its use a weight is asked for */
+  CPU_AHEAD = 1024,       /* bytes: how far ahead of its use a weight is asked for, */
+  CPU_ASKING = 16,        /* or, of rows of x, while so many are multiplied by the chunk before */
   CPU_SCRATCH = TFM_CPU_SCRATCH, /* for quantised activations; rows are worked off in parts of it */
   CPU_WIDTH = 256,        /* widest head of attention here */
   CPU_QUERIES = 64,       /* query heads that share a tile of keys, */
@@ -882,10 +883,24 @@ typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. 
   bool bytes;                 /* or 16 rows at a time by what of it is Q8_0 */
 } cpu_product;
 
+typedef struct cpu_coming { /* weights of which a tile asks the second cache for `step` bytes, */
+  const uint8_t *at;        /* or its whole lines, with every four of its columns */
+  int32_t step;
+} cpu_coming;
+
 /* One panel or more of W. Of float types: out[i * CPU_OUT + j] = x[i] . row j of the panels. Of
-   blocks, x being cpu_groups: out[i * (rows of the panels) + j] += x[i] . row j. */
+   blocks, x being cpu_groups: out[i * (rows of the panels) + j] += x[i] . row j. Two rows of x and
+   more take a panel, and ask for what comes after it; else a tile asks for its own next bytes. */
 typedef void (*cpu_tile)(float *out, const void *const *x, const uint8_t *w, size_t panel_bytes,
-                         int32_t cols);
+                         int32_t cols, const cpu_coming *coming);
+
+/* Asked for in bunches, lines would take up all of the room that the first cache has for those on
+   their way, and products wait for theirs. */
+CPU_INLINE void cpu_ask(cpu_coming *c, const int lines) {
+  __builtin_prefetch(c->at, 0, 2);
+  if (lines > 1) __builtin_prefetch(c->at + CPU_ALIGN, 0, 2);
+  c->at += c->step;
+}
 
 typedef struct cpu_tile_row {
   int32_t rows, panels; /* of x, of W */
@@ -3043,12 +3058,13 @@ CPU_INLINE void V(pair)(V(vec) *low, V(vec) *high, const uint8_t *w, tfm_type ty
 
 /* rows, panels and type are constants where this is inlined, so that the sums stay in registers. */
 CPU_INLINE void V(float_tile)(float *out, const void *const *x, const uint8_t *w,
-                              size_t panel_bytes, int32_t cols, const tfm_type type,
-                              const int rows, const int panels) {
+                              size_t panel_bytes, int32_t cols, const cpu_coming *coming,
+                              const tfm_type type, const int rows, const int panels) {
   const int bytes = CPU_ROWS * (type == TFM_F32 ? 4 : 2), half = V(vectors) / 2;
   V(vec) sum[CPU_TILE][4 * V(vectors)], low, high, b;
   int32_t k;
   int i, j, p, l;
+  (void)coming;
   CPU_UNROLL for (i = 0; i < rows; i++)
     CPU_UNROLL for (j = 0; j < panels * V(vectors); j++) sum[i][j] = V(all)(0.0f);
   for (k = 0; k < cols; k++, w += bytes)
@@ -3136,14 +3152,18 @@ CPU_INLINE V(ints) V(first_sum)(const cpu_group *x, int32_t k, const int type, c
   return shift == 7 ? sum : V(signed_right)(sum, 7 - shift);
 }
 
+/* Lines to ask for with each dword: what is unpacked is multiplied by many rows. */
+CPU_INLINE int V(lines)(const int type) { return V(is_unpacked)(type) ? 1 : 2; }
+
 /* dots[i][j] += dwords begin .. begin + step - 1 of vector j of the panel, times x[i]'s. */
 #if defined(CPU_X86)
 CPU_INLINE void V(dots)(V(ints) (*dots)[V(vectors)], const cpu_group *const *x, int32_t k,
-                        const uint8_t *w, const int type, const int rows, const int begin,
-                        const int step) {
+                        const uint8_t *w, cpu_coming *next, const int type, const int rows,
+                        const int begin, const int step) {
   V(ints) numbers[V(vectors)], four;
   int i, j, u;
   for (u = begin; u < begin + step; u++) {
+    if (rows > 1) cpu_ask(next, V(lines)(type));
     for (j = 0; j < V(vectors); j++) numbers[j] = V(numbers)(w, type, u, j);
     for (i = 0; i < rows; i++) {
       four = V(quad)(x[i]->value + 32 * k + 4 * u);
@@ -3204,8 +3224,10 @@ CPU_INLINE void V(dots_of_pairs)(V(ints) (*dots)[V(vectors)], const cpu_group *c
 #endif
 
 CPU_INLINE void V(dots)(V(ints) (*dots)[V(vectors)], const cpu_group *const *x, int32_t k,
-                        const uint8_t *w, const int type, const int rows, const int begin,
-                        const int step) {
+                        const uint8_t *w, cpu_coming *next, const int type, const int rows,
+                        const int begin, const int step) {
+  int u;
+  for (u = begin; u < begin + step && rows > 1; u++) cpu_ask(next, V(lines)(type));
 #if CPU_DOT == 2
   if (rows > 1 || V(is_unpacked)(type)) {
     V(dots_of_pairs)(dots, x, k, w, type, rows, begin, step);
@@ -3218,7 +3240,8 @@ CPU_INLINE void V(dots)(V(ints) (*dots)[V(vectors)], const cpu_group *const *x, 
 
 /* sum[i][j] += vector j of the panel times piece k of x[i], with the scales of W. */
 CPU_INLINE void V(block)(V(vec) (*sum)[V(vectors)], const cpu_group *const *x, int32_t k,
-                         const uint8_t *front, const uint8_t *w, const int type, const int rows) {
+                         const uint8_t *front, const uint8_t *w, cpu_coming *next, const int type,
+                         const int rows) {
   const int step = V(halved)(type) ? 4 : 8;
   V(ints) dots[CPU_TILE][V(vectors)];
   V(vec) scale;
@@ -3226,7 +3249,7 @@ CPU_INLINE void V(block)(V(vec) (*sum)[V(vectors)], const cpu_group *const *x, i
   CPU_UNROLL for (begin = 0; begin < 8; begin += step) {
     CPU_UNROLL for (i = 0; i < rows; i++)
       CPU_UNROLL for (j = 0; j < V(vectors); j++) dots[i][j] = V(first_sum)(x[i], k, type, begin);
-    V(dots)(dots, x, k, w, type, rows, begin, step);
+    V(dots)(dots, x, k, w, next, type, rows, begin, step);
     CPU_UNROLL for (j = 0; j < V(vectors); j++) {
       scale = V(scales)(front, w, type, begin / 4, j);
       CPU_UNROLL for (i = 0; i < rows; i++)
@@ -3243,13 +3266,15 @@ CPU_INLINE void V(block)(V(vec) (*sum)[V(vectors)], const cpu_group *const *x, i
 
 /* Adds to out [rows][panels][CPU_ROWS]. */
 CPU_INLINE void V(block_tile)(float *out, const void *const *x, const uint8_t *w,
-                              size_t panel_bytes, int32_t cols, const int type, const int rows,
-                              const int panels) {
+                              size_t panel_bytes, int32_t cols, const cpu_coming *coming,
+                              const int type, const int rows, const int panels) {
   const int bytes = cpu_piece_bytes(type) + cpu_front_bytes(type) / (cpu_layouts[type].cols / 32);
+  cpu_coming next = {NULL, 0};
   const cpu_group *group[CPU_TILE];
   V(vec) sum[4][CPU_TILE][V(vectors)], scale;
   int32_t b, k, n;
   int i, j, p, l;
+  if (coming) next = *coming;
   for (i = 0; i < rows; i++) group[i] = (const cpu_group *)x[i];
   for (b = 0; b < cols / 32; b += n) {
     n = cpu_min(CPU_GROUP / 32, cols / 32 - b);
@@ -3259,9 +3284,9 @@ CPU_INLINE void V(block_tile)(float *out, const void *const *x, const uint8_t *w
     for (k = 0; k < n; k++)
       for (p = 0; p < panels; p++) {
         const uint8_t *front, *at = cpu_piece_at(&front, w + (size_t)p * panel_bytes, type, b + k);
-        if (!V(is_unpacked)(type))
+        if (rows == 1 && !V(is_unpacked)(type))
           for (l = 0; l < bytes; l += CPU_ALIGN) __builtin_prefetch(at + CPU_AHEAD + l);
-        V(block)(sum[p], group, k, front, at, type, rows);
+        V(block)(sum[p], group, k, front, at, &next, type, rows);
       }
     for (i = 0; i < rows; i++) {
       scale = V(all)(group[i]->scale);
@@ -3292,7 +3317,6 @@ CPU_INLINE void V(unpack_as)(uint8_t *to, const uint8_t *w, int32_t cols, const 
   for (b = 0; b < cols / 32; b++) {
     const uint8_t *front, *at = cpu_piece_at(&front, w, type, b);
     float *scale = (float *)(void *)to;
-    for (u = 0; u < cpu_layouts[type].low; u++) __builtin_prefetch(at + CPU_AHEAD + 128 * u);
     for (j = 0; j < V(vectors); j++) {
       V(store)(scale + CPU_LANES * j, V(scales)(front, at, type, 0, j));
       if (form != CPU_UNPACKED)
@@ -3316,8 +3340,8 @@ CPU_INLINE void V(unpack_as)(uint8_t *to, const uint8_t *w, int32_t cols, const 
 #define CPU_TILE_OF(kind, type, rows, panels)                                                      \
   static void V(kind##_##type##_##rows##_##panels)(float *out, const void *const *x,               \
                                                    const uint8_t *w, size_t panel_bytes,           \
-                                                   int32_t cols) {                                 \
-    V(kind)(out, x, w, panel_bytes, cols, type, rows, panels);                               \
+                                                   int32_t cols, const cpu_coming *coming) {       \
+    V(kind)(out, x, w, panel_bytes, cols, coming, type, rows, panels);                             \
   }
 #define CPU_TILE_ROW(kind, type, rows, panels) {rows, panels, V(kind##_##type##_##rows##_##panels)},
 
@@ -3425,36 +3449,54 @@ static void V(panels)(const cpu_product *t, const cpu_slots *s, const cpu_stripe
     tile = V(tile_for)((int)stripe->type, s->end - slot, n);
     for (i = 0; i < tile->rows; i++) x[i] = cpu_row_of_x(t, stripe, s, slot + i);
     if (cpu_has_blocks((int)stripe->type)) memset(out, 0, CPU_OUT * sizeof *out); /* 1 row */
-    tile->run(out, x, w, stripe->bytes, t->x.cols);
+    tile->run(out, x, w, stripe->bytes, t->x.cols, NULL);
     for (i = 0; i < tile->rows; i++)
       V(write)(t, out + i * CPU_OUT, cols, cpu_slot_at(s, slot + i), col);
   }
+}
+
+/* The tiles that a chunk's next one is asked for by: those of the first rows of x. */
+static int32_t V(asking)(int type, int32_t n) {
+  int32_t tiles = 0, i, rows;
+  for (i = 0; i < cpu_min(n, CPU_ASKING); i += rows) {
+    rows = V(tile_for)(type, n - i, 1)->rows;
+    tiles += rows > 1;
+  }
+  return tiles > 0 ? tiles : 1;
 }
 
 /* A panel of blocks times n rows of x, CPU_MANY at most: out [n][CPU_ROWS]. room: for a chunk,
    or for integers of tiles. */
 static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, const cpu_slots *s,
                            int32_t slot, int32_t n, const cpu_stripe *stripe, int32_t panel) {
-  const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes, *from;
+  const uint8_t *from = stripe->data + (size_t)panel * stripe->bytes, *w;
   const int form = n > 4 ? V(form)((int)stripe->type) : 0; /* fewer: not worth unpacking */
+  const int type = form ? form : (int)stripe->type;
+  const int32_t asking = V(asking)(type, n);
   const bool bytes = t->bytes && stripe->type == TFM_Q8_0;
   const void *x[CPU_TILE];
   const cpu_tile_row *tile;
-  int32_t k, i, j, cols;
+  int32_t k, i, j, cols, span;
+  cpu_coming next;
   memset(out, 0, (size_t)n * CPU_ROWS * sizeof *out);
-  for (k = 0; k < t->x.cols; k += cols) {
+  for (k = 0; k < t->x.cols; k += cols, from += span) {
     cols = cpu_min(CPU_CHUNK, t->x.cols - k);
-    from = w + cpu_panel_span((int)stripe->type, k);
+    span = (int32_t)cpu_panel_span((int)stripe->type, cols);
+    w = form ? room : from;
     if (form) V(unpack)(room, from, cols, stripe->type);
+    next.at = from + span;
+    next.step = span / (asking * (cols / 4));
     for (i = 0; bytes && i + 16 <= n; i += 16)
       cpu_bytes_panel(out + i * CPU_ROWS, (int32_t *)(void *)room,
                       (const cpu_group *)cpu_row_of_x(t, stripe, s, slot + i) + k / CPU_GROUP,
                       t->quantised_bytes, from, cols);
     for (; i < n; i += tile->rows) {
-      tile = V(tile_for)(form ? form : (int)stripe->type, n - i, 1);
+      tile = V(tile_for)(type, n - i, 1);
+      if (i >= CPU_ASKING) next.at = w, next.step = 0;
       for (j = 0; j < tile->rows; j++)
         x[j] = (const cpu_group *)cpu_row_of_x(t, stripe, s, slot + i + j) + k / CPU_GROUP;
-      tile->run(out + i * CPU_ROWS, x, form ? room : from, 0, cols);
+      tile->run(out + i * CPU_ROWS, x, w, 0, cols, &next);
+      next.at += next.step * (cols / 4);
     }
   }
 }
@@ -3816,7 +3858,7 @@ static int32_t V(attn_tile)(const cpu_attn_job *t, V(query) *q, int32_t queries,
     n = panels - i >= V(wide) ? V(wide) : 1;
     V(tile_for)(TFM_F32, rows, n)
         ->run(score + i * CPU_ROWS, x, (const uint8_t *)(keys + i * of_keys),
-              (size_t)of_keys * sizeof *keys, width);
+              (size_t)of_keys * sizeof *keys, width, NULL);
   }
   for (i = 0; i < rows; i++) {
     int32_t first = cpu_min(panels * CPU_ROWS, q[i].first - base);
@@ -3828,7 +3870,8 @@ static int32_t V(attn_tile)(const cpu_attn_job *t, V(query) *q, int32_t queries,
   for (col = 0; col < width; col += n * CPU_ROWS) {
     n = width - col >= V(wide) * CPU_ROWS ? V(wide) : 1;
     V(tile_for)(TFM_F32, rows, n)
-        ->run(out, x, (const uint8_t *)(values + col * CPU_KEYS), panel, panels * CPU_ROWS);
+        ->run(out, x, (const uint8_t *)(values + col * CPU_KEYS), panel, panels * CPU_ROWS,
+              NULL);
     for (i = 0; i < rows; i++)
       V(carry)(q[i].sums + CPU_SUMS + col, out + i * CPU_OUT, cpu_min(n * CPU_ROWS, width - col),
                correction[i]);
@@ -4202,7 +4245,8 @@ static void V(gemm_tile)(const V(gemm_part) *p, int32_t row, int32_t rows, const
     float *sums = V(sums_at)(p, row, panel);
     n = p->panels - panel < V(wide) ? 1 : V(wide);
     V(tile_for)(TFM_F32, rows, n)
-        ->run(p->k ? out : sums, x, (const uint8_t *)p->b + (size_t)panel * bytes, bytes, p->depth);
+        ->run(p->k ? out : sums, x, (const uint8_t *)p->b + (size_t)panel * bytes, bytes, p->depth,
+              NULL);
     for (i = 0; i < rows && p->k; i++)
       for (j = i * CPU_OUT; j < i * CPU_OUT + n * CPU_ROWS; j += CPU_LANES)
         V(store)(sums + j, V(add)(V(load)(sums + j), V(load)(out + j)));
@@ -4546,8 +4590,8 @@ static int32_t V(attn_bwd_tile)(const cpu_attn_bwd_job *t, const V(attn_bwd_work
   const cpu_tile_row *tile = V(tile_for)(TFM_F32, rows, 1);
   const void *x[CPU_TILE];
   int32_t i, j, col, n;
-  tile->run(score, (const void *const *)(k->q_row + row), (const uint8_t *)k->keys, 0, width);
-  tile->run(dp, (const void *const *)(k->dy_row + row), (const uint8_t *)k->values, 0, width);
+  tile->run(score, (const void *const *)(k->q_row + row), (const uint8_t *)k->keys, 0, width, NULL);
+  tile->run(dp, (const void *const *)(k->dy_row + row), (const uint8_t *)k->values, 0, width, NULL);
   for (i = 0; i < tile->rows; i++) {
     int32_t at = pos + row + i, first = cpu_first_key(t->attn.p, at) - base;
     x[i] = k->ds + (row + i) * CPU_ROWS;
@@ -4558,7 +4602,7 @@ static int32_t V(attn_bwd_tile)(const cpu_attn_bwd_job *t, const V(attn_bwd_work
   for (col = 0; col < width; col += n * CPU_ROWS) {
     n = width - col >= V(wide) * CPU_ROWS ? V(wide) : 1;
     V(tile_for)(TFM_F32, tile->rows, n)
-        ->run(score, x, (const uint8_t *)(k->rows + col * CPU_ROWS), panel, CPU_ROWS);
+        ->run(score, x, (const uint8_t *)(k->rows + col * CPU_ROWS), panel, CPU_ROWS, NULL);
     for (i = 0; i < tile->rows; i++) {
       float *dq = k->dq_row[row + i] + col;
       int32_t some = cpu_min(n * CPU_ROWS, width - col);
@@ -4580,7 +4624,7 @@ static void V(attn_bwd_sums)(float *to, const float *x, const float *panel, int3
   for (i = 0; i < width; i += tile->rows) {
     tile = V(tile_for)(TFM_F32, width - i, 1);
     for (j = 0; j < tile->rows; j++) at[j] = x + (i + j) * V(queries) + row;
-    tile->run(out, at, (const uint8_t *)(panel + row * CPU_ROWS), 0, rows);
+    tile->run(out, at, (const uint8_t *)(panel + row * CPU_ROWS), 0, rows, NULL);
     for (j = 0; j < tile->rows; j++)
       memcpy(to + (i + j) * CPU_ROWS, out + j * CPU_OUT, CPU_ROWS * sizeof *to);
   }

@@ -1352,13 +1352,14 @@ static double nearest_step_of(const float *logits, int n, const tfm_sampling *s,
   return nearest;
 }
 
-/* The same over a large vocabulary. */
+/* The same over a large vocabulary, and however many rows there are. */
 static void test_large_draws(device *t) {
-  enum { R = 6, N = 128256 };
+  enum { R = 6, MANY = 6 * R, N = 128256 };
   static const float spread[] = {1, 4, 12};
-  float *values = (float *)malloc(sizeof(float) * R * N);
-  tfm_sampling how[R];
-  int32_t pos[R] = {3, 1, 4, 1, 5, 9}, seq[R] = {0}, ids[2][R], round, i, k, differ = 0;
+  float *values = (float *)malloc(sizeof(float) * MANY * N);
+  tfm_sampling how[MANY];
+  int32_t pos[MANY] = {3, 1, 4, 1, 5, 9}, seq[MANY] = {0}, ids[2][R], many[MANY], round, i, k,
+          differ = 0;
   device other[2];
   memset(how, 0, sizeof how);
   if (t->b == tfm_backend_ref() || !device_open(&other[1], TFM_REF, 1)) return free(values);
@@ -1369,6 +1370,7 @@ static void test_large_draws(device *t) {
     how[i].top_p = i == 2 ? 0.95f : i == 4 ? 0.999f : i == 5 ? 0.6f : 0;
     how[i].sequence = (uint64_t)i;
   }
+  for (i = R; i < MANY; i++) how[i] = how[i - R], pos[i] = pos[i - R];
   for (round = 0; round < 3; round++) {
     for (i = 0; i < R * N; i++) values[i] = spread[round] * (float)(uniform() + uniform());
     for (k = 0; k < 2; k++) draw(&other[k], ids[k], values, R, N, how, pos, seq);
@@ -1377,6 +1379,12 @@ static void test_large_draws(device *t) {
       differ++;
       CHECK(nearest_step_of(values + (size_t)i * N, N, &how[i], pos[i]) <= 1e-6);
     }
+  }
+  for (i = R; i < MANY; i++)
+    memcpy(values + (size_t)i * N, values + (size_t)(i - R) * N, sizeof(float) * N);
+  for (k = MANY / 2; k <= MANY; k += MANY / 2) {
+    draw(t, many, values, k, N, how, pos, seq);
+    for (i = 0; i < k; i++) CHECK_EQ_INT(many[i], ids[0][i % R]);
   }
   printf("  %s draws another token of 128,256 than the reference %d times of %d\n", t->b->name,
          (int)differ, R * 3);

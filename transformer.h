@@ -803,8 +803,7 @@ TFM_API tfm_status tfm_data_read(const tfm_data *data, bool held_out, int64_t fi
       Gradients of weights accumulate; other outputs overwrite.
    7. Rows are independent: the bits of a row may depend on neither the other rows of the call nor
       the number of threads. The reference keeps this exactly. A table that has faster ways without
-      it says so at its top, and takes none of them while tfm_dev.deterministic is set; `layer` is
-      not called then.
+      it says so at its top, and takes none of them while tfm_dev.deterministic is set.
    8. An entry that is NULL is declined. Required for inference: device (all), pack, and forward but
       `layer` and `decode`; required by the trainer: backward and optimiser. Loading and the trainer
       name what is missing (TFM_E_UNSUPPORTED), never later. A table in host memory may forward an
@@ -16509,7 +16508,7 @@ static void tfmi_profile(const tfmi_pass *p, tfm_work kind) {
 /* The whole layer at once, where the device has that. */
 static bool tfmi_fused(tfmi_pass *p, int32_t layer) {
   tfm_dev *d = p->dev;
-  if (p->tap || p->kept || d->override_mask || d->deterministic || !d->table->layer) return false;
+  if (p->tap || p->kept || d->override_mask || !d->table->layer) return false;
   tfmi_profile(p, TFM_WORK_LAYER);
   return d->table->layer(d, p->buffers.out, p->net, layer, &p->kv[layer], &p->rows);
 }

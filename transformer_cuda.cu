@@ -95,7 +95,9 @@ typedef struct cuda_state {
   size_t wide_at;     /* a layer's cache of Q8_0 in 16 bits, for so many sequences; 0: none */
   int32_t wide_sequences, wide_context;
   int32_t tiles_layer; /* whose attention last used them: they are a pass's, whose layers ascend */
-  PFN_cuTensorMapEncodeTiled_v12000 encode; /* NULL: no cuda_hopper_kernel */
+  size_t sums_at, arrived_at, arrived_bytes; /* the same of cuda_few_run */
+  bool arrived_clear;
+  PFN_cuTensorMapEncodeTiled_v12000 encode; /* NULL: nothing is compiled for Hopper */
   uint64_t bytes, peak_bytes; /* of device memory */
 } cuda_state;
 
@@ -452,6 +454,12 @@ __device__ __forceinline__ void cuda_follow() {
 #endif
 }
 
+/* For those that have nothing to do before. */
+__device__ __forceinline__ void cuda_take_turn() {
+  cuda_launch_next();
+  cuda_follow();
+}
+
 static unsigned cuda_blocks(int64_t n, int64_t each) { return (unsigned)((n + each - 1) / each); }
 
 /* ---- Number formats ---- */
@@ -632,6 +640,7 @@ static size_t cuda_scale_bytes(const cuda_weight *w, int32_t experts) {
 }
 
 static size_t cuda_larger(size_t a, size_t b) { return a > b ? a : b; }
+static size_t cuda_least_of(size_t a, size_t b) { return a < b ? a : b; }
 static size_t cuda_align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 static size_t cuda_align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -1166,6 +1175,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat
   const bool plain = !residual.data && ((to | n) & 3) == 0 && (uintptr_t)y.data % 16 == 0;
   cuda_row<Q> r;
   float2 s;
+  cuda_take_turn();
   cuda_row_fetch(r, from, n, (n + 3) / 4);
   s = cuda_row_stats(r, t.p, 1.0f / (float)n, room);
   cuda_each(r, [&](int k, float4 &v) {
@@ -2124,6 +2134,7 @@ __device__ static int64_t cuda_kv_at(const tfm_kv &kv, int seq, int pos, int hea
 __global__ void cuda_kv_put_kernel(tfm_kv kv, tfm_mat k, tfm_mat v, tfm_rows rows) {
   int col = (int)(blockIdx.y * blockDim.x + threadIdx.x), row = (int)blockIdx.x;
   int64_t at;
+  cuda_take_turn();
   if (col >= k.cols || rows.seq[row] < 0) return;
   at = cuda_kv_at(kv, rows.seq[row], rows.pos[row], col / kv.width) + col % kv.width;
   cuda_store(kv.k, kv.type, at, *cuda_at(k, row, col));
@@ -2145,8 +2156,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_kv_put8_kernel(tfm_kv kv, tfm_
   const tfm_mat &from = block < blocks ? k : v;
   float x, scale, q;
   uint8_t *to;
-  cuda_launch_next();
-  cuda_follow();
+  cuda_take_turn();
   if (block >= 2 * blocks || rows.seq[row] < 0) return;
   x = cuda_load(from.data, from.type, row * from.stride + col);
   scale = cuda_warp_max(fabsf(x)) / 127.0f;
@@ -2512,8 +2522,7 @@ __device__ __forceinline__ void cuda_attn_one(const cuda_attn &a, cuda_tile_room
 template <int B> __global__ void __launch_bounds__(128) cuda_attn_kernel(cuda_attn a) {
   extern __shared__ float shared[];
   cuda_tile_room t = cuda_tile_lay_out(shared, B, a.kv.width);
-  cuda_launch_next();
-  cuda_follow();
+  cuda_take_turn();
   for (int i = (int)blockIdx.x; i < cuda_attn_rows(a); i += (int)gridDim.x) {
     cuda_attn_one<B>(a, t, cuda_attn_row(a, i));
     __syncthreads();
@@ -2794,6 +2803,7 @@ cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
     cuda_attend_one<B, L, TYPE, DEEP>(a, s, cuda_attn_row(a, i));
     __syncthreads();
   }
+  cuda_follow(); /* what comes next counts on it */
 }
 
 /* ---- attn: of caches of 16 bits and 8 and heads of 64 or 128, on the tensor cores ----
@@ -3150,6 +3160,7 @@ __global__ void __launch_bounds__(CUDA_CREW, 2) cuda_four_kernel(cuda_attn a, cu
     cuda_four_one<D, TYPE>(a, s, r, cuda_attn_row(a, i));
     __syncthreads();
   }
+  cuda_follow(); /* what comes next counts on it */
 }
 
 typedef void (*cuda_attend_function)(cuda_attn, cuda_stretches);
@@ -4033,11 +4044,14 @@ static bool cuda_layer_plain(const tfm_layer *l) {
          !l->router.rows && !l->shared_gate.rows && l->up.rows && l->attn.dropout.rate == 0;
 }
 
+/* Whether its bits are not those of `layer` and `matmul` in a deterministic engine. */
+static bool cuda_decode_alone(const tfm_dev *d, const tfm_net *net);
+
 static bool cuda_decode_knows(const tfm_dev *d, const tfm_run_ahead *r) {
   const tfm_net *net = r->net;
   int32_t i;
   if (!d->work || d->host_visible || r->rows.n != 1 || net->head_width % 2 || net->experts ||
-      net->width > CUDA_NORMED)
+      net->width > CUDA_NORMED || (d->deterministic && cuda_decode_alone(d, net)))
     return false;
   for (i = 0; i < net->layers; i++) {
     const tfm_layer *l = &net->layer[i];
@@ -4500,7 +4514,9 @@ __device__ __forceinline__ void cuda_flash_one(const cuda_attn &a, int4 tile, in
 
 template <int D, bool BF>
 __global__ void __launch_bounds__(256, 1) cuda_flash_kernel(cuda_attn a) {
-  const int pieces = __ldcg(a.tiles.count) * a.p.heads;
+  int pieces;
+  cuda_take_turn();
+  pieces = __ldcg(a.tiles.count) * a.p.heads;
   for (int i = (int)blockIdx.x; i < pieces; i += (int)gridDim.x) {
     cuda_flash_one<D, BF>(a, __ldcg(a.tiles.tile + i / a.p.heads), i % a.p.heads);
     __syncthreads();
@@ -4617,7 +4633,8 @@ __device__ __forceinline__ uint64_t cuda_matrix_at(uint32_t at, uint32_t panel) 
 #define CUDA_IN16(v, i) CUDA_IN4(v, i), CUDA_IN4(v, i + 4), CUDA_IN4(v, i + 8), CUDA_IN4(v, i + 12)
 #define CUDA_IN32(v) CUDA_IN16(v, 0), CUDA_IN16(v, 16)
 #define CUDA_IN64(v) CUDA_IN32(v), CUDA_IN16(v, 32), CUDA_IN16(v, 48)
-#define CUDA_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, " \
+#define CUDA_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define CUDA_32 CUDA_8 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, " \
   "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define CUDA_64 CUDA_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, " \
   "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -4657,6 +4674,13 @@ template <bool BF>
 __device__ __forceinline__ void cuda_wgmma(float (&c)[32], const uint32_t *a, uint64_t b, int add) {
   CUDA_WGMMA_OF("64", CUDA_32, "{%32, %33, %34, %35}", "%36", "%37", "1", CUDA_IN32(c) : "r"(a[0]),
                 "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+/* And for b [16, 16] in shared memory. */
+template <bool BF>
+__device__ __forceinline__ void cuda_wgmma(float (&c)[8], uint64_t a, uint64_t b, int add) {
+  CUDA_WGMMA_OF("16", CUDA_8, "%8", "%9", "%10", "0, 0", CUDA_IN4(c, 0), CUDA_IN4(c, 4) : "l"(a),
+                "l"(b), "r"(add));
 }
 
 typedef struct cuda_rings { uint32_t q, k, v, barriers; } cuda_rings; /* in shared memory */
@@ -5015,9 +5039,11 @@ cuda_hopper_kernel(const __grid_constant__ cuda_maps maps,
   const uint32_t q = ((uint32_t)__cvta_generic_to_shared(tiles) + 1023) & ~1023u;
   const uint32_t keys = q + shape::q_bytes, values = keys + shape::stages * shape::tile_bytes;
   const cuda_rings r = {q, keys, values, (uint32_t)__cvta_generic_to_shared(barriers)};
-  const int pieces = __ldg(h.a.tiles.count) * h.a.p.heads;
+  int pieces;
   if (threadIdx.x == 0) cuda_barriers_init(barriers);
+  cuda_take_turn();
   __syncthreads();
+  pieces = __ldcg(h.a.tiles.count) * h.a.p.heads;
   if (__shfl_sync(~0u, threadIdx.x / 128, 0) == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x == 0) cuda_fetch<D>(h, maps, r, pieces);
@@ -5060,19 +5086,28 @@ static bool cuda_hopper_knows(const tfm_dev *d, const cuda_attn *a) {
              0;
 }
 
-/* [z, y, width] values of 16 bits, of which a copy brings 64 columns of [box_z, box_y] rows. */
-static void cuda_map(tfm_dev *d, CUtensorMap *map, tfm_type type, void *data, int32_t width,
-                     const int64_t of[2], const int64_t strides[2], int box_y, int box_z) {
-  const cuuint64_t dims[3] = {(cuuint64_t)width, (cuuint64_t)of[0], (cuuint64_t)of[1]};
-  const cuuint64_t bytes[2] = {(cuuint64_t)strides[0] * 2, (cuuint64_t)strides[1] * 2};
-  const cuuint32_t box[3] = {64, (cuuint32_t)box_y, (cuuint32_t)box_z}, steps[3] = {1, 1, 1};
+/* Values of 16 bits, of which a copy brings a box; lines: bytes from one to the next of all
+   dimensions but the first. */
+static void cuda_map(tfm_dev *d, CUtensorMap *map, tfm_type type, void *data, int rank,
+                     const cuuint64_t *dims, const cuuint64_t *lines, const cuuint32_t *box) {
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
   CUresult result = cuda_of(d)->encode(
-      map, type == TFM_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
-      data, dims, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      map, type == TFM_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      (cuuint32_t)rank, data, dims, lines, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     tfm_dev_fail(d, TFM_E_DEVICE, "CUDA device %d: cuTensorMapEncodeTiled: error %d", (int)d->index,
                  (int)result);
+}
+
+/* [z, y, width] values, of which a copy brings 64 columns of [box_z, box_y] rows. */
+static void cuda_map_heads(tfm_dev *d, CUtensorMap *map, tfm_type type, void *data, int32_t width,
+                           const int64_t of[2], const int64_t strides[2], int box_y, int box_z) {
+  const cuuint64_t dims[3] = {(cuuint64_t)width, (cuuint64_t)of[0], (cuuint64_t)of[1]};
+  const cuuint64_t lines[2] = {(cuuint64_t)strides[0] * 2, (cuuint64_t)strides[1] * 2};
+  const cuuint32_t box[3] = {64, (cuuint32_t)box_y, (cuuint32_t)box_z};
+  cuda_map(d, map, type, data, 3, dims, lines, box);
 }
 
 template <int D> static void cuda_hopper_launch(tfm_dev *d, const cuda_maps &maps,
@@ -5089,12 +5124,328 @@ static void cuda_hopper_run(tfm_dev *d, const cuda_attn *a) {
   cuda_hopper_attn h = {*a, a->p.scale * log2e, 0, cuda_hopper_box(&a->kv)};
   cuda_maps maps;
   if (cap != 0) h.cap = a->p.scale / cap, h.scale = cap * log2e;
-  cuda_map(d, &maps.q, a->q.type, a->q.data, a->kv.width, rows, row_strides, 1, CUDA_TILE);
-  cuda_map(d, &maps.k, a->kv.type, a->kv.k, a->kv.width, keys, key_strides, h.box, 1);
-  cuda_map(d, &maps.v, a->kv.type, a->kv.v, a->kv.width, keys, key_strides, h.box, 1);
+  cuda_map_heads(d, &maps.q, a->q.type, a->q.data, a->kv.width, rows, row_strides, 1, CUDA_TILE);
+  cuda_map_heads(d, &maps.k, a->kv.type, a->kv.k, a->kv.width, keys, key_strides, h.box, 1);
+  cuda_map_heads(d, &maps.v, a->kv.type, a->kv.v, a->kv.width, keys, key_strides, h.box, 1);
   if (a->kv.width <= 64) cuda_hopper_launch<64>(d, maps, h);
   else if (a->kv.width <= 128) cuda_hopper_launch<128>(d, maps, h);
   else cuda_hopper_launch<256>(d, maps, h);
+}
+
+/* ---- Products of few rows on Hopper ----
+   y = x W^T for up to CUDA_FEW columns: rows of x of 16 bits, or the two parts of rows of F32. W is
+   read once; its rows are the side of wgmma that has 64. A unit is 128 rows of W by 64 columns and
+   the same columns of x. All units, tile after tile, are dealt out to one block a multiprocessor in
+   equal stretches. A warp of the block brings them by the copy engine into a ring of shared memory,
+   W's first ones before what the kernel follows is complete; two warpgroups multiply. Of a tile
+   that several blocks share, the last that is done adds up the sums of all, in order: the bits
+   depend on the shape of W alone, not on the number of rows. A gate and what it opens come eight
+   rows by eight, so that a thread has both. */
+
+enum {
+  CUDA_FEW = 128,
+  CUDA_FEW_ROWS = 128,  /* of W in a tile */
+  CUDA_FEW_DEEP = 64,   /* columns of W and x in a unit */
+  CUDA_FEW_CREW = 256,  /* threads that multiply */
+  CUDA_FEW_LEAST = 4    /* units that are worth a block */
+};
+
+template <int N> struct cuda_few_shape { /* of N columns */
+  static constexpr int w_bytes = CUDA_FEW_ROWS * CUDA_FEW_DEEP * 2;
+  static constexpr int stage = w_bytes + N * CUDA_FEW_DEEP * 2;
+  static constexpr int stages = (CUDA_SHARED - 1024) / stage; /* 1024: to align them */
+  static constexpr int shared = 1024 + stages * stage;
+};
+
+typedef struct cuda_few_maps { CUtensorMap w, x; } cuda_few_maps;
+
+typedef struct cuda_few_job {
+  tfm_mat y;           /* of 16 bits: e's bias, act and the gate; else F32, all of e */
+  tfm_epilogue e;
+  const float *factor; /* of rows in two parts, else NULL */
+  int w_rows, steps;   /* of W; units of a tile */
+  int units;           /* of all */
+  bool gated;          /* the later half of W's rows is opened by the earlier one's act */
+  float4 *sums;        /* [blocks, 2, CUDA_FEW_ROWS * N] of shared tiles */
+  unsigned *arrived;   /* [tiles], zero */
+} cuda_few_job;
+
+#if CUDA_HOPPER
+/* The first unit of a block, and the block of a unit. */
+__device__ static int cuda_few_first(const cuda_few_job &p, int block) {
+  return (int)((int64_t)block * p.units / (int)gridDim.x);
+}
+__device__ static int cuda_few_block(const cuda_few_job &p, int unit) {
+  return (int)((((int64_t)unit + 1) * (int)gridDim.x - 1) / p.units);
+}
+
+/* A weight passes through the second cache; what is to stay there is x, sums and activations. */
+__device__ __forceinline__ uint64_t cuda_policy(bool once) {
+  uint64_t policy;
+  if (once) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  else asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void cuda_copy_box4(uint32_t to, const CUtensorMap *map,
+                                               uint32_t barrier, int x, int y, int z,
+                                               uint64_t policy) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               ".L2::cache_hint [%0], [%1, {%3, %4, 0, %5}], [%2], %6;"
+               : : "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
+               : "memory");
+}
+
+/* One thread's work: units [first, end), each to the next place of the ring. */
+template <int N>
+__device__ __forceinline__ void cuda_few_fetch(const cuda_few_maps &maps, const cuda_few_job &p,
+                                               uint32_t room, uint32_t barriers, int first,
+                                               int end) {
+  typedef cuda_few_shape<N> shape;
+  constexpr int S = shape::stages;
+  const int ahead = min(end - first, S);
+  const uint64_t once = cuda_policy(true), stays = cuda_policy(false);
+  auto ask_w = [&](int unit) {
+    const int s = (unit - first) % S, tile = unit / p.steps, deep = unit % p.steps * CUDA_FEW_DEEP;
+    cuda_barrier_expect(barriers + s * 8, shape::stage);
+    cuda_copy_box4(room + s * shape::stage, &maps.w, barriers + s * 8, deep,
+                   p.gated ? 0 : tile * CUDA_FEW_ROWS, p.gated ? tile * CUDA_FEW_ROWS / 16 : 0,
+                   once);
+  };
+  auto ask_x = [&](int unit) {
+    const int s = (unit - first) % S;
+    cuda_copy_box4(room + s * shape::stage + shape::w_bytes, &maps.x, barriers + s * 8,
+                   unit % p.steps * CUDA_FEW_DEEP, 0, 0, stays);
+  };
+  for (int unit = first; unit < first + ahead; unit++) ask_w(unit);
+  cuda_follow();
+  for (int unit = first; unit < first + ahead; unit++) ask_x(unit);
+  for (int unit = first + ahead; unit < end; unit++) {
+    const int use = unit - first;
+    cuda_barrier_wait(barriers + (S + use % S) * 8, (use / S & 1) ^ 1);
+    ask_w(unit);
+    ask_x(unit);
+  }
+}
+
+__device__ __forceinline__ void cuda_few_meet() { /* those who multiply */
+  asm volatile("bar.sync 1, %0;" : : "n"((int)CUDA_FEW_CREW) : "memory");
+}
+
+/* The sums of a tile from all blocks that share it, in order, for the last that is done; false:
+   another block has them. */
+template <int N>
+__device__ __forceinline__ bool cuda_few_gather(float (&c)[N / 2], const cuda_few_job &p,
+                                                int tile) {
+  __shared__ bool last;
+  const int begin = tile * p.steps, low = cuda_few_block(p, begin);
+  const int high = cuda_few_block(p, begin + p.steps - 1);
+  auto room = [&](int block) { /* of a block's first tile, and of its last */
+    const int which = 2 * block + (cuda_few_first(p, block) > begin);
+    return p.sums + (int64_t)which * (N / 8 * CUDA_FEW_CREW) + threadIdx.x;
+  };
+  if (low == high) return true;
+#pragma unroll
+  for (int i = 0; i < N / 8; i++)
+    __stcg(room((int)blockIdx.x) + i * CUDA_FEW_CREW,
+           make_float4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]));
+  __threadfence();
+  cuda_few_meet();
+  if (threadIdx.x == 0) {
+    last = atomicAdd(p.arrived + tile, 1u) == (unsigned)(high - low);
+    if (last) p.arrived[tile] = 0;
+    __threadfence();
+  }
+  cuda_few_meet();
+  if (!last) return false;
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) c[i] = 0;
+#pragma unroll (N < 64 ? 4 : N < CUDA_FEW ? 2 : 1)
+  for (int block = low; block <= high; block++) {
+    const float4 *from = room(block);
+    float4 v[N / 8];
+#pragma unroll
+    for (int i = 0; i < N / 8; i++) v[i] = __ldcg(from + i * CUDA_FEW_CREW);
+#pragma unroll
+    for (int i = 0; i < N / 8; i++)
+      c[4 * i] += v[i].x, c[4 * i + 1] += v[i].y, c[4 * i + 2] += v[i].z, c[4 * i + 3] += v[i].w;
+  }
+  return true;
+}
+
+/* Not within the loops that are unrolled. */
+__device__ __noinline__ float2 cuda_act2(float2 v, tfm_act act, float cap) {
+  return make_float2(cuda_cap(cuda_act(v.x, act), cap), cuda_cap(cuda_act(v.y, act), cap));
+}
+
+/* A thread's sums are of row `row` of W and of one `below`: eight further, or what the gate opens;
+   of four, the first two and the last two, of columns m and m + 1. All that is read is asked for at
+   once, of places that exist. */
+template <int N, bool BF>
+__device__ __forceinline__ void cuda_few_finish(float (&c)[N / 2], const cuda_few_job &p,
+                                                int tile) {
+  const int at = tile * CUDA_FEW_ROWS + (int)threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
+  const int row = (p.gated ? at / 2 : at) + lane / 4, below = p.gated ? p.w_rows / 2 : 8;
+  const bool there[2] = {row < (p.gated ? below : p.w_rows), row + below < p.w_rows};
+  const int low = min(row, p.w_rows - 1), high = min(row + below, p.w_rows - 1);
+  const int most = min(p.y.rows, p.factor ? N / 2 : N);
+  auto column = [&](int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; };
+  if (p.factor)
+#pragma unroll
+    for (int i = 0; i < N / 4; i++)
+      c[i] = (c[i] + c[i + N / 4]) * __ldcg(p.factor + min(column(i), most - 1));
+  if (p.e.bias) {
+    const float bias[2] = {__ldg(p.e.bias + low), __ldg(p.e.bias + high)};
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) c[i] += bias[i / 2 % 2];
+  }
+  if (p.e.act || p.e.softcap != 0)
+#pragma unroll
+    for (int i = 0; i < N / 2; i += 2) {
+      if (p.gated && i % 4) continue;
+      const float2 v = cuda_act2(make_float2(c[i], c[i + 1]), p.e.act, p.e.softcap);
+      c[i] = v.x, c[i + 1] = v.y;
+    }
+  if (p.e.residual.data)
+#pragma unroll
+    for (int i = 0; i < N / 2; i++)
+      c[i] += __ldcg(cuda_at(p.e.residual, min(column(i), most - 1), i / 2 % 2 ? high : low));
+#pragma unroll
+  for (int i = 0; i < N / 2; i++) {
+    const int k = i / 2 % 2;
+    const int64_t to = column(i) * p.y.stride + row + k * 8;
+    const float v = p.gated ? c[i] * c[(i + 2) % (N / 2)] : c[i];
+    if (column(i) >= most || !there[k] || (p.gated && k)) continue;
+    if (p.y.type == TFM_F32) ((float *)p.y.data)[to] = v;
+    else if (BF) ((__nv_bfloat16 *)p.y.data)[to] = __float2bfloat16_rn(v);
+    else ((__half *)p.y.data)[to] = __float2half_rn(v);
+  }
+}
+
+template <int N, bool BF>
+__device__ __forceinline__ void cuda_few_multiply(const cuda_few_job &p, uint32_t room,
+                                                  uint32_t barriers, int first, int end) {
+  typedef cuda_few_shape<N> shape;
+  constexpr int S = shape::stages;
+  const uint32_t half = (uint32_t)__shfl_sync(~0u, (int)threadIdx.x / 128, 0);
+  float c[N / 2];
+  cuda_follow();
+  for (int unit = first; unit < end;) {
+    const int tile = unit / p.steps, begin = unit, stop = min(end, (tile + 1) * p.steps);
+    for (; unit < stop; unit++) {
+      const int s = (unit - first) % S;
+      const uint32_t w = room + s * shape::stage, x = w + shape::w_bytes;
+      cuda_barrier_wait(barriers + s * 8, (unit - first) / S & 1);
+      cuda_products_begin();
+#pragma unroll
+      for (int k = 0; k < CUDA_FEW_DEEP * 2; k += 32)
+        cuda_wgmma<BF>(c, cuda_matrix_at(w + half * (shape::w_bytes / 2) + k, 0),
+                       cuda_matrix_at(x + k, 0), unit > begin || k > 0);
+      cuda_products_end();
+      cuda_products_wait<1>();
+      if (unit > begin) cuda_barrier_arrive(barriers + (S + (unit - 1 - first) % S) * 8);
+    }
+    cuda_products_wait<0>();
+    cuda_settle(c);
+    cuda_barrier_arrive(barriers + (S + (unit - 1 - first) % S) * 8);
+    if (cuda_few_gather<N>(c, p, tile)) cuda_few_finish<N, BF>(c, p, tile);
+  }
+}
+#endif
+
+/* Empty where it is not compiled for Hopper. */
+template <int N, bool BF>
+__global__ void __launch_bounds__(CUDA_FEW_CREW + 32, 1)
+cuda_few_kernel(const __grid_constant__ cuda_few_maps maps,
+                const __grid_constant__ cuda_few_job p) {
+#if CUDA_HOPPER
+  constexpr int S = cuda_few_shape<N>::stages;
+  extern __shared__ __align__(128) uint8_t tiles[];
+  __shared__ uint64_t barriers[2 * S]; /* a place is full; it is empty */
+  const uint32_t room = ((uint32_t)__cvta_generic_to_shared(tiles) + 1023) & ~1023u;
+  const uint32_t at = (uint32_t)__cvta_generic_to_shared(barriers);
+  const int first = cuda_few_first(p, (int)blockIdx.x);
+  const int end = cuda_few_first(p, (int)blockIdx.x + 1);
+  cuda_launch_next();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2 * S; i++) cuda_barrier_init(barriers + i, i < S ? 1 : CUDA_FEW_CREW / 32);
+    asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+  }
+  __syncthreads();
+  if (__shfl_sync(~0u, threadIdx.x / 32, 0) < CUDA_FEW_CREW / 32)
+    cuda_few_multiply<N, BF>(p, room, at, first, end);
+  else if (threadIdx.x % 32 == 0)
+    cuda_few_fetch<N>(maps, p, room, at, first, end);
+#endif
+}
+
+/* Room in tfm_dev.work for the sums of shared tiles, whichever of a network's weights. */
+static void cuda_few_lay_out(cuda_state *s, cuda_room *r, const tfm_net *net) {
+  const int32_t inner = net->heads * net->head_width, up = net->ffn_width * (net->gated ? 2 : 1);
+  const size_t rows = cuda_larger((size_t)net->head.rows, cuda_larger((size_t)up,
+                                                                      (size_t)inner * 3));
+  const size_t cols = cuda_larger((size_t)(net->ffn_width > inner ? net->ffn_width : inner),
+                                  (size_t)net->width);
+  const size_t tiles = cuda_blocks((int64_t)rows, CUDA_FEW_ROWS);
+  const size_t most = tiles * cuda_blocks((int64_t)cols, CUDA_FEW_DEEP) / CUDA_FEW_LEAST + 1;
+  s->sums_at = r->used;
+  cuda_take(r, 2 * cuda_least_of((size_t)s->processors, most) * CUDA_FEW_ROWS * CUDA_FEW,
+            sizeof(float));
+  s->arrived_at = r->used;
+  s->arrived_bytes = tiles * sizeof(unsigned);
+  s->arrived_clear = false;
+  cuda_take(r, s->arrived_bytes, 1);
+}
+
+static bool cuda_few_knows(const tfm_dev *d, const cuda_weight *w, bool gated) {
+  return cuda_of(d)->encode && d->work && cuda_of(d)->sums_at && w->cols % 8 == 0 &&
+         (w->type == TFM_F16 || w->type == TFM_BF16) && (!gated || w->rows % 16 == 0);
+}
+
+/* What wgmma is to read of W: 128 rows as they lie, or eight gates and the eight rows that they
+   open by turns; and of x, rows' first parts and then their others. */
+static void cuda_few_map(tfm_dev *d, cuda_few_maps *maps, const cuda_weight *w, tfm_mat x, int rows,
+                         int parts, int columns, bool gated) {
+  const cuuint64_t cols = (cuuint64_t)w->cols, line = (cuuint64_t)w->vectors * 16;
+  const cuuint64_t n = (cuuint64_t)w->rows, each = (cuuint64_t)x.stride * 2;
+  const cuuint64_t plain[4] = {cols, n, 1, 1}, pairs[4] = {cols, 8, 2, n / 16};
+  const cuuint64_t of_x[4] = {cols, (cuuint64_t)rows, (cuuint64_t)parts, 1};
+  const cuuint64_t lines[3] = {line, gated ? line * n / 2 : line, 8 * line};
+  const cuuint64_t lines_x[3] = {each, each * (cuuint64_t)rows, each};
+  const cuuint32_t box[4] = {CUDA_FEW_DEEP, CUDA_FEW_ROWS, 1, 1};
+  const cuuint32_t box_pairs[4] = {CUDA_FEW_DEEP, 8, 2, CUDA_FEW_ROWS / 16};
+  const cuuint32_t box_x[4] = {CUDA_FEW_DEEP, (cuuint32_t)(columns / parts), (cuuint32_t)parts, 1};
+  cuda_map(d, &maps->w, w->type, w->data, 4, gated ? pairs : plain, lines, gated ? box_pairs : box);
+  cuda_map(d, &maps->x, w->type, x.data, 4, of_x, lines_x, box_x);
+}
+
+template <int N> static void cuda_few_launch(tfm_dev *d, const cuda_few_maps &maps,
+                                             const cuda_few_job &p, tfm_type type) {
+  const int blocks = (p.units + CUDA_FEW_LEAST - 1) / CUDA_FEW_LEAST, most = cuda_of(d)->processors;
+  cuda_run(d, type == TFM_F16 ? cuda_few_kernel<N, false> : cuda_few_kernel<N, true>,
+           dim3((unsigned)(blocks < most ? blocks : most)), CUDA_FEW_CREW + 32,
+           cuda_few_shape<N>::shared, maps, p);
+}
+
+/* y = x W^T and what e says; with a factor, x has all rows' first parts, then their second ones.
+   Up to CUDA_FEW rows of x. */
+static void cuda_few_run(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
+                         const tfm_epilogue *e, const float *factor, bool gated) {
+  cuda_state *s = cuda_of(d);
+  const int parts = factor ? 2 : 1, columns = y.rows * parts;
+  const int steps = (w->cols + CUDA_FEW_DEEP - 1) / CUDA_FEW_DEEP;
+  const int tiles = (w->rows + CUDA_FEW_ROWS - 1) / CUDA_FEW_ROWS;
+  char *work = (char *)d->work;
+  const cuda_few_job p = {y, *e, factor, w->rows, steps, tiles * steps, gated,
+                          (float4 *)(work + s->sums_at), (unsigned *)(work + s->arrived_at)};
+  const int n = columns <= 16 ? 16 : columns <= 64 ? 64 : CUDA_FEW;
+  cuda_few_maps maps;
+  if (!s->arrived_clear) cuda_zero(d, p.arrived, s->arrived_bytes);
+  s->arrived_clear = true;
+  cuda_few_map(d, &maps, w, x, y.rows, parts, n, gated);
+  if (n == 16) cuda_few_launch<16>(d, maps, p, w->type);
+  else if (n == 64) cuda_few_launch<64>(d, maps, p, w->type);
+  else cuda_few_launch<CUDA_FEW>(d, maps, p, w->type);
 }
 
 /* ---- attn: tiles of a cache of 8 bits ----
@@ -5122,6 +5473,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_wide_kernel(tfm_kv to, tfm_kv 
   const int head = (int)blockIdx.y / 2, eights = from.width / 8;
   const void *data = blockIdx.y % 2 ? from.v : from.k;
   uint16_t *out = (uint16_t *)(blockIdx.y % 2 ? to.v : to.k);
+  cuda_take_turn();
   for (int r = 0; r < __ldcg(tiles.count + 2); r++) {
     const int2 run = __ldcg(tiles.run + r);
     const int64_t first = ((int64_t)run.x * to.heads + head) * to.page_tokens * to.width;
@@ -5188,6 +5540,7 @@ __global__ void cuda_append_kernel(tfm_mat qkv, const float *bias, tfm_rope p, t
   int2 pair = make_int2(2 * (i % half), 2 * (i % half) + 1);
   int64_t from = row * qkv.stride + head * kv.width, at;
   float2 v;
+  cuda_take_turn();
   if (i >= qkv.cols / 2 || seq < 0) return;
   if (is_k) pair = cuda_pair(p, i % half);
   v = make_float2(cuda_load(qkv.data, qkv.type, from + pair.x),
@@ -5231,11 +5584,13 @@ __global__ void __launch_bounds__(128) cuda_append16_kernel(tfm_mat qkv, const f
   __shared__ float2 turn[128];
   const int row = (int)blockIdx.x, seq = rows.seq[row], pos = rows.pos[row], each = kv.width / 16;
   uint16_t *from = (uint16_t *)qkv.data + row * qkv.stride;
-  int64_t at;
-  if (seq < 0) return;
+  int64_t at = 0;
+  cuda_launch_next();
+  if (seq >= 0) at = cuda_kv_at(kv, seq, pos, 0);
   for (int i = threadIdx.x; i < p.rot / 2; i += blockDim.x) turn[i] = cuda_turn(p, pos, i);
-  at = cuda_kv_at(kv, seq, pos, 0);
+  cuda_follow();
   __syncthreads();
+  if (seq < 0) return;
   for (int i = threadIdx.x; i < qkv.cols / 16; i += blockDim.x) {
     const int head = i / each, c = i % each, kv_head = head - heads;
     const bool is_k = kv_head < kv.heads, turned = is_k && c < p.rot / 16;
@@ -5269,6 +5624,13 @@ static size_t cuda_size(tfm_type type) { return type == TFM_F32 ? 4 : 2; }
 static tfm_mat cuda_columns(tfm_mat m, int32_t first, int32_t cols) {
   m.data = (char *)m.data + (size_t)first * cuda_size(m.type);
   m.cols = cols;
+  return m;
+}
+
+/* From row `first` on, `most` or what there is. */
+static tfm_mat cuda_rows_of(tfm_mat m, int32_t first, int32_t most) {
+  m.data = (char *)m.data + (size_t)first * (size_t)m.stride * cuda_size(m.type);
+  m.rows = m.rows - first < most ? m.rows - first : most;
   return m;
 }
 
@@ -5505,6 +5867,7 @@ static bool cuda_lt_choose(tfm_dev *d, const cuda_lt_job *j, const cuda_product_
 typedef struct cuda_pass { /* what a layer computes with, in tfm_dev.work */
   tfm_mat h, qkv, up, act; /* of 16 bits */
   tfm_type type;
+  bool few;                /* products are cuda_few_run's, kernels a chain */
   __half *wide;            /* widened weights */
   size_t wide_bytes;
   void *space;             /* cuBLAS's own */
@@ -5533,10 +5896,28 @@ static void cuda_lt_product(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_ma
   cuda_lt_forget(&job);
 }
 
+/* The same by cuda_few_run, act included; y is of 16 bits unless something is added. Of more rows,
+   where the bits must not depend on their number, as many at a time as it can. */
+static void cuda_few_rows(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w, const float *bias,
+                          tfm_act act, bool add, bool gated) {
+  int32_t first;
+  for (first = 0; first < y.rows && d->status == TFM_OK; first += CUDA_FEW) {
+    const tfm_mat part = cuda_rows_of(y, first, CUDA_FEW);
+    tfm_epilogue e = {};
+    e.bias = bias, e.act = act;
+    if (add) e.residual = part;
+    cuda_few_run(d, part, cuda_rows_of(x, first, CUDA_FEW), w, &e, NULL, gated);
+  }
+}
+
 /* The same for packed weights: quantised ones in stretches of rows. */
 static void cuda_gemm(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_mat x, const cuda_weight *w,
                       const float *bias, bool add) {
   int32_t first, n, most = (int32_t)(pass->wide_bytes / 2 / (size_t)w->cols) / 8 * 8;
+  if (pass->few) {
+    cuda_few_rows(d, y, x, w, bias, TFM_ACT_NONE, add, false);
+    return;
+  }
   if (!w->scale) {
     cuda_lt_product(d, pass, y, x, w->data, w->vectors * (128 / cuda_bits(w->type)), bias, add);
     return;
@@ -5560,14 +5941,13 @@ static tfm_mat cuda_take_mat(cuda_room *r, tfm_type type, int32_t rows, int32_t 
   return m;
 }
 
-static size_t cuda_least_of(size_t a, size_t b) { return a < b ? a : b; }
-
 static cuda_pass cuda_pass_lay_out(cuda_room *r, const tfm_net *net, tfm_type type, int32_t rows) {
   size_t inner = (size_t)(net->heads * net->head_width), c = (size_t)net->width;
   size_t widest = (size_t)net->ffn_width * (net->gated ? 2 : 1), wide = inner > c ? inner : c;
   cuda_pass p;
   if (widest < inner * 3) widest = inner * 3;
   p.type = type;
+  p.few = false;
   p.h = cuda_take_mat(r, type, rows, (int32_t)wide);
   p.qkv = cuda_take_mat(r, type, rows, (net->heads + 2 * net->kv_heads) * net->head_width);
   p.up = cuda_take_mat(r, type, rows, net->ffn_width * (net->gated ? 2 : 1));
@@ -5595,14 +5975,21 @@ static tfm_type cuda_layer_type(const tfm_layer *l) {
   return type;
 }
 
-static bool cuda_layer_knows(tfm_dev *d, tfm_mat x, const tfm_net *net, const tfm_layer *l,
+static bool cuda_layer_knows(const tfm_dev *d, const tfm_net *net, const tfm_layer *l,
                              const tfm_kv *kv) {
   const tfm_weight *w[4] = {&l->qkv, &l->out, &l->up, &l->down};
   int i;
   for (i = 0; i < 4; i++)
     if (w[i]->cols % 8 || w[i]->rows % 8) return false;
-  return d->work && cuda_of(d)->pass_at && x.rows > CUDA_COLUMNS && kv->table && !net->experts &&
-         kv->width % 2 == 0 && cuda_layer_plain(l);
+  return d->work && cuda_of(d)->pass_at && kv->table && !net->experts && kv->width % 2 == 0 &&
+         cuda_layer_plain(l);
+}
+
+static bool cuda_layer_few(const tfm_dev *d, const tfm_net *net, const tfm_layer *l) {
+  return cuda_few_knows(d, cuda_packed(&l->qkv), false) &&
+         cuda_few_knows(d, cuda_packed(&l->out), false) &&
+         cuda_few_knows(d, cuda_packed(&l->up), net->gated) &&
+         cuda_few_knows(d, cuda_packed(&l->down), false);
 }
 
 static bool cuda_lt_open(tfm_dev *d) {
@@ -5624,6 +6011,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_parts_kernel(tfm_mat parts, fl
   uint32_t *high = (uint32_t *)parts.data + row * pairs, *low = high + x.rows * pairs;
   float top = 0, by;
   int e = 0, k;
+  cuda_take_turn();
   for (k = threadIdx.x; k < x.cols; k += CUDA_CREW) top = fmaxf(top, fabsf(from[k]));
   top = cuda_crew_max(top, room);
   if (!BF && top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
@@ -5649,6 +6037,34 @@ __global__ void cuda_parts_end_kernel(tfm_mat y, tfm_mat sums, const float *fact
 
 enum { CUDA_SUMS = 32 << 20 }; /* bytes of sums at a time: the second cache holds them */
 
+/* In a chain of two kernels; of more rows, as many at a time as there are columns for. */
+static void cuda_matmul_parts(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
+                              const tfm_epilogue *e) {
+  cuda_room room = {(char *)cuda_align256((size_t)d->work + cuda_of(d)->parts_at), 0};
+  const tfm_mat both = cuda_take_mat(&room, w->type, CUDA_FEW, x.cols);
+  float *factor = (float *)cuda_take(&room, CUDA_FEW / 2, sizeof(float));
+  int32_t first;
+  cuda_of(d)->chained = true;
+  for (first = 0; first < x.rows && d->status == TFM_OK; first += CUDA_FEW / 2) {
+    const tfm_mat part = cuda_rows_of(x, first, CUDA_FEW / 2);
+    tfm_epilogue rest = *e;
+    if (e->residual.data) rest.residual = cuda_rows_of(e->residual, first, CUDA_FEW / 2);
+    cuda_run(d, w->type == TFM_BF16 ? cuda_parts_kernel<true> : cuda_parts_kernel<false>,
+             dim3((unsigned)part.rows), CUDA_CREW, 0, both, factor, part);
+    cuda_few_run(d, cuda_rows_of(y, first, CUDA_FEW / 2), both, w, &rest, factor, false);
+  }
+  cuda_of(d)->chained = false;
+}
+
+/* What is taken by x in two parts: large matrices of 16 bits, by 16 rows or more; or by any number
+   where the bits must not depend on it. */
+static bool cuda_parts_know(const tfm_dev *d, const tfm_mat &x, const cuda_weight *w) {
+  return d->work && (size_t)CUDA_FEW * (size_t)x.cols * 2 + 4096 <= cuda_of(d)->parts_bytes &&
+         (w->type == TFM_F16 || w->type == TFM_BF16) &&
+         (int64_t)w->rows * w->vectors >= 1 << 19 && x.cols % 8 == 0 &&
+         (d->deterministic ? cuda_few_knows(d, w, false) : x.rows >= 16);
+}
+
 static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
                              const tfm_epilogue *e) {
   cuda_state *s = cuda_of(d);
@@ -5658,10 +6074,9 @@ static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight
   cuda_pass pass;
   tfm_mat parts, sums;
   float *factor;
-  if (x.rows < 16 || w->scale || w->type == TFM_F32 || d->deterministic || !d->work ||
-      !s->parts_at || x.cols % 8 || e->residual.data == y.data ||
-      (int64_t)w->rows * w->vectors < 1 << 19)
-    return false;
+  if (!cuda_parts_know(d, x, w) || e->aux.data || e->dropout.rate > 0) return false;
+  if (cuda_few_knows(d, w, false)) return cuda_matmul_parts(d, y, x, w, e), true;
+  if (e->residual.data == y.data) return false;
   memset(&pass, 0, sizeof pass);
   parts = cuda_take_mat(&room, w->type, 2 * x.rows, x.cols);
   factor = (float *)cuda_take(&room, (size_t)x.rows, sizeof(float));
@@ -5682,45 +6097,75 @@ static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight
   return true;
 }
 
+static bool cuda_decode_alone(const tfm_dev *d, const tfm_net *net) {
+  const tfm_mat row = {NULL, TFM_F32, 1, net->width, net->width};
+  bool alone = cuda_parts_know(d, row, cuda_packed(&net->head));
+  int32_t i;
+  for (i = 0; i < net->layers; i++) alone |= cuda_layer_few(d, net, &net->layer[i]);
+  return alone;
+}
+
+static void cuda_layer_up(tfm_dev *d, const cuda_pass *p, tfm_mat act, tfm_mat h,
+                          const tfm_net *net, const tfm_layer *l) {
+  const tfm_mat up = cuda_columns(p->up, 0, l->up.rows);
+  if (p->few) {
+    cuda_few_rows(d, act, h, cuda_packed(&l->up), l->up_bias, net->act, false, net->gated);
+    return;
+  }
+  cuda_gemm(d, p, up, h, cuda_packed(&l->up), NULL, false);
+  cuda_run(d, p->type == TFM_F16 ? cuda_glu8_kernel<TFM_F16> : cuda_glu8_kernel<TFM_BF16>,
+           dim3((unsigned)h.rows, cuda_blocks(act.cols, 8 * 128)), 128, 0, act, up, l->up_bias,
+           net->act, net->gated);
+}
+
+/* chained: after a layer of the same pass. */
 static void cuda_layer_run(tfm_dev *d, cuda_pass *p, tfm_mat x, const tfm_net *net,
-                           const tfm_layer *l, const tfm_kv *kv, const tfm_rows *rows) {
+                           const tfm_layer *l, const tfm_kv *kv, const tfm_rows *rows,
+                           bool chained) {
   int32_t inner = net->heads * net->head_width;
   cuda_attn a = {cuda_columns(p->h, 0, inner), cuda_columns(p->qkv, 0, inner), *kv, *rows, NULL,
                  l->attn, net->heads / net->kv_heads, {}};
   cuda_norm norm1 = {l->norm1, l->norm1_bias, net->norm}, norm2 = {l->norm2, l->norm2_bias,
                                                                   net->norm};
   tfm_mat h = cuda_columns(p->h, 0, net->width), none = {};
-  tfm_mat up = cuda_columns(p->up, 0, l->up.rows), act = cuda_columns(p->act, 0, l->down.cols);
+  tfm_mat act = cuda_columns(p->act, 0, l->down.cols);
   norm1.p.groups = norm2.p.groups = 0;
+  cuda_of(d)->chained = p->few && chained;
   cuda_norm_run(d, h, x, none, NULL, &norm1);
+  cuda_of(d)->chained = p->few;
   cuda_gemm(d, p, p->qkv, h, cuda_packed(&l->qkv), NULL, false);
   cuda_append(d, p->qkv, l->qkv_bias, &l->rope, kv, rows, (int)net->heads);
-  cuda_attn_tiles(d, &a);
+  if (d->deterministic) cuda_attn_run(d, &a);
+  else cuda_attn_tiles(d, &a);
   cuda_gemm(d, p, x, a.y, cuda_packed(&l->out), l->out_bias, true);
   cuda_norm_run(d, h, x, none, NULL, &norm2);
-  cuda_gemm(d, p, up, h, cuda_packed(&l->up), NULL, false);
-  cuda_run(d, p->type == TFM_F16 ? cuda_glu8_kernel<TFM_F16> : cuda_glu8_kernel<TFM_BF16>,
-           dim3((unsigned)x.rows, cuda_blocks(act.cols, 8 * 128)), 128, 0, act, up, l->up_bias,
-           net->act, net->gated);
+  cuda_layer_up(d, p, act, h, net, l);
   cuda_gemm(d, p, x, act, cuda_packed(&l->down), l->down_bias, true);
+  cuda_of(d)->chained = false;
 }
 
 static bool cuda_layer_entry(tfm_dev *d, tfm_mat x, const tfm_net *net, int32_t index,
                              const tfm_kv *kv, const tfm_rows *rows) {
   const tfm_layer *l = &net->layer[index];
+  const bool chained = index > cuda_of(d)->tiles_layer;
+  bool few;
   cuda_room room;
   cuda_pass pass;
   tfm_type type;
   if (d->status != TFM_OK) return true; /* nothing is to be done any more */
-  if (!cuda_layer_knows(d, x, net, l, kv)) return false;
+  if (!cuda_layer_knows(d, net, l, kv)) return false;
   type = cuda_layer_type(l);
-  if (type == TFM_F32 || !cuda_enter(d) || !cuda_lt_open(d)) return false;
+  few = cuda_layer_few(d, net, l) && (d->deterministic || (x.rows > 1 && x.rows <= CUDA_FEW));
+  if (type == TFM_F32 || (!few && (d->deterministic || x.rows <= CUDA_COLUMNS)) ||
+      !cuda_enter(d) || (!few && !cuda_lt_open(d)))
+    return false;
   room.base = (char *)cuda_align256((size_t)d->work + cuda_of(d)->pass_at); /* cuBLAS wants that */
   room.used = 0;
   pass = cuda_pass_lay_out(&room, net, type, x.rows);
+  pass.few = few;
   if (index <= cuda_of(d)->tiles_layer && cuda_tiles_fit(d, rows)) cuda_tiles_list(d, rows);
   cuda_of(d)->tiles_layer = index;
-  cuda_layer_run(d, &pass, x, net, l, kv, rows);
+  cuda_layer_run(d, &pass, x, net, l, kv, rows, chained);
   return true;
 }
 
@@ -5796,6 +6241,7 @@ static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int3
   cuda_of(d)->wide_context = context;
   if (cuda_of(d)->wide_at)
     cuda_wide_lay_out(&room, net->kv_heads, net->head_width, sequences, context);
+  cuda_few_lay_out(cuda_of(d), &room, net);
   cuda_of(d)->parts_at = room.used;
   cuda_of(d)->parts_bytes = cuda_parts_bytes(net, rows);
   return room.used + 256 + cuda_of(d)->parts_bytes;

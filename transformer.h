@@ -956,6 +956,7 @@ typedef struct tfm_rows { /* the tokens of one forward pass */
   const int32_t *id;      /* [T] */
   const int32_t *pos;     /* [T] position in its sequence */
   const int32_t *seq;     /* [T] slot in the page table; -1: padding */
+  bool apart;             /* no row is of the same sequence as the one before it */
 } tfm_rows;
 
 /* Keys and values of one layer: pages of page_tokens positions, page p at offset p * K *
@@ -1101,7 +1102,8 @@ struct tfm_backend {
   /* Graphs. replay runs what was recorded under a key; false: nothing was. record(begin) starts a
      recording, or returns false: the calls then just run. While recording, entries are not run but
      kept, and put, get, sync and alloc are not called; record(end) keeps them under the key and
-     runs them once. The engine's key is the number of rows; its memory does not move. */
+     runs them once. The engine's key is the number of rows, and 2^32 more for those that are apart;
+     its memory does not move. */
   bool (*replay)(tfm_dev *d, uint64_t key);
   bool (*record)(tfm_dev *d, uint64_t key, bool begin);
 
@@ -17155,7 +17157,7 @@ static void tfmi_put_aside(tfm_engine *e) {
 /* The pass, as a recorded graph where the device keeps some. False: cancelled. */
 static bool tfmi_engine_replay(tfm_engine *e, tfmi_pass *p) {
   const tfm_backend *table = e->dev.table;
-  uint64_t key = (uint64_t)p->rows.n;
+  uint64_t key = (uint64_t)p->rows.n | (uint64_t)p->rows.apart << 32;
   bool plain = !p->tap && !p->profile, recording, done;
   if (plain && table->replay(&e->dev, key)) return true;
   recording = plain && table->record(&e->dev, key, true);
@@ -17177,6 +17179,8 @@ static bool tfmi_engine_run(tfm_engine *e, tfmi_pass *p, int32_t rows) {
   tfmi_put_aside(e);
   table->put(&e->dev, e->d_pass, e->id, (2 * (size_t)e->rows + (size_t)padded) * sizeof *e->id);
   *p = tfmi_engine_pass(e, padded);
+  p->rows.apart = true;
+  for (i = 1; i < rows; i++) p->rows.apart &= e->seq[i] != e->seq[i - 1];
   if (tfmi_cancelled(p)) return false;
   tfmi_mark(&e->dev, TFM_WORK_PASS);
   done = tfmi_engine_replay(e, p);

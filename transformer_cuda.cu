@@ -95,8 +95,6 @@ typedef struct cuda_state {
   size_t wide_at;     /* a layer's cache of Q8_0 in 16 bits, for so many sequences; 0: none */
   int32_t wide_sequences, wide_context;
   int32_t tiles_layer; /* whose attention last used them: they are a pass's, whose layers ascend */
-  size_t sums_at, arrived_at, arrived_bytes; /* the same of cuda_few_run */
-  bool arrived_clear;
   PFN_cuTensorMapEncodeTiled_v12000 encode; /* NULL: nothing is compiled for Hopper */
   uint64_t bytes, peak_bytes; /* of device memory */
 } cuda_state;
@@ -331,7 +329,7 @@ static bool cuda_replay(tfm_dev *d, uint64_t key) {
 static bool cuda_record_begin(tfm_dev *d, uint64_t key) {
   cuda_state *s = cuda_of(d);
   cuda_graph *g = cuda_graph_of(s, key);
-  if (key > CUDA_RECORDED || !cuda_enter(d)) return false;
+  if ((uint32_t)key > CUDA_RECORDED || !cuda_enter(d)) return false;
   if (!g) {
     if (s->graphs == CUDA_GRAPHS) return false;
     g = &s->graph[s->graphs++];
@@ -3220,12 +3218,17 @@ static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches
            grid, CUDA_CREW, shared, *a, *s);
 }
 
+static bool cuda_lone_knows(const tfm_dev *d, const cuda_attn *a);
+static void cuda_lone_run(tfm_dev *d, const cuda_attn *a);
+
 static void cuda_attn_run(tfm_dev *d, const cuda_attn *a) {
   cuda_stretches none = {NULL, NULL};
   int b = cuda_heads_at_once(a->group);
   dim3 grid(cuda_attn_blocks(d, a, (unsigned)a->kv.heads), (unsigned)a->kv.heads,
             cuda_blocks(a->group, b));
-  if (a->kv.table && cuda_attend_knows(&a->kv) && !a->p.probs && a->p.dropout.rate == 0)
+  if (cuda_lone_knows(d, a))
+    cuda_lone_run(d, a);
+  else if (a->kv.table && cuda_attend_knows(&a->kv) && !a->p.probs && a->p.dropout.rate == 0)
     cuda_attend_run(d, a, &none, b, 1);
   else
     cuda_run(d, b == 4 ? cuda_attn_kernel<4> : b == 2 ? cuda_attn_kernel<2> : cuda_attn_kernel<1>,
@@ -4162,7 +4165,7 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   const tfm_net *net = c->net;
   cuda_phase head = cuda_phase_of(CUDA_LOGITS, c->x, net->head_bias, c->end.logits);
   cuda_end end = c->end;
-  tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq};
+  tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq, true};
   const int cluster = cuda_of(d)->cluster;
   const size_t kept = cuda_share_bytes(d, net->vocabulary);
   int32_t i;
@@ -4343,7 +4346,7 @@ static cuda_tiles cuda_tiles_of(const tfm_dev *d) {
 }
 
 static bool cuda_tiles_fit(const tfm_dev *d, const tfm_rows *rows) {
-  return d->work && rows->n >= CUDA_RUN && rows->n <= cuda_of(d)->tiles_rows;
+  return d->work && !rows->apart && rows->n >= CUDA_RUN && rows->n <= cuda_of(d)->tiles_rows;
 }
 
 static void cuda_tiles_list(tfm_dev *d, const tfm_rows *rows) {
@@ -4514,9 +4517,7 @@ __device__ __forceinline__ void cuda_flash_one(const cuda_attn &a, int4 tile, in
 
 template <int D, bool BF>
 __global__ void __launch_bounds__(256, 1) cuda_flash_kernel(cuda_attn a) {
-  int pieces;
-  cuda_take_turn();
-  pieces = __ldcg(a.tiles.count) * a.p.heads;
+  const int pieces = __ldcg(a.tiles.count) * a.p.heads;
   for (int i = (int)blockIdx.x; i < pieces; i += (int)gridDim.x) {
     cuda_flash_one<D, BF>(a, __ldcg(a.tiles.tile + i / a.p.heads), i % a.p.heads);
     __syncthreads();
@@ -5039,11 +5040,9 @@ cuda_hopper_kernel(const __grid_constant__ cuda_maps maps,
   const uint32_t q = ((uint32_t)__cvta_generic_to_shared(tiles) + 1023) & ~1023u;
   const uint32_t keys = q + shape::q_bytes, values = keys + shape::stages * shape::tile_bytes;
   const cuda_rings r = {q, keys, values, (uint32_t)__cvta_generic_to_shared(barriers)};
-  int pieces;
+  const int pieces = __ldg(h.a.tiles.count) * h.a.p.heads;
   if (threadIdx.x == 0) cuda_barriers_init(barriers);
-  cuda_take_turn();
   __syncthreads();
-  pieces = __ldcg(h.a.tiles.count) * h.a.p.heads;
   if (__shfl_sync(~0u, threadIdx.x / 128, 0) == 0) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
     if (threadIdx.x == 0) cuda_fetch<D>(h, maps, r, pieces);
@@ -5132,54 +5131,336 @@ static void cuda_hopper_run(tfm_dev *d, const cuda_attn *a) {
   else cuda_hopper_launch<256>(d, maps, h);
 }
 
+/* ---- attn: rows by themselves on Hopper ----
+   A block stays for many pieces of work, each a row and the heads that share keys. Its eight warps
+   deal out the keys, sixteen at a time; each has a ring of its own in shared memory, to which one of
+   its threads asks the copy engine for keys and values some items ahead, on into the next pieces,
+   and the first ones before what the kernel follows is complete, but for those that the pass itself
+   appends. A warp multiplies its keys by q, of which the heads are the upper rows of mma's A, and
+   its values by the exponentials, rounded to 16 bits; then the warps are merged in order. So a row's
+   bits depend on nothing beside it. */
+
+enum { CUDA_ITEM = 16, CUDA_LONE_HEADS = 8, CUDA_LONE_SLOTS = 6 };
+
+template <int D> struct cuda_lone_shape {
+  static constexpr int panel = CUDA_ITEM * 128, part = D / 64 * panel, item = 2 * part; /* bytes */
+};
+
+typedef struct cuda_lone_merge { float *out, *top, *sum; } cuda_lone_merge;
+
+typedef struct cuda_lone_items { /* of a piece, those of a warp */
+  int piece, row, head; /* head: of keys */
+  int pos, low;         /* the row's; the first item of all warps */
+  int seq, count, at;   /* of the warp: how many, and the next */
+  int page;             /* of number at / 32 * 32 + lane */
+} cuda_lone_items;
+
+#if CUDA_HOPPER
+__device__ __forceinline__ int cuda_lone_first(const cuda_lone_items &t, int i) { /* its first key */
+  return (t.low + (int)threadIdx.x / 32 + i * CUDA_CREW_WARPS) * CUDA_ITEM;
+}
+
+/* Looks a piece up, if there is one. */
+__device__ __forceinline__ void cuda_lone_look(cuda_lone_items &t, const cuda_attn &a, int pieces,
+                                               int piece) {
+  t.piece = piece, t.row = t.head = t.pos = 0, t.seq = -1;
+  if (piece >= pieces) return;
+  t.row = cuda_attn_row(a, piece / a.kv.heads);
+  t.head = piece % a.kv.heads;
+  t.pos = __ldcg(a.rows.pos + t.row);
+  t.seq = __ldcg(a.rows.seq + t.row);
+}
+
+__device__ __forceinline__ void cuda_lone_open(cuda_lone_items &t, const cuda_attn &a) {
+  t.at = t.count = 0;
+  t.low = a.p.window > 0 && t.pos >= a.p.window ? (t.pos - a.p.window + 1) / CUDA_ITEM : 0;
+  if (t.seq >= 0)
+    t.count = (t.pos / CUDA_ITEM - t.low - (int)threadIdx.x / 32 + CUDA_CREW_WARPS) /
+              CUDA_CREW_WARPS;
+}
+
+/* Asks for the next item, or the next piece's first one; its pages are looked up by all lanes. False:
+   there is none; or, where it is early, the pass may still append to it. */
+template <int D>
+__device__ __forceinline__ bool cuda_lone_ask(cuda_lone_items &t, const cuda_maps &maps,
+                                              const cuda_attn &a, int pieces, uint32_t to,
+                                              uint32_t barrier, bool early) {
+  typedef cuda_lone_shape<D> shape;
+  const int lane = threadIdx.x % 32;
+  int first, page;
+  while (t.at >= t.count) {
+    if (t.piece >= pieces) return false;
+    cuda_lone_look(t, a, pieces, t.piece + (int)gridDim.x);
+    cuda_lone_open(t, a);
+  }
+  first = cuda_lone_first(t, t.at);
+  if (early && first + CUDA_ITEM + a.rows.n > t.pos) return false;
+  if (t.at % 32 == 0) {
+    const int key = cuda_lone_first(t, t.at + lane);
+    t.page = t.at + lane < t.count
+               ? __ldg(a.kv.table + (int64_t)t.seq * a.kv.max_pages + key / a.kv.page_tokens) : 0;
+  }
+  page = __shfl_sync(~0u, t.page, t.at % 32);
+  t.at++;
+  if (lane == 0) {
+    cuda_barrier_expect(barrier, shape::item);
+    for (int p = 0; p < D / 64; p++) {
+      cuda_copy_box(to + p * shape::panel, &maps.k, barrier, p * 64, first % a.kv.page_tokens,
+                    page * a.kv.heads + t.head);
+      cuda_copy_box(to + shape::part + p * shape::panel, &maps.v, barrier, p * 64,
+                    first % a.kv.page_tokens, page * a.kv.heads + t.head);
+    }
+  }
+  return true;
+}
+
+/* Where 16 bytes of a key lie. */
+__device__ __forceinline__ uint32_t cuda_lone_at(int key, int eighth) {
+  return (uint32_t)(eighth / 8 * (CUDA_ITEM * 128) + key * 128 + ((eighth % 8 ^ key % 8) * 16));
+}
+
+/* q's rows are heads: of four registers of A, the first and the third. */
+template <int D>
+__device__ __forceinline__ void cuda_lone_queries(uint32_t (&q)[D / 16][2], const cuda_attn &a,
+                                                  const cuda_lone_items &t) {
+  const int lane = threadIdx.x % 32, h = min(lane / 4, a.group - 1);
+  const uint32_t *from = (const uint32_t *)((const uint16_t *)a.q.data +
+                                            t.row * a.q.stride + (t.head * a.group + h) * D);
+#pragma unroll
+  for (int k = 0; k < D / 16; k++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) q[k][i] = __ldcg(from + k * 8 + i * 4 + lane % 4);
+}
+
+template <int D> struct cuda_lone { /* of a lane: head lane / 4, columns lane % 4 * 2 of eights */
+  float o[D / 8][4], top, sum;
+};
+
+/* Values of keys from `left` on may be no numbers. */
+template <int D> __device__ __forceinline__ void cuda_lone_clear(uint32_t values, int left) {
+  for (int i = threadIdx.x % 32; i < (CUDA_ITEM - left) * (D / 8); i += 32)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};"
+                 : : "r"(values + cuda_lone_at(left + i / (D / 8), i % (D / 8))), "r"(0) : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+  __syncwarp();
+}
+
+/* Takes in the item that lies at `keys`, whose first key is `first`. */
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_lone_use(cuda_lone<D> &f, const uint32_t (&q)[D / 16][2],
+                                              const cuda_attn &a, uint32_t keys, int first,
+                                              int pos) {
+  const int lane = threadIdx.x % 32, window = a.p.window > 0 ? a.p.window : INT32_MAX;
+  const uint32_t values = keys + cuda_lone_shape<D>::part;
+  float s[2][4] = {}, best = f.top, by;
+  uint32_t p[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    const uint32_t of_q[4] = {q[k][0], 0, q[k][1], 0};
+    uint32_t b[4];
+    cuda_matrices(b, keys + cuda_lone_at(lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2), false);
+    cuda_mma<BF>(s[0], of_q, b[0], b[1]);
+    cuda_mma<BF>(s[1], of_q, b[2], b[3]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int key = first + i / 2 * 8 + lane % 4 * 2 + i % 2;
+    float &v = s[i / 2][i % 2];
+    v = cuda_cap(v * a.p.scale, a.p.softcap) * 1.44269504f;
+    if (key > pos || pos - key >= window) v = -INFINITY;
+    best = fmaxf(best, v);
+  }
+  best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
+  best = fmaxf(fmaxf(best, __shfl_xor_sync(~0u, best, 2)), CUDA_LEAST);
+  by = cuda_exp2(f.top - best);
+  f.top = best;
+#pragma unroll
+  for (int i = 0; i < 4; i++) s[i / 2][i % 2] = cuda_exp2(s[i / 2][i % 2] - best);
+  f.sum = __fmaf_rn(f.sum, by, (s[0][0] + s[0][1]) + (s[1][0] + s[1][1]));
+  p[0] = cuda_pack2<BF>(s[0][0], s[0][1]);
+  p[2] = cuda_pack2<BF>(s[1][0], s[1][1]);
+  if (first + CUDA_ITEM - 1 > pos) cuda_lone_clear<D>(values, pos - first + 1);
+#pragma unroll
+  for (int n = 0; n < D / 8; n++) f.o[n][0] *= by, f.o[n][1] *= by;
+#pragma unroll
+  for (int n = 0; n < D / 16; n++) {
+    uint32_t b[4];
+    cuda_matrices(b, values + cuda_lone_at(lane % 16, n * 2 + lane / 16), true);
+    cuda_mma<BF>(f.o[2 * n], p, b[0], b[1]);
+    cuda_mma<BF>(f.o[2 * n + 1], p, b[2], b[3]);
+  }
+}
+
+/* The warps' sums of a piece, in order, to y. */
+template <int D>
+__device__ __forceinline__ void cuda_lone_merged(cuda_lone<D> &f, const cuda_attn &a,
+                                                 const cuda_lone_merge &m,
+                                                 const cuda_lone_items &t) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, h = lane / 4;
+  const int row = warp * a.group + h;
+  f.sum += __shfl_xor_sync(~0u, f.sum, 1);
+  f.sum += __shfl_xor_sync(~0u, f.sum, 2);
+  if (h < a.group) {
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+      *(float2 *)(m.out + row * (D + 8) + n * 8 + lane % 4 * 2) = make_float2(f.o[n][0], f.o[n][1]);
+    if (lane % 4 == 0) m.top[row] = f.top, m.sum[row] = f.sum;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < a.group * D && t.seq >= 0; i += CUDA_CREW)
+    cuda_attend_finish(a, t.row, t.head * a.group + i / D, i % D, cuda_warps_sum([&](int k) {
+      const int of = k * a.group + i / D;
+      return cuda_sum{m.out[of * (D + 8) + i % D], m.sum[of], m.top[of]};
+    }));
+  __syncthreads();
+}
+#endif
+
+/* Empty where it is not compiled for Hopper. */
+template <int D, bool BF>
+__global__ void __launch_bounds__(CUDA_CREW, 1)
+cuda_lone_kernel(const __grid_constant__ cuda_maps maps, const __grid_constant__ cuda_attn a,
+                 int slots) {
+#if CUDA_HOPPER
+  typedef cuda_lone_shape<D> shape;
+  extern __shared__ __align__(128) uint8_t tiles[];
+  __shared__ uint64_t barriers[CUDA_CREW_WARPS * CUDA_LONE_SLOTS];
+  const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+  const int pieces = cuda_attn_rows(a) * a.kv.heads;
+  const uint32_t base = ((uint32_t)__cvta_generic_to_shared(tiles) + 1023) & ~1023u;
+  const uint32_t ring = base + (uint32_t)(warp * slots * shape::item);
+  const uint32_t barrier = (uint32_t)__cvta_generic_to_shared(barriers + warp * CUDA_LONE_SLOTS);
+  float *rest = (float *)(tiles + (base - (uint32_t)__cvta_generic_to_shared(tiles)) +
+                          CUDA_CREW_WARPS * slots * shape::item);
+  const int rows = CUDA_CREW_WARPS * a.group;
+  const cuda_lone_merge merge = {rest, rest + rows * (D + 8), rest + rows * (D + 9)};
+  cuda_lone_items ask, t;
+  uint32_t q[D / 16][2];
+  int asked = 0, use = 0;
+  cuda_launch_next();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < CUDA_CREW_WARPS * CUDA_LONE_SLOTS; i++) cuda_barrier_init(barriers + i, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+  }
+  __syncthreads();
+  auto more = [&](bool early) {
+    const int slot = asked % slots;
+    if (!cuda_lone_ask<D>(ask, maps, a, pieces, ring + slot * shape::item, barrier + slot * 8,
+                          early)) return false;
+    asked++;
+    return true;
+  };
+  cuda_lone_look(ask, a, pieces, (int)blockIdx.x);
+  t = ask;
+  cuda_lone_open(ask, a);
+  while (asked < slots && more(true)) continue;
+  cuda_follow();
+  while (asked < slots && more(false)) continue;
+  if (t.piece < pieces) cuda_lone_queries<D>(q, a, t);
+  while (t.piece < pieces) {
+    cuda_lone<D> f = {};
+    cuda_lone_items next;
+    f.top = -INFINITY;
+    cuda_lone_open(t, a);
+    for (int i = 0; i < t.count; i++, use++) {
+      const int slot = use % slots;
+      cuda_barrier_wait(barrier + slot * 8, use / slots & 1);
+      cuda_lone_use<D, BF>(f, q, a, ring + slot * shape::item, cuda_lone_first(t, i), t.pos);
+      __syncwarp();
+      more(false);
+    }
+    cuda_lone_look(next, a, pieces, t.piece + (int)gridDim.x);
+    if (next.piece < pieces) cuda_lone_queries<D>(q, a, next);
+    cuda_lone_merged<D>(f, a, merge, t);
+    t = next;
+  }
+#endif
+}
+
+static size_t cuda_lone_merge_bytes(const cuda_attn *a) {
+  return (size_t)CUDA_CREW_WARPS * (size_t)a->group * (size_t)(a->kv.width + 10) * sizeof(float);
+}
+
+/* Whatever the number of rows. Heads of 64 are faster as above. */
+static bool cuda_lone_knows(const tfm_dev *d, const cuda_attn *a) {
+  const tfm_kv *kv = &a->kv;
+  return cuda_of(d)->encode && kv->width == 128 && kv->type == a->q.type &&
+         a->group <= CUDA_LONE_HEADS && kv->table && !a->lse && !a->p.probs &&
+         a->p.dropout.rate == 0 && (kv->page_tokens % CUDA_ITEM == 0 || kv->max_pages == 1) &&
+         ((uintptr_t)kv->k | (uintptr_t)kv->v) % 16 == 0 && a->q.stride % 2 == 0 &&
+         (uintptr_t)a->q.data % 4 == 0;
+}
+
+static void cuda_lone_run(tfm_dev *d, const cuda_attn *a) {
+  const int64_t width = a->kv.width, page = a->kv.page_tokens;
+  const int64_t keys[2] = {page, (int64_t)1 << 31}, strides[2] = {width, page * width};
+  const size_t merge = cuda_lone_merge_bytes(a), item = (size_t)(CUDA_ITEM * width * 4);
+  int slots = (int)((CUDA_SHARED - 1024 - merge) / (CUDA_CREW_WARPS * item));
+  const int most = cuda_of(d)->processors, pieces = a->rows.n * a->kv.heads;
+  cuda_maps maps = {};
+  if (slots > CUDA_LONE_SLOTS) slots = CUDA_LONE_SLOTS;
+  cuda_map_heads(d, &maps.k, a->kv.type, a->kv.k, a->kv.width, keys, strides, CUDA_ITEM, 1);
+  cuda_map_heads(d, &maps.v, a->kv.type, a->kv.v, a->kv.width, keys, strides, CUDA_ITEM, 1);
+  cuda_run(d, a->q.type == TFM_BF16 ? cuda_lone_kernel<128, true> : cuda_lone_kernel<128, false>,
+           dim3((unsigned)(pieces < most ? pieces : most)), CUDA_CREW,
+           1024 + merge + CUDA_CREW_WARPS * item * (size_t)slots, maps, *a, slots);
+}
+
 /* ---- Products of few rows on Hopper ----
    y = x W^T for up to CUDA_FEW columns: rows of x of 16 bits, or the two parts of rows of F32. W is
-   read once; its rows are the side of wgmma that has 64. A unit is 128 rows of W by 64 columns and
-   the same columns of x. All units, tile after tile, are dealt out to one block a multiprocessor in
-   equal stretches. A warp of the block brings them by the copy engine into a ring of shared memory,
-   W's first ones before what the kernel follows is complete; two warpgroups multiply. Of a tile
-   that several blocks share, the last that is done adds up the sums of all, in order: the bits
-   depend on the shape of W alone, not on the number of rows. A gate and what it opens come eight
-   rows by eight, so that a thread has both. */
+   read once; its rows are the side of wgmma that has 64. A block has a tile, 128 rows of W, after
+   the other; where there are few tiles, a cluster of up to four shares one, each block a stretch of
+   its columns. A warp brings units, 64 columns of W's rows and
+   of x, by the copy engine into a ring of shared memory, W's first ones before what the kernel
+   follows is complete; two warpgroups multiply. Then every block has some columns of y, adds up what
+   the blocks of the cluster have of them, in order, and stores them: the bits depend on the shape of
+   W alone, not on the number of rows. A gate and what it opens come eight rows by eight, so that a
+   thread has both. */
 
 enum {
   CUDA_FEW = 128,
   CUDA_FEW_ROWS = 128,  /* of W in a tile */
   CUDA_FEW_DEEP = 64,   /* columns of W and x in a unit */
   CUDA_FEW_CREW = 256,  /* threads that multiply */
-  CUDA_FEW_LEAST = 4    /* units that are worth a block */
+  CUDA_FEW_SPLIT = 4    /* blocks that share a tile, at most */
 };
 
 template <int N> struct cuda_few_shape { /* of N columns */
   static constexpr int w_bytes = CUDA_FEW_ROWS * CUDA_FEW_DEEP * 2;
-  static constexpr int stage = w_bytes + N * CUDA_FEW_DEEP * 2;
-  static constexpr int stages = (CUDA_SHARED - 1024) / stage; /* 1024: to align them */
-  static constexpr int shared = 1024 + stages * stage;
+  static constexpr int unit = w_bytes + N * CUDA_FEW_DEEP * 2;
+  static constexpr int sums = (N < 64 ? 8 : N == 64 ? 12 : 18) * CUDA_FEW_CREW * 16; /* at most */
+  static constexpr int units = (CUDA_SHARED - 1024 - sums) / unit; /* 1024: to align them */
+  static constexpr int shared = 1024 + units * unit + sums;
 };
 
 typedef struct cuda_few_maps { CUtensorMap w, x; } cuda_few_maps;
 
 typedef struct cuda_few_job {
-  tfm_mat y;           /* of 16 bits: e's bias, act and the gate; else F32, all of e */
+  tfm_mat y;           /* of 16 bits, or F32 */
   tfm_epilogue e;
   const float *factor; /* of rows in two parts, else NULL */
-  int w_rows, steps;   /* of W; units of a tile */
-  int units;           /* of all */
+  int rows, steps;     /* of W; units of a tile */
+  int tiles, split;    /* blocks that share one */
   bool gated;          /* the later half of W's rows is opened by the earlier one's act */
-  float4 *sums;        /* [blocks, 2, CUDA_FEW_ROWS * N] of shared tiles */
-  unsigned *arrived;   /* [tiles], zero */
 } cuda_few_job;
 
 #if CUDA_HOPPER
-/* The first unit of a block, and the block of a unit. */
-__device__ static int cuda_few_first(const cuda_few_job &p, int block) {
-  return (int)((int64_t)block * p.units / (int)gridDim.x);
-}
-__device__ static int cuda_few_block(const cuda_few_job &p, int unit) {
-  return (int)((((int64_t)unit + 1) * (int)gridDim.x - 1) / p.units);
+typedef struct cuda_few_share { /* of a block */
+  int tile, apart;  /* the first, and from one to the next */
+  int begin, steps; /* of each, these units */
+  int units;        /* of all */
+} cuda_few_share;
+
+__device__ __forceinline__ cuda_few_share cuda_few_share_of(const cuda_few_job &p) {
+  const int rank = (int)blockIdx.x % p.split;
+  cuda_few_share s = {(int)blockIdx.x / p.split, (int)gridDim.x / p.split, 0, 0, 0};
+  s.begin = p.steps * rank / p.split;
+  s.steps = p.steps * (rank + 1) / p.split - s.begin;
+  s.units = (p.tiles - s.tile + s.apart - 1) / s.apart * s.steps;
+  return s;
 }
 
-/* A weight passes through the second cache; what is to stay there is x, sums and activations. */
+/* A weight passes through the second cache; what is to stay there is x. */
 __device__ __forceinline__ uint64_t cuda_policy(bool once) {
   uint64_t policy;
   if (once) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -5191,164 +5472,136 @@ __device__ __forceinline__ void cuda_copy_box4(uint32_t to, const CUtensorMap *m
                                                uint32_t barrier, int x, int y, int z,
                                                uint64_t policy) {
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-               ".L2::cache_hint [%0], [%1, {%3, %4, 0, %5}], [%2], %6;"
-               : : "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
+               ".L2::cache_hint [%0], [%1, {%3, %4, %6, %5}], [%2], %7;"
+               : : "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(0), "l"(policy)
                : "memory");
 }
 
-/* One thread's work: units [first, end), each to the next place of the ring. */
+/* One thread's work. */
 template <int N>
 __device__ __forceinline__ void cuda_few_fetch(const cuda_few_maps &maps, const cuda_few_job &p,
-                                               uint32_t room, uint32_t barriers, int first,
-                                               int end) {
+                                               uint32_t room, uint32_t barriers,
+                                               const cuda_few_share &share) {
   typedef cuda_few_shape<N> shape;
-  constexpr int S = shape::stages;
-  const int ahead = min(end - first, S);
+  constexpr int S = shape::units;
+  const int ahead = min(share.units, S);
   const uint64_t once = cuda_policy(true), stays = cuda_policy(false);
-  auto ask_w = [&](int unit) {
-    const int s = (unit - first) % S, tile = unit / p.steps, deep = unit % p.steps * CUDA_FEW_DEEP;
-    cuda_barrier_expect(barriers + s * 8, shape::stage);
-    cuda_copy_box4(room + s * shape::stage, &maps.w, barriers + s * 8, deep,
-                   p.gated ? 0 : tile * CUDA_FEW_ROWS, p.gated ? tile * CUDA_FEW_ROWS / 16 : 0,
-                   once);
+  auto ask_w = [&](int i) {
+    const int row = (share.tile + i / share.steps * share.apart) * CUDA_FEW_ROWS;
+    cuda_barrier_expect(barriers + i % S * 8, shape::unit);
+    cuda_copy_box4(room + i % S * shape::unit, &maps.w, barriers + i % S * 8,
+                   (share.begin + i % share.steps) * CUDA_FEW_DEEP, p.gated ? 0 : row,
+                   p.gated ? row / 16 : 0, once);
   };
-  auto ask_x = [&](int unit) {
-    const int s = (unit - first) % S;
-    cuda_copy_box4(room + s * shape::stage + shape::w_bytes, &maps.x, barriers + s * 8,
-                   unit % p.steps * CUDA_FEW_DEEP, 0, 0, stays);
+  auto ask_x = [&](int i) {
+    cuda_copy_box4(room + i % S * shape::unit + shape::w_bytes, &maps.x, barriers + i % S * 8,
+                   (share.begin + i % share.steps) * CUDA_FEW_DEEP, 0, 0, stays);
   };
-  for (int unit = first; unit < first + ahead; unit++) ask_w(unit);
+  for (int i = 0; i < ahead; i++) ask_w(i);
   cuda_follow();
-  for (int unit = first; unit < first + ahead; unit++) ask_x(unit);
-  for (int unit = first + ahead; unit < end; unit++) {
-    const int use = unit - first;
-    cuda_barrier_wait(barriers + (S + use % S) * 8, (use / S & 1) ^ 1);
-    ask_w(unit);
-    ask_x(unit);
+  for (int i = 0; i < ahead; i++) ask_x(i);
+  for (int i = ahead; i < share.units; i++) {
+    cuda_barrier_wait(barriers + (S + i % S) * 8, (i / S & 1) ^ 1);
+    ask_w(i);
+    ask_x(i);
   }
 }
 
-__device__ __forceinline__ void cuda_few_meet() { /* those who multiply */
-  asm volatile("bar.sync 1, %0;" : : "n"((int)CUDA_FEW_CREW) : "memory");
-}
-
-/* The sums of a tile from all blocks that share it, in order, for the last that is done; false:
-   another block has them. */
-template <int N>
-__device__ __forceinline__ bool cuda_few_gather(float (&c)[N / 2], const cuda_few_job &p,
-                                                int tile) {
-  __shared__ bool last;
-  const int begin = tile * p.steps, low = cuda_few_block(p, begin);
-  const int high = cuda_few_block(p, begin + p.steps - 1);
-  auto room = [&](int block) { /* of a block's first tile, and of its last */
-    const int which = 2 * block + (cuda_few_first(p, block) > begin);
-    return p.sums + (int64_t)which * (N / 8 * CUDA_FEW_CREW) + threadIdx.x;
-  };
-  if (low == high) return true;
-#pragma unroll
-  for (int i = 0; i < N / 8; i++)
-    __stcg(room((int)blockIdx.x) + i * CUDA_FEW_CREW,
-           make_float4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]));
-  __threadfence();
-  cuda_few_meet();
-  if (threadIdx.x == 0) {
-    last = atomicAdd(p.arrived + tile, 1u) == (unsigned)(high - low);
-    if (last) p.arrived[tile] = 0;
-    __threadfence();
-  }
-  cuda_few_meet();
-  if (!last) return false;
-#pragma unroll
-  for (int i = 0; i < N / 2; i++) c[i] = 0;
-#pragma unroll (N < 64 ? 4 : N < CUDA_FEW ? 2 : 1)
-  for (int block = low; block <= high; block++) {
-    const float4 *from = room(block);
-    float4 v[N / 8];
-#pragma unroll
-    for (int i = 0; i < N / 8; i++) v[i] = __ldcg(from + i * CUDA_FEW_CREW);
-#pragma unroll
-    for (int i = 0; i < N / 8; i++)
-      c[4 * i] += v[i].x, c[4 * i + 1] += v[i].y, c[4 * i + 2] += v[i].z, c[4 * i + 3] += v[i].w;
-  }
-  return true;
-}
-
-/* Not within the loops that are unrolled. */
-__device__ __noinline__ float2 cuda_act2(float2 v, tfm_act act, float cap) {
-  return make_float2(cuda_cap(cuda_act(v.x, act), cap), cuda_cap(cuda_act(v.y, act), cap));
-}
-
-/* A thread's sums are of row `row` of W and of one `below`: eight further, or what the gate opens;
-   of four, the first two and the last two, of columns m and m + 1. All that is read is asked for at
-   once, of places that exist. */
-template <int N, bool BF>
-__device__ __forceinline__ void cuda_few_finish(float (&c)[N / 2], const cuda_few_job &p,
-                                                int tile) {
+/* Four sums of a thread are of columns m and m + 1 of y, and `row` of W; and of the same, and a row
+   `below`: eight further, or what the gate opens. What is read is of places that exist. */
+template <bool BF>
+__device__ __forceinline__ void cuda_few_store(const cuda_few_job &p, float4 v, int tile, int m,
+                                               int most) {
   const int at = tile * CUDA_FEW_ROWS + (int)threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
-  const int row = (p.gated ? at / 2 : at) + lane / 4, below = p.gated ? p.w_rows / 2 : 8;
-  const bool there[2] = {row < (p.gated ? below : p.w_rows), row + below < p.w_rows};
-  const int low = min(row, p.w_rows - 1), high = min(row + below, p.w_rows - 1);
-  const int most = min(p.y.rows, p.factor ? N / 2 : N);
-  auto column = [&](int i) { return i / 4 * 8 + lane % 4 * 2 + i % 2; };
-  if (p.factor)
+  const int row = (p.gated ? at / 2 : at) + lane / 4, below = p.gated ? p.rows / 2 : 8;
+  const bool there[2] = {row < (p.gated ? below : p.rows), row + below < p.rows && !p.gated};
+  const int from[2] = {min(row, p.rows - 1), min(row + below, p.rows - 1)};
+  float f[4] = {v.x, v.y, v.z, v.w}, old[4] = {0, 0, 0, 0};
+  m += lane % 4 * 2;
 #pragma unroll
-    for (int i = 0; i < N / 4; i++)
-      c[i] = (c[i] + c[i + N / 4]) * __ldcg(p.factor + min(column(i), most - 1));
-  if (p.e.bias) {
-    const float bias[2] = {__ldg(p.e.bias + low), __ldg(p.e.bias + high)};
+  for (int i = 0; i < 4 && p.e.residual.data; i++)
+    old[i] = __ldcg(cuda_at(p.e.residual, min(m + i % 2, most - 1), from[i / 2]));
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) c[i] += bias[i / 2 % 2];
+  for (int i = 0; i < 4; i++) {
+    if (p.e.bias) f[i] += __ldg(p.e.bias + from[i / 2]);
+    if (i < 2 || !p.gated) f[i] = cuda_cap(cuda_act(f[i], p.e.act), p.e.softcap) + old[i];
   }
-  if (p.e.act || p.e.softcap != 0)
 #pragma unroll
-    for (int i = 0; i < N / 2; i += 2) {
-      if (p.gated && i % 4) continue;
-      const float2 v = cuda_act2(make_float2(c[i], c[i + 1]), p.e.act, p.e.softcap);
-      c[i] = v.x, c[i + 1] = v.y;
+  for (int i = 0; i < 4; i++) {
+    const int64_t to = (m + i % 2) * p.y.stride + row + i / 2 * 8;
+    const float u = p.gated ? f[i % 2] * f[i % 2 + 2] : f[i];
+    if (m + i % 2 >= most || !there[i / 2]) continue;
+    if (p.y.type == TFM_F32) ((float *)p.y.data)[to] = u;
+    else if (BF) ((__nv_bfloat16 *)p.y.data)[to] = __float2bfloat16_rn(u);
+    else ((__half *)p.y.data)[to] = __float2half_rn(u);
+  }
+}
+
+/* Of a thread's N / 8 vectors, which are eight columns each, the block with rank k has numbers k,
+   k + split, ... of both halves: of parts both. sums: [rank, vector, thread]. */
+template <int N, bool BF>
+__device__ __forceinline__ void cuda_few_finish(const float (&c)[N / 2], const cuda_few_job &p,
+                                                float4 *sums, int tile) {
+  constexpr int H = N / 16;
+  const int rank = (int)blockIdx.x % p.split, each = (H + p.split - 1) / p.split;
+  const int most = min(p.y.rows, p.factor ? N / 2 : N);
+  float4 *mine = sums + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < 2 * H; i++) {
+    const int which = (rank * 2 + i / H) * each + i % H / p.split;
+    float4 *to = mine + which * CUDA_FEW_CREW;
+    if (p.split > 1) to = cuda_in_block(to, i % H % p.split);
+    *to = make_float4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]);
+  }
+  if (p.split > 1) cuda_meet();
+#pragma unroll 1
+  for (int i = rank; i < H; i += p.split) {
+    float4 v[2] = {};
+    for (int other = 0; other < p.split; other++)
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const float4 u = mine[((other * 2 + k) * each + i / p.split) * CUDA_FEW_CREW];
+        v[k].x += u.x, v[k].y += u.y, v[k].z += u.z, v[k].w += u.w;
+      }
+    if (p.factor) {
+      const int m = i * 8 + (int)threadIdx.x % 4 * 2;
+      const float a = __ldcg(p.factor + min(m, most - 1));
+      const float b = __ldcg(p.factor + min(m + 1, most - 1));
+      v[0] = make_float4((v[0].x + v[1].x) * a, (v[0].y + v[1].y) * b, (v[0].z + v[1].z) * a,
+                         (v[0].w + v[1].w) * b);
     }
-  if (p.e.residual.data)
-#pragma unroll
-    for (int i = 0; i < N / 2; i++)
-      c[i] += __ldcg(cuda_at(p.e.residual, min(column(i), most - 1), i / 2 % 2 ? high : low));
-#pragma unroll
-  for (int i = 0; i < N / 2; i++) {
-    const int k = i / 2 % 2;
-    const int64_t to = column(i) * p.y.stride + row + k * 8;
-    const float v = p.gated ? c[i] * c[(i + 2) % (N / 2)] : c[i];
-    if (column(i) >= most || !there[k] || (p.gated && k)) continue;
-    if (p.y.type == TFM_F32) ((float *)p.y.data)[to] = v;
-    else if (BF) ((__nv_bfloat16 *)p.y.data)[to] = __float2bfloat16_rn(v);
-    else ((__half *)p.y.data)[to] = __float2half_rn(v);
+    cuda_few_store<BF>(p, v[0], tile, i * 8, most);
+    if (!p.factor) cuda_few_store<BF>(p, v[1], tile, (i + H) * 8, most);
   }
 }
 
 template <int N, bool BF>
 __device__ __forceinline__ void cuda_few_multiply(const cuda_few_job &p, uint32_t room,
-                                                  uint32_t barriers, int first, int end) {
+                                                  uint32_t barriers, float4 *sums,
+                                                  const cuda_few_share &share) {
   typedef cuda_few_shape<N> shape;
-  constexpr int S = shape::stages;
+  constexpr int S = shape::units;
   const uint32_t half = (uint32_t)__shfl_sync(~0u, (int)threadIdx.x / 128, 0);
   float c[N / 2];
+  int use = 0;
   cuda_follow();
-  for (int unit = first; unit < end;) {
-    const int tile = unit / p.steps, begin = unit, stop = min(end, (tile + 1) * p.steps);
-    for (; unit < stop; unit++) {
-      const int s = (unit - first) % S;
-      const uint32_t w = room + s * shape::stage, x = w + shape::w_bytes;
-      cuda_barrier_wait(barriers + s * 8, (unit - first) / S & 1);
+  for (int tile = share.tile; tile < p.tiles; tile += share.apart) {
+    for (int i = 0; i < share.steps; i++, use++) {
+      const uint32_t w = room + use % S * shape::unit, x = w + shape::w_bytes;
+      cuda_barrier_wait(barriers + use % S * 8, use / S & 1);
       cuda_products_begin();
 #pragma unroll
       for (int k = 0; k < CUDA_FEW_DEEP * 2; k += 32)
         cuda_wgmma<BF>(c, cuda_matrix_at(w + half * (shape::w_bytes / 2) + k, 0),
-                       cuda_matrix_at(x + k, 0), unit > begin || k > 0);
+                       cuda_matrix_at(x + k, 0), i > 0 || k > 0);
       cuda_products_end();
       cuda_products_wait<1>();
-      if (unit > begin) cuda_barrier_arrive(barriers + (S + (unit - 1 - first) % S) * 8);
+      if (i > 0) cuda_barrier_arrive(barriers + (S + (use - 1) % S) * 8);
     }
     cuda_products_wait<0>();
     cuda_settle(c);
-    cuda_barrier_arrive(barriers + (S + (unit - 1 - first) % S) * 8);
-    if (cuda_few_gather<N>(c, p, tile)) cuda_few_finish<N, BF>(c, p, tile);
+    cuda_barrier_arrive(barriers + (S + (use - 1) % S) * 8);
+    cuda_few_finish<N, BF>(c, p, sums, tile);
   }
 }
 #endif
@@ -5359,46 +5612,29 @@ __global__ void __launch_bounds__(CUDA_FEW_CREW + 32, 1)
 cuda_few_kernel(const __grid_constant__ cuda_few_maps maps,
                 const __grid_constant__ cuda_few_job p) {
 #if CUDA_HOPPER
-  constexpr int S = cuda_few_shape<N>::stages;
-  extern __shared__ __align__(128) uint8_t tiles[];
+  typedef cuda_few_shape<N> shape;
+  constexpr int S = shape::units;
+  extern __shared__ __align__(128) uint8_t tiles[]; /* sums, units */
   __shared__ uint64_t barriers[2 * S]; /* a place is full; it is empty */
-  const uint32_t room = ((uint32_t)__cvta_generic_to_shared(tiles) + 1023) & ~1023u;
+  const uint32_t room = ((uint32_t)__cvta_generic_to_shared(tiles + shape::sums) + 1023) & ~1023u;
   const uint32_t at = (uint32_t)__cvta_generic_to_shared(barriers);
-  const int first = cuda_few_first(p, (int)blockIdx.x);
-  const int end = cuda_few_first(p, (int)blockIdx.x + 1);
+  const cuda_few_share share = cuda_few_share_of(p);
   cuda_launch_next();
   if (threadIdx.x == 0) {
     for (int i = 0; i < 2 * S; i++) cuda_barrier_init(barriers + i, i < S ? 1 : CUDA_FEW_CREW / 32);
     asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
   }
-  __syncthreads();
+  if (p.split > 1) cuda_meet(); /* their shared memory is there */
+  else __syncthreads();
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) < CUDA_FEW_CREW / 32)
-    cuda_few_multiply<N, BF>(p, room, at, first, end);
+    cuda_few_multiply<N, BF>(p, room, at, (float4 *)tiles, share);
   else if (threadIdx.x % 32 == 0)
-    cuda_few_fetch<N>(maps, p, room, at, first, end);
+    cuda_few_fetch<N>(maps, p, room, at, share);
 #endif
 }
 
-/* Room in tfm_dev.work for the sums of shared tiles, whichever of a network's weights. */
-static void cuda_few_lay_out(cuda_state *s, cuda_room *r, const tfm_net *net) {
-  const int32_t inner = net->heads * net->head_width, up = net->ffn_width * (net->gated ? 2 : 1);
-  const size_t rows = cuda_larger((size_t)net->head.rows, cuda_larger((size_t)up,
-                                                                      (size_t)inner * 3));
-  const size_t cols = cuda_larger((size_t)(net->ffn_width > inner ? net->ffn_width : inner),
-                                  (size_t)net->width);
-  const size_t tiles = cuda_blocks((int64_t)rows, CUDA_FEW_ROWS);
-  const size_t most = tiles * cuda_blocks((int64_t)cols, CUDA_FEW_DEEP) / CUDA_FEW_LEAST + 1;
-  s->sums_at = r->used;
-  cuda_take(r, 2 * cuda_least_of((size_t)s->processors, most) * CUDA_FEW_ROWS * CUDA_FEW,
-            sizeof(float));
-  s->arrived_at = r->used;
-  s->arrived_bytes = tiles * sizeof(unsigned);
-  s->arrived_clear = false;
-  cuda_take(r, s->arrived_bytes, 1);
-}
-
 static bool cuda_few_knows(const tfm_dev *d, const cuda_weight *w, bool gated) {
-  return cuda_of(d)->encode && d->work && cuda_of(d)->sums_at && w->cols % 8 == 0 &&
+  return cuda_of(d)->encode && w->cols % 8 == 0 &&
          (w->type == TFM_F16 || w->type == TFM_BF16) && (!gated || w->rows % 16 == 0);
 }
 
@@ -5421,27 +5657,26 @@ static void cuda_few_map(tfm_dev *d, cuda_few_maps *maps, const cuda_weight *w, 
 
 template <int N> static void cuda_few_launch(tfm_dev *d, const cuda_few_maps &maps,
                                              const cuda_few_job &p, tfm_type type) {
-  const int blocks = (p.units + CUDA_FEW_LEAST - 1) / CUDA_FEW_LEAST, most = cuda_of(d)->processors;
-  cuda_run(d, type == TFM_F16 ? cuda_few_kernel<N, false> : cuda_few_kernel<N, true>,
-           dim3((unsigned)(blocks < most ? blocks : most)), CUDA_FEW_CREW + 32,
-           cuda_few_shape<N>::shared, maps, p);
+  const int most = cuda_of(d)->processors;
+  const int blocks = p.split > 1 || p.tiles < most ? p.tiles * p.split : most;
+  cuda_run_clusters(d, type == TFM_F16 ? cuda_few_kernel<N, false> : cuda_few_kernel<N, true>,
+                    p.split, dim3((unsigned)blocks), CUDA_FEW_CREW + 32, cuda_few_shape<N>::shared,
+                    maps, p);
 }
 
 /* y = x W^T and what e says; with a factor, x has all rows' first parts, then their second ones.
-   Up to CUDA_FEW rows of x. */
+   Up to CUDA_FEW rows of x. Clusters do not fill a GPU, as they stay within a part of it: three
+   quarters of the multiprocessors are asked for. */
 static void cuda_few_run(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
                          const tfm_epilogue *e, const float *factor, bool gated) {
-  cuda_state *s = cuda_of(d);
   const int parts = factor ? 2 : 1, columns = y.rows * parts;
-  const int steps = (w->cols + CUDA_FEW_DEEP - 1) / CUDA_FEW_DEEP;
-  const int tiles = (w->rows + CUDA_FEW_ROWS - 1) / CUDA_FEW_ROWS;
-  char *work = (char *)d->work;
-  const cuda_few_job p = {y, *e, factor, w->rows, steps, tiles * steps, gated,
-                          (float4 *)(work + s->sums_at), (unsigned *)(work + s->arrived_at)};
   const int n = columns <= 16 ? 16 : columns <= 64 ? 64 : CUDA_FEW;
+  cuda_few_job p = {y, *e, factor, w->rows, (w->cols + CUDA_FEW_DEEP - 1) / CUDA_FEW_DEEP,
+                    (w->rows + CUDA_FEW_ROWS - 1) / CUDA_FEW_ROWS, 1, gated};
   cuda_few_maps maps;
-  if (!s->arrived_clear) cuda_zero(d, p.arrived, s->arrived_bytes);
-  s->arrived_clear = true;
+  while (p.split < CUDA_FEW_SPLIT && p.steps >= 2 * (p.split + 1) &&
+         (p.split + 1) * p.tiles <= cuda_of(d)->processors * 3 / 4)
+    p.split++;
   cuda_few_map(d, &maps, w, x, y.rows, parts, n, gated);
   if (n == 16) cuda_few_launch<16>(d, maps, p, w->type);
   else if (n == 64) cuda_few_launch<64>(d, maps, p, w->type);
@@ -5473,7 +5708,6 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_wide_kernel(tfm_kv to, tfm_kv 
   const int head = (int)blockIdx.y / 2, eights = from.width / 8;
   const void *data = blockIdx.y % 2 ? from.v : from.k;
   uint16_t *out = (uint16_t *)(blockIdx.y % 2 ? to.v : to.k);
-  cuda_take_turn();
   for (int r = 0; r < __ldcg(tiles.count + 2); r++) {
     const int2 run = __ldcg(tiles.run + r);
     const int64_t first = ((int64_t)run.x * to.heads + head) * to.page_tokens * to.width;
@@ -5511,17 +5745,20 @@ static void cuda_wide_run(tfm_dev *d, const cuda_attn *wide, const tfm_kv *kv) {
 /* Tiles first, where they have been listed, then what is left. q and y have the same 16 bits. */
 static void cuda_attn_tiles(tfm_dev *d, cuda_attn *a) {
   cuda_attn t = *a;
+  const bool chained = cuda_of(d)->chained;
   bool hopper;
   t.kv = cuda_wide_of(d, a);
   hopper = cuda_hopper_knows(d, &t);
   if (cuda_tiles_fit(d, &a->rows) && t.kv.type == a->q.type && a->y.type == a->q.type &&
       (hopper || cuda_flash_knows(&t))) {
     a->tiles = t.tiles = cuda_tiles_of(d);
+    cuda_of(d)->chained = false; /* these do not wait by themselves */
     if (a->kv.type == TFM_Q8_0) cuda_wide_run(d, &t, &a->kv);
     if (hopper) cuda_hopper_run(d, &t);
     else if (t.kv.type == TFM_F16) cuda_flash_run<false>(d, &t);
     else cuda_flash_run<true>(d, &t);
   }
+  cuda_of(d)->chained = chained;
   cuda_attn_run(d, a);
 }
 
@@ -6056,13 +6293,14 @@ static void cuda_matmul_parts(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weigh
   cuda_of(d)->chained = false;
 }
 
-/* What is taken by x in two parts: large matrices of 16 bits, by 16 rows or more; or by any number
-   where the bits must not depend on it. */
+/* What is taken by x in two parts: large matrices of 16 bits, by more rows than cuda_dots takes; or
+   by any number where the bits must not depend on it. cuBLASLt is not asked for a few. */
 static bool cuda_parts_know(const tfm_dev *d, const tfm_mat &x, const cuda_weight *w) {
   return d->work && (size_t)CUDA_FEW * (size_t)x.cols * 2 + 4096 <= cuda_of(d)->parts_bytes &&
          (w->type == TFM_F16 || w->type == TFM_BF16) &&
          (int64_t)w->rows * w->vectors >= 1 << 19 && x.cols % 8 == 0 &&
-         (d->deterministic ? cuda_few_knows(d, w, false) : x.rows >= 16);
+         (cuda_few_knows(d, w, false) ? d->deterministic || x.rows > CUDA_COLUMNS
+                                      : !d->deterministic && x.rows >= 16);
 }
 
 static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
@@ -6241,7 +6479,6 @@ static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int3
   cuda_of(d)->wide_context = context;
   if (cuda_of(d)->wide_at)
     cuda_wide_lay_out(&room, net->kv_heads, net->head_width, sequences, context);
-  cuda_few_lay_out(cuda_of(d), &room, net);
   cuda_of(d)->parts_at = room.used;
   cuda_of(d)->parts_bytes = cuda_parts_bytes(net, rows);
   return room.used + 256 + cuda_of(d)->parts_bytes;

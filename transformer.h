@@ -155,7 +155,9 @@ typedef enum tfm_type {
   TFM_Q4_K = 9, /* from here on: read, never written */
   TFM_Q5_K = 10,
   TFM_Q6_K = 11,
-  TFM_F8_E4M3 = 12, /* without infinities, as torch.float8_e4m3fn; computed with as BF16 */
+  /* as torch.float8_e4m3fn, without infinities; in files with or without scales beside it. CUDA
+     computes with it, 64 columns of a row sharing a scale; other devices do with BF16 */
+  TFM_F8_E4M3 = 12,
   TFM_F8_E5M2 = 13,
   TFM_TYPE_COUNT = 14
 } tfm_type;
@@ -470,7 +472,8 @@ typedef struct tfm_engine_config {
   tfm_host host;       /* zero: libc, silent, unlimited */
   int32_t context;     /* positions per sequence; 0: the model's, at most 4096 */
   int32_t sequences;   /* sessions at a time; 0: 1 */
-  int32_t batch_rows;  /* rows of one forward pass; 0: 256, or fewer for a shorter context */
+  /* rows of one forward pass; 0: 256, on a GPU 2,048, or fewer for a shorter context */
+  int32_t batch_rows;
   int32_t page_tokens; /* positions per cache page; 0: 64. context: one page, contiguous */
   /* of the cache, shared by the sequences; 0: enough for all at full context */
   int32_t pages;
@@ -870,10 +873,18 @@ enum { /* what a weight is used for: pack may lay it out differently */
   TFM_ROLE_GRADIENT = 4
 };
 
+/* What each tall x wide values of a matrix [rows, cols] are multiplied by: [ceil(rows / tall),
+   ceil(cols / wide)], in host memory that lives as long as the load. at NULL: by nothing. */
+typedef struct tfm_scales {
+  const float *at;
+  int32_t tall, wide;
+} tfm_scales;
+
 typedef struct tfm_part { /* rows of a weight that lie together in a file */
   const void *data;       /* host memory, any alignment; for TFM_ROLE_GRADIENT device memory */
   tfm_type type;
   int32_t rows;
+  tfm_scales scales; /* of F8, not transposed */
 } tfm_part;
 
 /* Where a weight comes from: parts stacked along rows (q, k, v; gate, up; the experts), each [rows,
@@ -1068,7 +1079,7 @@ typedef struct tfm_run_ahead {
 
 /* ---- The table ---- */
 
-#define TFM_BACKEND_ABI 4
+#define TFM_BACKEND_ABI 5
 
 struct tfm_backend {
   uint32_t abi; /* TFM_BACKEND_ABI */
@@ -1076,7 +1087,9 @@ struct tfm_backend {
   tfm_type activation;  /* type of activations */
   tfm_type residual;    /* of the residual stream; the same, or wider */
   int32_t row_multiple; /* passes are padded to a multiple of this many rows; 1: never */
+  int32_t pass_rows;    /* rows of a pass at most, where the engine's config does not say */
   bool half_cache;      /* caches have 16 bits by default where weights have no more */
+  bool f8;              /* packs F8_E4M3 as it is; others are asked to make BF16 of it */
 
   /* Device. All may be called at any time after open; memory is zeroed by nobody. */
   /* fills d->state; on failure calls tfm_dev_fail and returns why */
@@ -3599,9 +3612,11 @@ typedef struct tfmi_tensor { /* of any format; lies in a file */
   int32_t file;           /* which of the model's files it lies in */
   bool used;              /* something asked for it: */
   bool bias;
-  int32_t slot, layer, expert; /* as this (a tfmi_slot) of this layer, and of this expert */
+  /* as this (a tfmi_slot) of this layer, and of this expert; -1: as the scales of another */
+  int32_t slot, layer, expert;
   const uint8_t *data;
   size_t bytes;
+  tfm_scales scales;      /* another tensor's, found beside it */
 } tfmi_tensor;
 
 typedef struct tfmi_gguf_value {
@@ -11342,7 +11357,7 @@ static const struct tfmi_rule {
   const char *key;
   double only; /* NAN: no number */
 } tfmi_rules[] = {
-  {"quantization_config", NAN}, {"is_encoder_decoder", NAN}, {"add_cross_attention", NAN},
+  {"is_encoder_decoder", NAN}, {"add_cross_attention", NAN},
   {"use_bidirectional_attention", NAN}, {"attention_bias", NAN}, {"qkv_bias", NAN},
   {"mlp_bias", NAN}, {"use_bias", NAN}, {"partial_rotary_factor", 1}, {"rotary_pct", 1},
   {"rope_parameters.partial_rotary_factor", 1}, {"rope_scaling.mrope_section", NAN},
@@ -11603,8 +11618,23 @@ static void tfmi_rule_check(const tfmi_source *s, const struct tfmi_rule *rule) 
             tfmi_plain(v->value).text);
 }
 
+/* Of the ways to quantise, those whose weights are F8 with scales beside them. */
+static void tfmi_quantization_check(const tfmi_source *s) {
+  static const char *const known[] = {"fp8", "fbgemm_fp8", "compressed-tensors"};
+  const char *key = "quantization_config.quant_method";
+  tfmi_text method = {NULL, 0};
+  int i;
+  if (!tfmi_setting_find(&s->config, "quantization_config")) return;
+  tfmi_setting_text(s, key, &method);
+  for (i = 0; i < TFMI_COUNT(known); i++)
+    if (tfmi_text_is(method, known[i])) return;
+  tfmi_fail(s->load, TFM_E_UNSUPPORTED, "config.json: %s is \"%s\", expected fp8, fbgemm_fp8 or "
+            "compressed-tensors; or weights that are not quantised", key, tfmi_plain(method).text);
+}
+
 static void tfmi_family_check(const tfmi_source *s, const tfmi_family *f) {
   int i;
+  if (!s->gguf) tfmi_quantization_check(s);
   for (i = 0; !s->gguf && i < TFMI_COUNT(tfmi_rules); i++)
     if (!tfmi_family_reads(f, tfmi_rules[i].key)) tfmi_rule_check(s, &tfmi_rules[i]);
   for (i = 0; s->gguf && i < TFMI_COUNT(tfmi_gguf_neutral); i++)
@@ -12337,14 +12367,70 @@ static void tfmi_count_part(tfmi_builder *b, const tfm_part *part, const tfm_wei
   b->m->converted_to += bytes;
 }
 
-/* Tables do not compute with F8: it becomes the shortest float that holds all parts exactly. */
-static tfm_type tfmi_widened(const tfm_part *part, int n) {
-  int f8 = 0, bf16 = 0, i;
+/* Where a table does not compute with F8, it becomes the shortest float that holds all parts
+   exactly; but for scales, which cost BF16 half a unit of its 8 bits. */
+static tfm_type tfmi_widened(const tfmi_builder *b, const tfm_part *part, int n) {
+  int f8 = 0, e4m3 = 0, bf16 = 0, i;
   for (i = 0; i < n; i++) {
+    e4m3 += part[i].type == TFM_F8_E4M3;
     f8 += part[i].type == TFM_F8_E4M3 || part[i].type == TFM_F8_E5M2;
     bf16 += part[i].type == TFM_BF16;
   }
+  if (b->m->dev.table->f8 && !b->m->dev.override_mask && e4m3 == n) return TFM_TYPE_DEFAULT;
   return f8 == 0 ? TFM_TYPE_DEFAULT : f8 + bf16 == n ? TFM_BF16 : TFM_F32;
+}
+
+/* Rows and columns that share a scale, which the shape of the scales tells: one for all, one for
+   each row, or one for each block, of 128 x 128 or what config.json has. */
+static tfm_scales tfmi_scales_of(tfmi_builder *b, const tfmi_tensor *scale, int32_t rows,
+                                 int32_t cols) {
+  tfm_scales all = {NULL, rows, cols}, row = {NULL, 1, cols}, block = {NULL, 128, 128};
+  const tfmi_setting *v = tfmi_setting_find(&b->s->config, "quantization_config.weight_block_size");
+  size_t values = scale->bytes / tfmi_word_bytes(scale->type);
+  int32_t dims[2];
+  if (values == 1) return all;
+  if (values == (size_t)rows && scale->dims[0] == (uint64_t)rows) return row;
+  if (v) {
+    tfmi_json j = tfmi_setting_json(b->s, v, TFMI_JSON_ARRAY);
+    tfmi_json_array(&j);
+    if (tfmi_json_element(&j)) block.tall = (int32_t)tfmi_json_integer(&j, 1, TFMI_BIG);
+    if (tfmi_json_element(&j)) block.wide = (int32_t)tfmi_json_integer(&j, 1, TFMI_BIG);
+  }
+  dims[0] = (rows + block.tall - 1) / block.tall;
+  dims[1] = (cols + block.wide - 1) / block.wide;
+  tfmi_expect_dims(b, scale, dims, 2);
+  return block;
+}
+
+/* What transformers calls an inverse (DeepSeek-V3's files began it) multiplies as well. */
+static void tfmi_scales_find(tfmi_builder *b, tfmi_tensor *t, int32_t rows, int32_t cols) {
+  static const char *const suffix[] = {"_scale_inv", "_scale"};
+  tfmi_tensor *scale = NULL;
+  char name[160];
+  tfm_scales found;
+  int32_t across;
+  float *at;
+  int i;
+  if (t->scales.at || (t->type != TFM_F8_E4M3 && t->type != TFM_F8_E5M2)) return;
+  for (i = 0; i < 2 && !scale; i++) {
+    tfmi_text text = {name, 0};
+    if (t->name.n + strlen(suffix[i]) >= sizeof name) return;
+    text.n = (size_t)snprintf(name, sizeof name, "%.*s%s", (int)t->name.n, t->name.at, suffix[i]);
+    scale = tfmi_tensor_find(b->s, text);
+  }
+  if (!scale) return;
+  tfmi_expect_type(b, scale, true);
+  found = tfmi_scales_of(b, scale, rows, cols);
+  across = (cols + found.wide - 1) / found.wide;
+  at = TFMI_NEW(float, tfmi_scratch(b->s->load, (uint64_t)((rows + found.tall - 1) / found.tall) *
+                                    (uint64_t)across, sizeof *at));
+  for (i = 0; i < (rows + found.tall - 1) / found.tall; i++)
+    tfmi_convert(TFM_F32, (uint8_t *)(at + (int64_t)i * across), scale->type,
+                 scale->data + (size_t)i * (size_t)across * tfmi_word_bytes(scale->type), across);
+  scale->used = true;
+  scale->slot = -1;
+  found.at = at;
+  t->scales = found;
 }
 
 /* Part k of a matrix, or of one expert's: a tensor, or its share of one for all experts. */
@@ -12355,6 +12441,8 @@ static tfmi_tensor *tfmi_part_of(tfmi_builder *b, int32_t layer, const tfmi_matr
   tfmi_expect(b, t, stacked ? x->experts : 0, turned ? x->cols : x->rows[k],
               turned ? x->rows[k] : x->cols);
   tfmi_expect_type(b, t, turned);
+  if (!stacked && !turned) tfmi_scales_find(b, t, x->rows[k], x->cols);
+  part->scales = t->scales;
   part->data = t->data + (stacked ? t->bytes / (size_t)x->experts * (size_t)expert : 0);
   part->type = t->type;
   part->rows = x->rows[k];
@@ -12400,7 +12488,7 @@ static void tfmi_weight(tfmi_builder *b, int32_t layer, const tfmi_matrix *x, tf
     for (i = 0; i < x->n; i++)
       t = tfmi_part_of(b, layer, x, i, e, turned, &b->part[e * x->n + i]);
   for (i = 0; i < x->n; i++) src.rows += x->rows[i];
-  if (!src.type) src.type = tfmi_widened(b->part, src.part_count);
+  if (!src.type) src.type = tfmi_widened(b, b->part, src.part_count);
   for (i = 0; i < src.part_count; i++) tfmi_count_part(b, &b->part[i], &src);
   if (src.type && x->cols % tfmi_types[src.type].block_values)
     tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s: rows of %d values do not fill the blocks "
@@ -12657,10 +12745,11 @@ static bool tfmi_name_ends(tfmi_text name, const char *const *word, int n) {
   return false;
 }
 
-/* What nobody asked for is a sign of another architecture, or a mask that old files carry along;
-   scales beside weights are another format, whose weights mean nothing without them. */
+/* What nobody asked for is a sign of another architecture, a mask that old files carry along, or
+   what activations of 8 bits would be divided by; weights mean nothing without their scales. */
 static void tfmi_builder_report(const tfmi_builder *b) {
-  static const char *const harmless[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"};
+  static const char *const harmless[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq",
+                                         ".input_scale"};
   static const char *const scales[] = {".weight_scale", ".weight_scale_inv"};
   const tfmi_tensor *first = NULL;
   uint64_t i, count = 0;
@@ -12668,8 +12757,8 @@ static void tfmi_builder_report(const tfmi_builder *b) {
     const tfmi_tensor *t = &b->s->tensor[i];
     if (t->used || tfmi_name_ends(t->name, harmless, TFMI_COUNT(harmless))) continue;
     if (tfmi_name_ends(t->name, scales, TFMI_COUNT(scales)))
-      tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s: scales beside weights are not read; "
-                "expected weights that are whole without them, of BF16 for example",
+      tfmi_fail(b->s->load, TFM_E_UNSUPPORTED, "tensor %s: scales are read beside matrices of F8 "
+                "only, [out, in]; expected weights that are whole without them, as BF16",
                 tfmi_plain(t->name).text);
     if (!first) first = t;
     count++;
@@ -12800,9 +12889,10 @@ static tfm_model *tfmi_model_make(const char *path, const void *data, size_t byt
   memset(&heap, 0, sizeof heap);
   memset(&r, 0, sizeof r);
   if (config) c = *config;
-  if ((int)c.weights < 0 || c.weights > TFM_Q5_1) {
+  if ((int)c.weights < 0 || (c.weights > TFM_Q5_1 && c.weights != TFM_F8_E4M3)) {
     tfmi_report(TFM_E_ARG, "model config: weights cannot be converted to %s; expected F32, F16, "
-                "BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1", tfm_type_name(c.weights));
+                "BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 or, on a device that has it, F8_E4M3",
+                tfm_type_name(c.weights));
     return NULL;
   }
   heap.host = c.host;
@@ -13868,6 +13958,30 @@ static void tfmi_convert(tfm_type to, uint8_t *y, tfm_type from, const uint8_t *
   }
 }
 
+/* x[i] *= the scale of value (row, col + i) of a matrix with `cols` columns. */
+static void tfmi_scale(float *x, const tfm_scales *s, int32_t cols, int64_t row, int32_t col,
+                       int32_t n) {
+  const float *at;
+  int32_t i;
+  if (!s->at) return;
+  at = s->at + row / s->tall * ((cols + s->wide - 1) / s->wide);
+  for (i = 0; i < n; i++) x[i] *= at[(col + i) / s->wide];
+}
+
+/* Part of a row of a matrix with scales. */
+static void tfmi_convert_scaled(tfm_type to, uint8_t *y, const tfm_part *p, int32_t cols,
+                                int32_t row) {
+  const uint8_t *from = (const uint8_t *)p->data + (size_t)row * tfmi_span(p->type, cols);
+  float piece[TFMI_PIECE];
+  int32_t i;
+  for (i = 0; i < cols; i += TFMI_PIECE) {
+    int32_t n = tfmi_min32(TFMI_PIECE, cols - i);
+    tfmi_codecs[p->type].decode(piece, from + tfmi_span(p->type, i), n);
+    tfmi_scale(piece, &p->scales, cols, row, i, n);
+    tfmi_codecs[to].encode(y + tfmi_span(to, i), piece, n);
+  }
+}
+
 /* ---- Views ---- */
 
 static float *tfmi_row(tfm_mat m, int64_t row) { return TFMI_NEW(float, m.data) + row * m.stride; }
@@ -13922,7 +14036,7 @@ static tfm_type tfmi_stripe_type(const tfm_weight_source *s, const tfm_part *p) 
 }
 
 static bool tfmi_used_in_place(const tfm_weight_source *s, const tfm_part *p) {
-  return s->stable && !s->transposed && tfmi_stripe_type(s, p) == p->type &&
+  return s->stable && !s->transposed && tfmi_stripe_type(s, p) == p->type && !p->scales.at &&
          (uintptr_t)p->data % tfmi_codecs[p->type].alignment == 0;
 }
 
@@ -13931,7 +14045,7 @@ static tfm_status tfmi_part_check(tfm_dev *d, const tfm_weight_source *s, const 
   tfm_type type = tfmi_stripe_type(s, p), wrong = type;
   size_t bytes;
   if (tfmi_type_bytes(type, (uint64_t)s->cols, &bytes)) wrong = p->type;
-  if (type != p->type && !tfmi_codecs[type].encode)
+  if ((type != p->type || p->scales.at) && !tfmi_codecs[type].encode)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights cannot be converted to %s: expected F32, F16, "
                  "BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1", tfm_type_name(type));
   else if (s->transposed && tfmi_types[p->type].block_values > 1)
@@ -13998,8 +14112,10 @@ static void tfmi_pack_rows(void *context, int32_t begin, int32_t end, int32_t wo
   int32_t row;
   (void)worker;
   if (t->transposed) tfmi_pack_transposed(t, begin, end);
-  else
-    for (row = begin; row < end; row++)
+  for (row = begin; row < end && !t->transposed; row++)
+    if (t->part->scales.at)
+      tfmi_convert_scaled(t->type, t->to + (size_t)row * to_bytes, t->part, t->cols, row);
+    else
       tfmi_convert(t->type, t->to + (size_t)row * to_bytes, t->part->type,
                    from + (size_t)row * from_bytes, t->cols);
 }
@@ -16154,7 +16270,9 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   TFM_F32, /* activation */
   TFM_F32, /* residual */
   1,       /* row_multiple */
+  256,     /* pass_rows */
   false,   /* half_cache */
+  false,   /* f8 */
   tfmi_ref_open,
   tfmi_ref_close,
   tfmi_ref_sync,
@@ -16873,12 +16991,12 @@ static tfm_status tfmi_engine_configure(tfm_engine *e) {
   if (c->sequences < 0 || c->sequences > 65536)
     return tfmi_bad_config("sequences", c->sequences, "1 to 65536, or 0 for 1");
   if (c->batch_rows < 0 || c->batch_rows > 65536)
-    return tfmi_bad_config("batch_rows", c->batch_rows, "1 to 65536, or 0 for 256");
+    return tfmi_bad_config("batch_rows", c->batch_rows, "1 to 65536, or 0 for the device's own");
   if (c->page_tokens < 0) return tfmi_bad_config("page_tokens", c->page_tokens, "0 or more");
   if (c->pages < 0) return tfmi_bad_config("pages", c->pages, "0 or more");
   if (c->context == 0) c->context = tfmi_min32(net->context, 4096);
   if (c->sequences == 0) c->sequences = 1;
-  if (c->batch_rows == 0) c->batch_rows = tfmi_min32(256, c->context);
+  if (c->batch_rows == 0) c->batch_rows = tfmi_min32(e->dev.table->pass_rows, c->context);
   c->batch_rows = tfmi_max32(c->batch_rows, c->sequences);
   e->rows = tfmi_round_up(c->batch_rows, e->dev.table->row_multiple);
   if (c->page_tokens == 0) c->page_tokens = 64;
@@ -18380,7 +18498,8 @@ static void tfmi_conversion_items(tfmi_conversion *c) {
   tfmi_item *all = NULL;
   uint64_t i;
   for (i = 0; i < s->tensors; i++)
-    if (s->tensor[i].used && (c->gguf || s->tensor[i].slot != TFMI_SLOTS))
+    if (s->tensor[i].used && s->tensor[i].slot >= 0 &&
+        (c->gguf || s->tensor[i].slot != TFMI_SLOTS))
       tfmi_items_add(c, &s->tensor[i], &all);
   if (c->gguf && c->b->m->rotation[0].kind == TFMI_ROPE_LLAMA3) {
     tfmi_item m = tfmi_item_rotation(c);
@@ -18425,6 +18544,7 @@ static void tfmi_item_values(const tfmi_item *m, float *y, uint64_t row, uint64_
                                                                   from)), 1);
   } else {
     codec->decode(y, t->data + tfmi_span(t->type, (int64_t)(from * m->cols + col)), n);
+    tfmi_scale(y, &t->scales, (int32_t)m->cols, (int64_t)from, (int32_t)col, n);
   }
   for (i = 0; m->add != 0 && i < n; i++) y[i] += m->add;
 }
@@ -18469,7 +18589,8 @@ static void tfmi_item_rows(void *context, int32_t begin, int32_t end, int32_t wo
 
 /* The same bytes in the same order. */
 static bool tfmi_item_as_it_is(const tfmi_item *m) {
-  return m->t && !m->stack && m->type == m->t->type && !m->turned && !m->pairs && m->add == 0;
+  return m->t && !m->stack && m->type == m->t->type && !m->turned && !m->pairs && m->add == 0 &&
+         !m->t->scales.at;
 }
 
 static void tfmi_item_tell(tfmi_conversion *c, const tfmi_item *m, double values, double errors) {
@@ -18550,18 +18671,21 @@ static void tfmi_folder_weights_write(void *context, tfmi_out *o) {
   for (i = 0; i < c->items; i++) tfmi_item_write(c, &c->item[i], o);
 }
 
-/* A config.json is copied line by line, but for the type. */
+/* A config.json is copied line by line, but for what tells the type. */
 static void tfmi_conversion_lines(tfmi_conversion *c) {
+  static const char *const types[] = {"torch_dtype", "dtype", "quantization_config"};
   tfmi_source *s = c->b->s;
   tfmi_text key, line, *all = NULL;
   tfmi_json j;
+  int i;
   if (!s->config_text.at) return;
   tfmi_json_init(&j, s->load, "config.json", s->config_text.at, s->config_text.n);
   tfmi_json_object(&j);
   while (tfmi_json_member(&j, &key)) {
     bool plain = key.at >= s->config_text.at && key.at < s->config_text.at + s->config_text.n;
     tfmi_json_skip(&j);
-    if (!plain || tfmi_text_is(key, "torch_dtype") || tfmi_text_is(key, "dtype")) continue;
+    for (i = 0; i < TFMI_COUNT(types); i++) plain = plain && !tfmi_text_is(key, types[i]);
+    if (!plain) continue;
     line.at = key.at - 1; /* at its quotation mark */
     line.n = (size_t)(j.at - line.at);
     stbds_arrput(all, line);

@@ -363,7 +363,8 @@ static bool cpu_in_panels(const tfm_weight_source *s) {
 static size_t cpu_part_bytes(const tfm_weight_source *s, const tfm_part *p) {
   tfm_type type = cpu_type_of(s, p);
   if (cpu_in_panels(s)) return (size_t)cpu_panels(p->rows) * cpu_panel_span((int)type, s->cols);
-  if (s->stable && !s->transposed && type == p->type) return 0; /* as it lies in the file */
+  if (s->stable && !s->transposed && type == p->type && !p->scales.at)
+    return 0; /* as it lies in the file */
   return cpu_align((size_t)p->rows * cpu_span(type, s->cols));
 }
 
@@ -592,19 +593,36 @@ static void cpu_pack_turned(const cpu_pack_job *t, uint8_t *y, int32_t row, int3
   cpu_convert(t->d, cpu_view(y, t->type, rows, cols, 32), cpu_view(tile, TFM_F32, rows, cols, 32));
 }
 
-/* Part of a row in the type wanted: as it lies in the file, or converted to `room`. */
+/* x[i] *= the scale of value (row, col + i) of a part with `all` columns. */
+static void cpu_scale(float *x, const tfm_scales *s, int32_t all, int32_t row, int32_t col,
+                      int32_t cols) {
+  const float *at = s->at + (int64_t)(row / s->tall) * ((all + s->wide - 1) / s->wide);
+  int32_t i;
+  for (i = 0; i < cols; i++) x[i] *= at[(col + i) / s->wide];
+}
+
+/* Part of a row, 256 values at most, in the type wanted: as it lies in the file, or converted to
+   `room`. */
 static const uint8_t *cpu_pack_straight(const cpu_pack_job *t, uint8_t *room, int32_t row,
                                         int32_t col, int32_t cols) {
   tfm_type type = t->part->type;
   const uint8_t *from = (const uint8_t *)t->part->data +
                         (size_t)row * cpu_span(type, t->cols) + cpu_span(type, col);
-  if (type == t->type) { /* the next piece lies a row away from what is read after this one */
+  float value[256];
+  if (type == t->type && !t->part->scales.at) { /* the next is read after 31 rows more */
     const size_t bytes = cpu_span(type, cols);
     size_t i;
     for (i = 0; i < bytes; i += 64) __builtin_prefetch(from + bytes + i);
     return from;
   }
-  cpu_convert(t->d, cpu_view(room, t->type, 1, cols, cols), cpu_view(from, type, 1, cols, cols));
+  if (!t->part->scales.at) {
+    cpu_convert(t->d, cpu_view(room, t->type, 1, cols, cols), cpu_view(from, type, 1, cols, cols));
+    return room;
+  }
+  cpu_convert(t->d, cpu_view(value, TFM_F32, 1, cols, cols), cpu_view(from, type, 1, cols, cols));
+  cpu_scale(value, &t->part->scales, t->cols, row, col, cols);
+  cpu_convert(t->d, cpu_view(room, t->type, 1, cols, cols),
+              cpu_view(value, TFM_F32, 1, cols, cols));
   return room;
 }
 
@@ -2296,7 +2314,7 @@ static cpu_features cpu_detect(void) {
 
 #define CPU_TABLE(of)                                                                             \
   {                                                                                               \
-    TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1, false,                                           \
+    TFM_BACKEND_ABI, "cpu", TFM_F32, TFM_F32, 1, 256, false, false,                               \
     cpu_open, cpu_close, cpu_sync, cpu_alloc, cpu_release,                                        \
     cpu_put, cpu_put, cpu_put, cpu_zero, /* put, get, copy: one address space, one function */    \
     cpu_alloc, cpu_release, cpu_work_bytes, cpu_replay, cpu_record,                               \

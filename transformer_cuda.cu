@@ -35,6 +35,7 @@
 #include <cudaTypedefs.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <math.h>
 #include <stdlib.h>
@@ -463,10 +464,23 @@ static unsigned cuda_blocks(int64_t n, int64_t each) { return (unsigned)((n + ea
 /* ---- Number formats ---- */
 
 __host__ __device__ static int cuda_bits(tfm_type type) { /* a value's, without scales */
-  return type == TFM_F32 ? 32 : type == TFM_Q8_0 ? 8 : type == TFM_Q4_0 ? 4 : 16;
+  return type == TFM_F32 ? 32 : type == TFM_Q8_0 || type == TFM_F8_E4M3 ? 8
+                              : type == TFM_Q4_0 ? 4 : 16;
 }
 
-static bool cuda_known(tfm_type type) { return type >= TFM_F32 && type <= TFM_Q4_0; }
+static bool cuda_known(tfm_type type) {
+  return (type >= TFM_F32 && type <= TFM_Q4_0) || type == TFM_F8_E4M3;
+}
+
+/* Two values of E4M3 as halves, which have them all; of one, the upper half is nothing. */
+__device__ __forceinline__ uint32_t cuda_e4m3(uint32_t pair) {
+  const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2((__nv_fp8x2_storage_t)pair, __NV_E4M3);
+  return h.x | (uint32_t)h.y << 16;
+}
+
+__device__ static float cuda_e4m3_value(uint8_t v) {
+  return __half2float(__ushort_as_half((unsigned short)cuda_e4m3(v)));
+}
 
 /* What pick(t) says of a type that is known here; in it, t.value is a constant. */
 template <int TYPE> struct cuda_type { static constexpr int value = TYPE; };
@@ -477,6 +491,7 @@ template <typename PICK> static auto cuda_pick(tfm_type type, PICK pick) {
     case TFM_F16: return pick(cuda_type<TFM_F16>());
     case TFM_BF16: return pick(cuda_type<TFM_BF16>());
     case TFM_Q8_0: return pick(cuda_type<TFM_Q8_0>());
+    case TFM_F8_E4M3: return pick(cuda_type<TFM_F8_E4M3>());
     default: return pick(cuda_type<TFM_Q4_0>());
   }
 }
@@ -522,7 +537,9 @@ __device__ __forceinline__ void cuda_store4(void *p, tfm_type type, int64_t i, f
 
 /* ---- Weights: rows of one type, each filled up with zeros to whole 16 bytes ----
    Formats in blocks lie as they are read: eight rows' first 64 bytes, their next 64 bytes, ..., and
-   so do the scales. A Q4_0 number is kept as four bits with a sign, a Q8_0 number as it is. */
+   so do the scales. A Q4_0 number is kept as four bits with a sign, a Q8_0 number as it is. F8 is a
+   format in blocks of 64, whose scales are 256 times what they stand for, as those of weights are
+   small; a half of them is off by 2^-12 at most. */
 
 typedef struct cuda_weight {
   uint8_t *data;       /* [rows, vectors] of 16 bytes; of block formats cuda_vector_at */
@@ -535,7 +552,12 @@ typedef struct cuda_weight {
 static const cuda_weight *cuda_packed(const tfm_weight *w) { return (cuda_weight *)w->host; }
 
 __host__ __device__ static bool cuda_blocked(tfm_type type) {
-  return type == TFM_Q8_0 || type == TFM_Q4_0;
+  return type == TFM_Q8_0 || type == TFM_Q4_0 || type == TFM_F8_E4M3;
+}
+
+/* Values that a scale belongs to. */
+__host__ __device__ static int cuda_group(tfm_type type) {
+  return type == TFM_F8_E4M3 ? 64 : cuda_blocked(type) ? 32 : 1;
 }
 
 __host__ __device__ static int cuda_pieces(const cuda_weight &w) { return (w.vectors + 3) / 4; }
@@ -553,7 +575,14 @@ __host__ __device__ static int64_t cuda_vector_at(const cuda_weight &w, int64_t 
 
 /* Which scale is that of a vector, by cuda_vector_at. */
 __host__ __device__ static int64_t cuda_scale_at(const cuda_weight &w, int64_t vector) {
-  return w.type == TFM_Q8_0 ? vector / 2 : vector;
+  return w.type == TFM_F8_E4M3 ? vector / 4 : w.type == TFM_Q8_0 ? vector / 2 : vector;
+}
+
+#define CUDA_F8_SCALE 256.0f /* what scales of F8 are multiplied by */
+
+__device__ static float cuda_scale_value(const cuda_weight &w, int64_t vector) {
+  const float scale = __half2float(w.scale[cuda_scale_at(w, vector)]);
+  return w.type == TFM_F8_E4M3 ? scale / CUDA_F8_SCALE : scale;
 }
 
 /* The line of a row, counted through all experts. */
@@ -562,7 +591,7 @@ __device__ static int64_t cuda_line_of(const cuda_weight &w, int64_t row) {
 }
 
 /* The types of files: how many values a block has, in how many bytes, and what it becomes here.
-   Q5_0 loses nothing as Q8_0, nor F8 as BF16. What has two scales becomes F16, within half a unit
+   Q5_0 loses nothing as Q8_0, nor E5M2 as BF16. What has two scales becomes F16, within half a unit
    of its last place: 2^-12 of a value, or 2^-25 where that is below 2^-14. */
 typedef struct cuda_format { int values, bytes; tfm_type here; } cuda_format;
 
@@ -571,7 +600,7 @@ __host__ __device__ static cuda_format cuda_format_of(tfm_type type) {
     case TFM_F32: return cuda_format{1, 4, TFM_F32};
     case TFM_F16: return cuda_format{1, 2, TFM_F16};
     case TFM_BF16: return cuda_format{1, 2, TFM_BF16};
-    case TFM_F8_E4M3:
+    case TFM_F8_E4M3: return cuda_format{1, 1, TFM_F8_E4M3};
     case TFM_F8_E5M2: return cuda_format{1, 1, TFM_BF16};
     case TFM_Q8_0: return cuda_format{32, 34, TFM_Q8_0};
     case TFM_Q4_0: return cuda_format{32, 18, TFM_Q4_0};
@@ -585,33 +614,55 @@ __host__ __device__ static cuda_format cuda_format_of(tfm_type type) {
   }
 }
 
+/* Whether 64 columns of a row share a scale, and halves hold 256 times all of them. */
+static bool cuda_scales_fit(const tfm_scales *s, int32_t rows, int32_t cols) {
+  int64_t i, n;
+  if (cols % 64 || !s->at) return cols % 64 == 0;
+  if (s->wide % 64 && s->wide < cols) return false;
+  n = (int64_t)((rows + s->tall - 1) / s->tall) * ((cols + s->wide - 1) / s->wide);
+  for (i = 0; i < n; i++) {
+    float scale = fabsf(s->at[i]) * CUDA_F8_SCALE;
+    if (scale != 0 && !(scale >= 6.2e-5f && scale <= 65504.0f)) return false;
+  }
+  return true;
+}
+
+/* What a part becomes by itself. */
+static tfm_type cuda_here(const tfm_weight_source *s, const tfm_part *p) {
+  tfm_type type = cuda_format_of(p->type).here;
+  if (type != TFM_F8_E4M3) return type;
+  return !s->transposed && cuda_scales_fit(&p->scales, p->rows, s->cols) ? type : TFM_BF16;
+}
+
 /* Parts that do not become the same are all brought to F32. */
 static tfm_type cuda_target(const tfm_weight_source *s) {
-  tfm_type type = cuda_format_of(s->parts[0].type).here;
+  tfm_type type = cuda_here(s, &s->parts[0]);
   int32_t i;
   if (s->type) return s->type;
   for (i = 1; i < s->part_count; i++)
-    if (cuda_format_of(s->parts[i].type).here != type) type = TFM_F32;
+    if (cuda_here(s, &s->parts[i]) != type) type = TFM_F32;
   return type;
 }
 
 static bool cuda_part_check(tfm_dev *d, const tfm_weight_source *s, const tfm_part *p) {
   tfm_type type = cuda_target(s);
-  cuda_format from = cuda_format_of(p->type), to = cuda_format_of(type);
+  cuda_format from = cuda_format_of(p->type);
+  int group = cuda_group(type);
   if (!from.here)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: this table does not know it",
                  tfm_type_name(p->type));
   else if (!cuda_known(type))
-    tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: expected F32, F16, BF16, Q8_0 or Q4_0",
+    tfm_dev_fail(d, TFM_E_UNSUPPORTED,
+                 "weights of type %s: expected F32, F16, BF16, Q8_0, Q4_0 or F8_E4M3",
                  tfm_type_name(type));
   else if (s->transposed && from.values > 1)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a transposed matrix of type %s: expected a float type",
                  tfm_type_name(p->type));
-  else if (s->cols % to.values || s->cols % from.values)
+  else if (s->cols % group || s->cols % from.values)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED,
                  "a matrix with %d columns cannot be %s, whose blocks have %d; choose a float type",
-                 (int)s->cols, tfm_type_name(s->cols % to.values ? type : p->type),
-                 s->cols % to.values ? to.values : from.values);
+                 (int)s->cols, tfm_type_name(s->cols % group ? type : p->type),
+                 s->cols % group ? group : from.values);
   else if (s->on_device || s->roles & TFM_ROLE_GRADIENT)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights that are trained: this table has no backward");
   return d->status == TFM_OK;
@@ -663,6 +714,8 @@ typedef struct cuda_piece {
   bool keep;       /* its blocks become the weight's without a loss */
   int32_t first, lines, rows; /* rows: of the part */
   int64_t row;                /* the part's first, in the weight */
+  tfm_scales scales;          /* of the part; on the device those of these lines, */
+  int32_t scale_line;         /* the first of which is this */
 } cuda_piece;
 
 static size_t cuda_line_bytes(const cuda_piece *p, int32_t cols) {
@@ -728,10 +781,7 @@ __device__ static float cuda_file_value(const uint8_t *line, tfm_type type, int6
     case TFM_BF16: return __uint_as_float(cuda_u16(block) << 16);
     case TFM_F16: return cuda_half_at(block);
     case TFM_F8_E5M2: return __half2float(__ushort_as_half((unsigned short)(block[0] << 8)));
-    case TFM_F8_E4M3: /* its exponent is 8 less than a half's; 0x7f is no number */
-      if ((block[0] & 0x7f) == 0x7f) return NAN;
-      return 256.0f * __half2float(__ushort_as_half(
-                          (unsigned short)((block[0] & 0x80) << 8 | (block[0] & 0x7f) << 7)));
+    case TFM_F8_E4M3: return cuda_e4m3_value(block[0]);
     default: break;
   }
   return f.values == 256 ? cuda_value_of_256(block, type, (int)(i % 256))
@@ -766,6 +816,17 @@ __device__ static void cuda_quantise(const float *x, tfm_type type, uint8_t *to,
   if (type == TFM_Q4_0) *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
+/* 64 values become a block of F8. */
+__device__ static void cuda_quantise_f8(const float *x, uint8_t *to, __half *scale) {
+  float top = 0, inverse;
+  int j;
+  for (j = 0; j < 64; j++) top = fmaxf(top, fabsf(x[j]));
+  *scale = __float2half_rn(fminf(top / 448.0f * CUDA_F8_SCALE, 65504.0f));
+  inverse = __half2float(*scale) != 0 ? CUDA_F8_SCALE / __half2float(*scale) : 0.0f;
+  for (j = 0; j < 64; j++)
+    to[j] = __nv_cvt_float_to_fp8(x[j] * inverse, __NV_SATFINITE, __NV_E4M3);
+}
+
 /* A block as it is, but in its place; Q5_0 as Q8_0. */
 __device__ static void cuda_keep(const uint8_t *from, tfm_type type, uint8_t *to, __half *scale) {
   uint32_t word[4] = {0, 0, 0, 0};
@@ -779,26 +840,53 @@ __device__ static void cuda_keep(const uint8_t *from, tfm_type type, uint8_t *to
   *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
-/* Where value (row, col) of the piece's part is found. */
-__device__ static float cuda_piece_value(const cuda_piece &p, int64_t bytes, int row, int col) {
-  return p.transposed ? cuda_file_value(p.data + (col - p.first) * bytes, p.type, row)
-                      : cuda_file_value(p.data + (row - p.first) * bytes, p.type, col);
+/* Scales beside each other. */
+__host__ __device__ static int cuda_scales_across(const tfm_scales &s, int cols) {
+  return s.at ? (cols + s.wide - 1) / s.wide : 0;
 }
 
-/* A thread for every 32 values of a row (transposed: rows run fastest, as they do in the file). */
+__device__ static float cuda_piece_scale(const cuda_piece &p, int cols, int row, int col) {
+  const tfm_scales &s = p.scales;
+  if (!s.at) return 1;
+  return s.at[(int64_t)(row / s.tall - p.scale_line) * cuda_scales_across(s, cols) + col / s.wide];
+}
+
+/* Where value (row, col) of the piece's part is found. */
+__device__ static float cuda_piece_value(const cuda_piece &p, int64_t bytes, int cols, int row,
+                                         int col) {
+  return p.transposed ? cuda_file_value(p.data + (col - p.first) * bytes, p.type, row)
+                      : cuda_file_value(p.data + (row - p.first) * bytes, p.type, col) *
+                            cuda_piece_scale(p, cols, row, col);
+}
+
+/* Values of a row that a thread packs. */
+__host__ __device__ static int cuda_pack_values(tfm_type type) {
+  return type == TFM_F8_E4M3 ? 64 : 32;
+}
+
+/* A thread for so many values of a row (transposed: rows run fastest, as they do in the file). */
 __global__ void cuda_pack_kernel(cuda_weight w, cuda_piece p, int64_t bytes) {
+  const int each = cuda_pack_values(w.type), blocks = (w.cols + each - 1) / each;
   int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, at;
-  int row, block, blocks = (w.cols + 31) / 32, j, n;
-  float x[32];
-  if (p.transposed) row = (int)(i % p.rows), block = (int)(i / p.rows) + p.first / 32;
+  int row, block, j, n;
+  float x[64];
+  if (p.transposed) row = (int)(i % p.rows), block = (int)(i / p.rows) + p.first / each;
   else row = (int)(i / blocks) + p.first, block = (int)(i % blocks);
-  if (p.transposed ? block * 32 >= p.first + p.lines : row >= p.first + p.lines) return;
-  n = min(32, w.cols - block * 32);
-  for (j = 0; j < 32; j++) x[j] = j < n ? cuda_piece_value(p, bytes, row, block * 32 + j) : 0.0f;
-  at = cuda_vector_at(w, cuda_line_of(w, p.row + row), block * cuda_bits(w.type) / 4);
-  if (p.keep) {
+  if (p.transposed ? block * each >= p.first + p.lines : row >= p.first + p.lines) return;
+  n = min(each, w.cols - block * each);
+  for (j = 0; j < each && !p.keep; j++)
+    x[j] = j < n ? cuda_piece_value(p, bytes, w.cols, row, block * each + j) : 0.0f;
+  at = cuda_vector_at(w, cuda_line_of(w, p.row + row), block * each * cuda_bits(w.type) / 128);
+  if (p.keep && p.type == TFM_F8_E4M3) {
+#pragma unroll 1
+    for (j = 0; j < 64; j++) w.data[at * 16 + j] = p.data[(row - p.first) * bytes + block * 64 + j];
+    w.scale[cuda_scale_at(w, at)] =
+        __float2half_rn(cuda_piece_scale(p, w.cols, row, block * 64) * CUDA_F8_SCALE);
+  } else if (p.keep) {
     cuda_keep(p.data + (row - p.first) * bytes + block * cuda_format_of(p.type).bytes, p.type,
               w.data + at * 16, w.scale + cuda_scale_at(w, at));
+  } else if (w.type == TFM_F8_E4M3) {
+    cuda_quantise_f8(x, w.data + at * 16, w.scale + cuda_scale_at(w, at));
   } else if (w.scale) {
     cuda_quantise(x, w.type, w.data + at * 16, w.scale + cuda_scale_at(w, at));
   } else {
@@ -832,32 +920,50 @@ static int cuda_stage_next(tfm_dev *d) {
   return -1;
 }
 
+/* The scales of a piece's lines go to a buffer; bytes of it that they took. */
+static size_t cuda_stage_scales(const cuda_weight *w, cuda_piece *p, char *to) {
+  const tfm_scales *s = &p->scales;
+  const int across = cuda_scales_across(*s, w->cols);
+  size_t bytes;
+  if (!s->at) return 0;
+  p->scale_line = p->first / s->tall;
+  bytes = (size_t)((p->first + p->lines - 1) / s->tall - p->scale_line + 1) * (size_t)across * 4;
+  memcpy(to, s->at + (int64_t)p->scale_line * across, bytes);
+  return bytes;
+}
+
 /* Sends a piece up and packs it; the next one's copy overlaps with this. */
 static bool cuda_pack_piece(tfm_dev *d, const cuda_weight *w, cuda_piece p, const char *from) {
   cuda_state *s = cuda_of(d);
-  size_t bytes = cuda_line_bytes(&p, w->cols);
+  size_t bytes = cuda_line_bytes(&p, w->cols), scales;
   int i = cuda_stage_next(d);
-  int64_t blocks = (w->cols + 31) / 32;
+  const int each = cuda_pack_values(w->type);
+  int64_t blocks = (w->cols + each - 1) / each;
   cuda_memcpy_job job;
   if (i < 0) return false;
   job.to = s->stage[i];
   job.from = from;
   job.bytes = bytes * (size_t)p.lines;
   tfm_parallel_for(d, (int32_t)((job.bytes + (1 << 20) - 1) >> 20), 1, cuda_memcpy_part, &job);
-  cuda_move(d, s->device_stage[i], s->stage[i], job.bytes, cudaMemcpyHostToDevice);
+  scales = cuda_stage_scales(w, &p, s->stage[i] + cuda_align(job.bytes));
+  cuda_move(d, s->device_stage[i], s->stage[i], cuda_align(job.bytes) + scales,
+            cudaMemcpyHostToDevice);
   p.data = (const uint8_t *)s->device_stage[i];
-  blocks = p.transposed ? (int64_t)((p.lines + 31) / 32) * p.rows : blocks * p.lines;
+  if (scales) p.scales.at = (const float *)(p.data + cuda_align(job.bytes));
+  blocks = p.transposed ? (int64_t)((p.lines + each - 1) / each) * p.rows : blocks * p.lines;
   cuda_run(d, cuda_pack_kernel, dim3(cuda_blocks(blocks, 128)), 128, 0, *w, p, (int64_t)bytes);
   return cuda_check(d, cudaEventRecord(s->staged[i], s->stream), "cudaEventRecord");
 }
 
 static void cuda_pack_part(tfm_dev *d, const cuda_weight *w, const tfm_weight_source *s,
                            const tfm_part *part, int64_t row) {
-  bool keep = w->scale && (!s->type || s->type == part->type);
-  cuda_piece p = {NULL, part->type, s->transposed, keep, 0, 0, part->rows, row};
+  bool keep = w->scale && (!s->type || s->type == part->type) &&
+              (w->type != TFM_F8_E4M3 || cuda_here(s, part) == TFM_F8_E4M3);
+  cuda_piece p = {NULL, part->type, s->transposed, keep, 0, 0, part->rows, row, part->scales, 0};
   int32_t all = s->transposed ? s->cols : part->rows;
   size_t bytes = cuda_line_bytes(&p, s->cols);
-  int64_t most = (int64_t)(CUDA_STAGE / (bytes ? bytes : 1)) / 32 * 32;
+  size_t room = bytes + (size_t)cuda_scales_across(part->scales, s->cols) * 4 + 1;
+  int64_t most = (int64_t)((CUDA_STAGE - 64) / room) / 64 * 64;
   if (most == 0)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a matrix whose rows have %llu bytes is too wide",
                  (unsigned long long)bytes);
@@ -901,7 +1007,8 @@ __device__ static float cuda_value(const cuda_weight &w, int64_t row, int col) {
   float scale;
   int bit;
   if (!w.scale) return cuda_load(data, w.type, col % values);
-  scale = __half2float(w.scale[cuda_scale_at(w, at)]);
+  scale = cuda_scale_value(w, at);
+  if (w.type == TFM_F8_E4M3) return scale * cuda_e4m3_value(data[col % values]);
   if (w.type == TFM_Q8_0) return scale * (float)((const int8_t *)data)[col % values];
   bit = cuda_nibble(col % values);
   return scale * (float)((int)((data[bit / 8] >> bit % 8 & 15) ^ 8) - 8);
@@ -1298,8 +1405,9 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
    whose sum it is (halves hi + lo, after a power of two has brought its largest value below 2^14;
    beside BF16 three of them), and every column is multiplied. Weights are fed in as they lie. Bytes
    and nibbles are multiplied as whole numbers, by x as one of 31 bits in four columns of 8; as a
-   scale belongs to 32 values, the columns of a block are zero beside the other blocks'. F32 weights
-   are multiplied without tensor cores, in the same order of things.
+   scale belongs to 32 values, the columns of a block are zero beside the other blocks'. F8 becomes
+   halves, a piece's sum being multiplied by its scale. F32 weights are multiplied without tensor
+   cores, in the same order of things.
 
    A tile is 8 units, a unit two rows of W that belong together: a pair that is rotated, a gate and
    what it opens, rows eight apart; or one row, twice (cuda_teams). A piece is 64 bytes of each of
@@ -1312,15 +1420,17 @@ enum { CUDA_AHEAD = 8, CUDA_BLOCKS_AHEAD = 4 }; /* pieces; at most the first */
 
 /* values: in 16 bytes of W. parts: of a value of x. columns: over which a row's sum is spread. */
 template <int TYPE> struct cuda_operand {
-  static constexpr bool blocks = TYPE == TFM_Q8_0 || TYPE == TFM_Q4_0;
-  static constexpr int values = TYPE == TFM_F32 ? 4 : TYPE == TFM_Q8_0 ? 16
-                                                : TYPE == TFM_Q4_0     ? 32 : 8;
-  static constexpr int parts = TYPE == TFM_F32 ? 1 : TYPE == TFM_F16 ? 2 : TYPE == TFM_BF16 ? 3 : 4;
-  static constexpr int columns = TYPE == TFM_F16 ? 4 : 8;
-  static constexpr int size = TYPE == TFM_F32 ? 4 : blocks ? 1 : 2;
+  static constexpr bool f8 = TYPE == TFM_F8_E4M3, halves = TYPE == TFM_F16 || f8;
+  static constexpr bool digits = TYPE == TFM_Q8_0 || TYPE == TFM_Q4_0, blocks = digits || f8;
+  static constexpr int values = TYPE == TFM_F32 ? 4 : TYPE == TFM_Q8_0 || f8 ? 16
+                                                : TYPE == TFM_Q4_0           ? 32 : 8;
+  static constexpr int parts = TYPE == TFM_F32 ? 1 : halves ? 2 : TYPE == TFM_BF16 ? 3 : 4;
+  static constexpr int columns = halves ? 4 : 8;
+  static constexpr int size = TYPE == TFM_F32 ? 4 : digits ? 1 : 2;
   static constexpr int pad = size == 2 ? 32 : 0; /* puts parts of four pieces into all banks */
   static constexpr int bytes = 4 * values * parts * size + pad; /* of x, beside a piece */
   static constexpr int stride = blocks ? 32 : 4; /* vectors from a piece of a row to the next */
+  static constexpr int shared = f8 ? 4 : TYPE == TFM_Q8_0 ? 2 : 1; /* vectors that share a scale */
   static constexpr int ahead = blocks ? CUDA_BLOCKS_AHEAD : CUDA_AHEAD; /* what registers hold */
 };
 
@@ -1445,11 +1555,12 @@ template <bool BF> __device__ __forceinline__ uint32_t cuda_part2(float &a, floa
 
 /* Byte of a column at which quad `within` of a piece lies; its second half is 32 bytes further on
    where W has 16 bits. Q4_0's parts are turned against each other: lanes read 16 bytes of two of
-   them at a time. */
+   them at a time. F8 is as two pieces of 16 bits, of the first and of the last 8 of each 16. */
 template <int TYPE> __device__ __forceinline__ int cuda_plane_at(int part, int within) {
   if (TYPE == TFM_F32) return within * 16;
   if (TYPE == TFM_Q4_0) return part * 128 + (within * 4 ^ part % 2 * 16);
-  if (TYPE == TFM_Q8_0) return part * 64 + within * 4;
+  if (TYPE == TFM_F8_E4M3)
+    return within / 2 % 2 * 128 + part * 64 + (within / 4 * 2 + within % 2) * 4;
   return part * 64 + within * 4;
 }
 
@@ -1479,11 +1590,11 @@ __device__ __forceinline__ void cuda_plane_put(char *planes, int m, int k, float
     *(float4 *)(to + cuda_plane_at<TYPE>(0, k % V)) = v;
     return;
   }
-  if (cuda_operand<TYPE>::blocks) cuda_digits(digit, v);
+  if (cuda_operand<TYPE>::digits) cuda_digits(digit, v);
 #pragma unroll
   for (int part = 0; part < cuda_operand<TYPE>::parts; part++) {
     char *at = to + cuda_plane_at<TYPE>(part, k % V);
-    if (cuda_operand<TYPE>::blocks) {
+    if (cuda_operand<TYPE>::digits) {
       *(uint32_t *)at = digit[part];
     } else {
       *(uint32_t *)at = cuda_part2<TYPE == TFM_BF16>(v.x, v.y);
@@ -1537,7 +1648,8 @@ __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_
                                             const float *most, int m) {
   constexpr int V = cuda_operand<TYPE>::values;
   constexpr bool scaled = TYPE != TFM_F32 && TYPE != TFM_BF16;
-  constexpr int bits = cuda_operand<TYPE>::blocks ? 29 : 13; /* of what is below the largest's */
+  constexpr int bits = cuda_operand<TYPE>::digits ? 29 : 13; /* of what is below the largest's */
+  constexpr int scale = TYPE == TFM_Q4_0 ? 4 : TYPE == TFM_F8_E4M3 ? 8 : 0; /* 2^scale in W's */
   cuda_row<Q> row;
   float top = 0, by = 1;
   int e = 0;
@@ -1562,8 +1674,7 @@ __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_
     cuda_plane_put<TYPE, M>(r.planes, m, k, v);
   });
   if (threadIdx.x == 0)
-    r.factor[m] = cuda_operand<TYPE>::blocks && !(top < INFINITY)
-                      ? NAN : cuda_power(TYPE == TFM_Q4_0 ? e - 4 : e);
+    r.factor[m] = cuda_operand<TYPE>::digits && !(top < INFINITY) ? NAN : cuda_power(e - scale);
   __syncthreads();
 }
 
@@ -1580,6 +1691,12 @@ template <int TYPE> __device__ __forceinline__ void cuda_widen(float *f, uint4 q
     if (TYPE == TFM_BF16) {
       f[2 * i] = __uint_as_float(word[i] << 16);
       f[2 * i + 1] = __uint_as_float(word[i] & 0xffff0000u);
+    }
+    if (TYPE == TFM_F8_E4M3) {
+      const uint32_t pair[2] = {cuda_e4m3(word[i] & 0xffff), cuda_e4m3(word[i] >> 16)};
+      const float2 low = __half22float2(*(const __half2 *)&pair[0]);
+      const float2 high = __half22float2(*(const __half2 *)&pair[1]);
+      f[4 * i] = low.x, f[4 * i + 1] = low.y, f[4 * i + 2] = high.x, f[4 * i + 3] = high.y;
     }
     if (TYPE == TFM_Q8_0) {
       uint32_t biased = word[i] ^ 0x80808080u; /* v + 128, in the low bits of 2^23 */
@@ -1624,11 +1741,11 @@ __device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, i
   constexpr int V = cuda_operand<TYPE>::values, C = cuda_operand<TYPE>::columns;
   const int g = threadIdx.x / 4 % 8, t = threadIdx.x % 4, sub = (n * 8 + g) % C;
   const int part = TYPE == TFM_Q4_0 ? g % 2 : TYPE == TFM_Q8_0 ? g % 4 : sub % (C / 2);
-  const int m = cuda_operand<TYPE>::blocks || TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
+  const int m = cuda_operand<TYPE>::digits || TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
   cuda_column c = {r.planes + m * cuda_operand<TYPE>::bytes, 256, 16, apart, true};
   if (TYPE == TFM_F32) {
     c.x += t * 16;
-  } else if (cuda_operand<TYPE>::blocks) {
+  } else if (cuda_operand<TYPE>::digits) {
     c.there = TYPE == TFM_Q8_0 ? t / 2 == g / 4 : t == g / 2;
     c.x += cuda_plane_at<TYPE>(part, t * V / 4);
     if (TYPE == TFM_Q4_0 && part) c.turn = -16;
@@ -1676,6 +1793,30 @@ __device__ __forceinline__ void cuda_use_blocks(cuda_sums &c, const cuda_two &q,
   c.b[0] = __fmaf_rn(__half2float(q.scale_b), sum_b, c.b[0]);
 }
 
+/* The scale of each row times what its 64 values make with the columns. */
+__device__ __forceinline__ void cuda_use_f8(cuda_sums &c, const cuda_two &q, const char *x,
+                                            bool there) {
+  const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
+  const float scale_a = __half2float(q.scale_a), scale_b = __half2float(q.scale_b);
+  cuda_sums sum = {};
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t u[4] = {cuda_e4m3(a[i] & 0xffff), cuda_e4m3(a[i] >> 16),
+                           cuda_e4m3(a[i + 1] & 0xffff), cuda_e4m3(a[i + 1] >> 16)};
+    const uint32_t v[4] = {cuda_e4m3(b[i] & 0xffff), cuda_e4m3(b[i] >> 16),
+                           cuda_e4m3(b[i + 1] & 0xffff), cuda_e4m3(b[i + 1] >> 16)};
+    uint2 by = make_uint2(0, 0);
+    if (there) by = *(const uint2 *)(x + i * 64);
+    cuda_mma<false>(sum.a, u, by.x, by.y);
+    cuda_mma<false>(sum.b, v, by.x, by.y);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    c.a[i] = __fmaf_rn(scale_a, sum.a[i], c.a[i]);
+    c.b[i] = __fmaf_rn(scale_b, sum.b[i], c.b[i]);
+  }
+}
+
 /* c += a piece by the columns. Of 16 bits, rows of W multiply one by one: a row's 16 bytes are, as
    they come, what mma takes for a row of its upper half and one of its lower, so that a column is
    for values 0, 1, 4 and 5 of every eight, or for the others. */
@@ -1684,8 +1825,10 @@ __device__ __forceinline__ void cuda_use(cuda_sums &c, const cuda_two &q, const 
                                          int piece) {
   const char *x = col.x + piece * M * cuda_operand<TYPE>::bytes;
   const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
-  if constexpr (cuda_operand<TYPE>::blocks) {
+  if constexpr (cuda_operand<TYPE>::digits) {
     cuda_use_blocks<TYPE, M>(c, q, col, piece);
+  } else if constexpr (TYPE == TFM_F8_E4M3) {
+    cuda_use_f8(c, q, x, col.there);
   } else if constexpr (TYPE == TFM_F32) {
     const float4 v = *(const float4 *)x;
     const float f[4] = {v.x, v.y, v.z, v.w};
@@ -1706,7 +1849,7 @@ __device__ __forceinline__ void cuda_use(cuda_sums &c, const cuda_two &q, const 
 template <int TYPE> __device__ __forceinline__ float2 cuda_share_of_sums(const cuda_sums &c) {
   constexpr int C = cuda_operand<TYPE>::columns;
   const int t = threadIdx.x % 4;
-  if (TYPE == TFM_F16 || TYPE == TFM_BF16)
+  if (cuda_operand<TYPE>::halves || TYPE == TFM_BF16)
     return t / (C / 4) % 2 ? make_float2(c.a[2] + c.a[3], c.b[2] + c.b[3])
                            : make_float2(c.a[0] + c.a[1], c.b[0] + c.b[1]);
   if (TYPE == TFM_Q8_0 && t % 2 == 0) /* the digits' places */
@@ -1750,8 +1893,8 @@ __device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w
     const int64_t line = (int64_t)cuda_pieces(w) * 32;
     a = at.unit.a / 8 * line + piece * 32 + at.unit.a % 8 * 4 + t;
     b = at.unit.b / 8 * line + piece * 32 + at.unit.b % 8 * 4 + t;
-    at.scale_a = w.scale + (TYPE == TFM_Q8_0 ? a / 2 : a);
-    at.scale_b = w.scale + (TYPE == TFM_Q8_0 ? b / 2 : b);
+    at.scale_a = w.scale + a / cuda_operand<TYPE>::shared;
+    at.scale_b = w.scale + b / cuda_operand<TYPE>::shared;
   } else {
     a = (int64_t)at.unit.a * w.vectors + piece * 4 + t;
     b = (int64_t)at.unit.b * w.vectors + (piece + half) * 4 + t;
@@ -1764,11 +1907,13 @@ __device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w
 template <int TYPE>
 __device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int left, int left_b,
                                          int ahead) {
-  constexpr int stride = cuda_operand<TYPE>::stride, scales = TYPE == TFM_Q8_0 ? 16 : 32;
+  constexpr int stride = cuda_operand<TYPE>::stride, scales = stride / cuda_operand<TYPE>::shared;
   const bool there = 4 * ahead < left;
   if constexpr (cuda_operand<TYPE>::blocks) { /* what is not there counts zero times */
-    q.a = cuda_stream_maybe(at.a + stride * ahead, there);
-    q.b = cuda_stream_maybe(at.b + stride * ahead, there);
+    q.a = cuda_operand<TYPE>::f8 ? cuda_stream_load(at.a + stride * ahead, there)
+                                 : cuda_stream_maybe(at.a + stride * ahead, there);
+    q.b = cuda_operand<TYPE>::f8 ? cuda_stream_load(at.b + stride * ahead, there)
+                                 : cuda_stream_maybe(at.b + stride * ahead, there);
     q.scale_a = q.scale_b = __ushort_as_half(0);
     if (there) q.scale_a = __ldg(at.scale_a + scales * ahead);
     if (there) q.scale_b = __ldg(at.scale_b + scales * ahead);
@@ -5912,9 +6057,10 @@ __global__ void cuda_widen_kernel(__half *to, cuda_weight w, int first, int rows
   if (row >= rows) return;
   at = cuda_vector_at(w, first + row, v);
   q = ((const uint4 *)w.data)[at];
-  if (w.type == TFM_Q8_0) {
-    float f[16], scale = __half2float(w.scale[cuda_scale_at(w, at)]);
-    cuda_widen<TFM_Q8_0>(f, q);
+  if (w.type != TFM_Q4_0) {
+    float f[16], scale = cuda_scale_value(w, at);
+    if (w.type == TFM_Q8_0) cuda_widen<TFM_Q8_0>(f, q);
+    else cuda_widen<TFM_F8_E4M3>(f, q);
 #pragma unroll
     for (k = 0; k < 8; k++)
       ((__half2 *)(to + row * w.cols + v * 16))[k] =
@@ -6485,7 +6631,7 @@ static size_t cuda_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int3
 }
 
 static const tfm_backend cuda_table = {
-  TFM_BACKEND_ABI, "cuda", TFM_F32, TFM_F32, 1, true,
+  TFM_BACKEND_ABI, "cuda", TFM_F32, TFM_F32, 1, 2048, true, true,
   cuda_open, cuda_close, cuda_sync, cuda_alloc, cuda_release,
   cuda_put, cuda_get, cuda_copy, cuda_zero,
   cuda_alloc_shared, cuda_release_shared, cuda_work_bytes, cuda_replay, cuda_record,

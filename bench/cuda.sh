@@ -13,7 +13,9 @@ for type in f16 q8_0 q4_0; do
   run shape:gpt2-124m --type $type -p 512 --rows 512 -n 256 --check
 done
 run shape:llama-1b -p 2048 --rows 2048 -n 128 --check
-for type in f16 q8_0 q4_0; do run shape:llama-8b --type $type -p 2048 --rows 2048 -n 64; done
+for type in f16 q8_0 f8_e4m3 q4_0; do
+  run shape:llama-8b --type $type -p 2048 --rows 2048 -n 64
+done
 run shape:llama-8b -p 0 -n 32 --batch 64 --depth 1000 --rows 1024
 run shape:llama-8b -p 0 -n 32 --batch 64 --depth 1000 --rows 1024 --deterministic
 "$bin/entries" cuda

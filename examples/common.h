@@ -46,12 +46,12 @@ static inline float tool_number(struct argp_state *state, const char *option, co
 
 static inline tfm_type tool_type(struct argp_state *state, const char *option, const char *text) {
   static const tfm_type types[] = {TFM_F32, TFM_F16, TFM_BF16, TFM_Q8_0, TFM_Q4_0,
-                                   TFM_Q4_1, TFM_Q5_0, TFM_Q5_1};
+                                   TFM_Q4_1, TFM_Q5_0, TFM_Q5_1, TFM_F8_E4M3};
   size_t i;
   for (i = 0; i < sizeof types / sizeof *types; i++)
     if (!strcasecmp(text, tfm_type_name(types[i]))) return types[i];
-  argp_error(state, "%s: expected f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1, found \"%s\"",
-             option, text);
+  argp_error(state, "%s: expected f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1 or f8_e4m3, found "
+             "\"%s\"", option, text);
   return TFM_TYPE_DEFAULT;
 }
 

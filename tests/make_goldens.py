@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make the tiny models and golden logits under tests/data/models.
 
-Needs:  pip install torch transformers tokenizers numpy
+Needs:  pip install torch transformers tokenizers numpy accelerate compressed-tensors
 
 Each case becomes one Hugging Face folder, tests/data/models/<case>/:
 
@@ -45,7 +45,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import (AutoConfig, AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, GemmaConfig,
+from transformers import (AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config,
+                          Gemma2Config, Gemma3TextConfig, GemmaConfig,
                           GenerationConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig, MixtralConfig,
                           Phi3Config, Qwen2Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig)
 from transformers.activations import ACT2FN
@@ -242,6 +243,17 @@ def expert_cases():
     }
 
 
+def f8_cases():
+    """Matrices of E4M3 with scales beside them: of blocks, as Qwen publishes them; of rows, as llm-compressor does."""
+    bf16 = torch.bfloat16
+    return {
+        "qwen3-c": (small(Qwen3Config, 64, 4, num_key_value_heads=2, num_hidden_layers=2, intermediate_size=128,
+                          head_dim=16, vocab_size=53, max_position_embeddings=64), 37, bf16, None, to_f8_blocks),
+        "llama-f": (small(LlamaConfig, 64, 8, num_key_value_heads=4, num_hidden_layers=2, intermediate_size=100,
+                          vocab_size=47, max_position_embeddings=64), 33, bf16, None, to_f8_rows),
+    }
+
+
 def cases():
     """name -> (configuration, T, dtype of the file, largest shard, function that edits the folder)."""
     return {
@@ -339,6 +351,38 @@ def to_old_gpt2(folder):
     edit_json(folder / "config.json", edit)
 
 
+def to_f8(folder, tall, wide, suffix, config):
+    """Each tall x wide of a layer's matrices share a scale of 4 bits, so that BF16 holds all products."""
+    file = folder / "model.safetensors"
+    tensors = {}
+    for name, w in load_file(file).items():
+        tensors[name] = w
+        if not name.endswith("_proj.weight"):
+            continue
+        rows, cols = w.shape
+        high, across = tall or rows, wide or cols
+        blocks = w.float().reshape(rows // high, high, cols // across, across)
+        scale = blocks.abs().amax((1, 3)) / 448
+        mantissa, exponent = torch.frexp(scale)
+        scale = torch.ldexp(torch.ceil(mantissa * 16) / 16, exponent)
+        tensors[name] = (blocks / scale[:, None, :, None]).reshape(rows, cols).to(torch.float8_e4m3fn)
+        tensors[name + suffix] = scale
+    save_file(tensors, file, metadata={"format": "pt"})
+    edit_json(folder / "config.json", lambda c: c.update(quantization_config=config))
+
+
+def to_f8_blocks(folder):
+    to_f8(folder, 32, 64, "_scale_inv", {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                                         "weight_block_size": [32, 64]})
+
+
+def to_f8_rows(folder):
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    to_f8(folder, 1, None, "_scale", {"quant_method": "compressed-tensors", "format": "float-quantized",
+                                      "config_groups": groups, "ignore": ["lm_head"]})
+
+
 # --- the tokenizer of the case "tiny"
 
 def train_tiny_tokenizer(size):
@@ -403,7 +447,11 @@ def save_case(folder, config, dtype, shard, edit, rng):
 
 def load(folder):
     """The model in float32; a scale of embeddings is rounded to the type that the model is stored in."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    kinds = {"fp8": FineGrainedFP8Config, "compressed-tensors": CompressedTensorsConfig}
+    quantised = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    options = {"quantization_config": kinds[quantised["quant_method"]](dequantize=True)} if quantised else {}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
+                                                 **options).eval().float()
     model.config._experts_implementation = "eager"
     if model.config.model_type in ONE_PLUS:
         config = json.loads((folder / "config.json").read_text())
@@ -602,7 +650,7 @@ def main():
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    everything = cases() | dense_cases() | expert_cases()
+    everything = cases() | dense_cases() | expert_cases() | f8_cases()
     for number, (name, (config, length, dtype, shard, edit)) in enumerate(everything.items()):
         if args.only and name not in args.only:
             continue

@@ -181,6 +181,7 @@ typedef struct weight {
   uint8_t *file;
 } weight;
 
+TABLES tfm_scales weight_scales; /* shape of those that weight_new gives its parts; 0: none */
 TABLES unsigned weight_roles = (unsigned)TFM_ROLE_MATMUL | (unsigned)TFM_ROLE_GATHER;
 
 /* Values as a file would hold them. Where nothing encodes: any bytes, with scales of about 0.01. */
@@ -198,10 +199,26 @@ TABLES void file_values(tfm_type type, uint8_t *to, const float *x, int n) {
   }
 }
 
-/* What a table keeps values of a type as: the CUDA table has no blocks with two scales. */
+/* What a table keeps values of a type as: the CUDA table has no blocks with two scales, and no F8
+   whose scales belong to less than 64 columns. */
 TABLES tfm_type kept_as(const device *t, tfm_type type) {
   bool two_scales = type == TFM_Q4_1 || type == TFM_Q5_1 || (type >= TFM_Q4_K && type <= TFM_Q6_K);
+  if (type == TFM_F8_E4M3) return weight_scales.wide % 64 ? TFM_BF16 : type;
   return two_scales && !strcmp(t->b->name, "cuda") ? TFM_F16 : type;
+}
+
+/* Scales of 5 bits for a matrix [rows, cols], which it is multiplied by; the caller frees them. */
+TABLES tfm_scales scales_new(float *v, int rows, int cols) {
+  tfm_scales s = weight_scales;
+  int across = s.wide ? (cols + s.wide - 1) / s.wide : 0, i, j;
+  float *at;
+  if (!s.tall) return s;
+  s.at = at = (float *)malloc((size_t)((rows + s.tall - 1) / s.tall * across) * sizeof *at);
+  for (i = 0; i < (rows + s.tall - 1) / s.tall * across; i++)
+    at[i] = (float)ldexp(16 + below(16), -10);
+  for (i = 0; i < rows; i++)
+    for (j = 0; j < cols; j++) v[i * cols + j] *= at[i / s.tall * across + j / s.wide];
+  return s;
 }
 
 TABLES weight weight_new(device *t, int rows, int cols, int experts, tfm_type from, tfm_type to,
@@ -230,6 +247,7 @@ TABLES weight weight_new(device *t, int rows, int cols, int experts, tfm_type fr
     part[i].rows = n;
     file_values(from, end, block, n * cols);
     tfmi_codecs[from].decode(block, end, n * cols);
+    part[i].scales = scales_new(block, n, cols);
     for (r = 0; r < n; r++)
       for (c = 0; c < cols; c++)
         plain[(j + r) * cols + c] = block[transposed ? c * n + r : r * cols + c];
@@ -250,6 +268,7 @@ TABLES weight weight_new(device *t, int rows, int cols, int experts, tfm_type fr
     tfmi_codecs[to].encode(bytes, v, cols);
     tfmi_codecs[to].decode(v, bytes, cols);
   }
+  for (i = 0; i < count; i++) free((void *)(uintptr_t)part[i].scales.at);
   free(plain);
   free(part);
   return x;
@@ -269,7 +288,7 @@ TABLES const tfm_type more_types[] = {TFM_Q4_1, TFM_Q5_0, TFM_Q5_1, TFM_Q4_K, TF
 
 /* Whether a table packs matrices of a type, converted to another where `to` says so. */
 TABLES bool computes(device *t, tfm_type from, tfm_type to) {
-  tfm_part part = {NULL, from, 4};
+  tfm_part part = {NULL, from, 4, {NULL, 0, 0}};
   tfm_weight_source s = {&part, 1, 4, 256, 0, false, true, false, TFM_ROLE_MATMUL, to};
   t->b->pack_size(&t->d, &s);
   return t->b->sync(&t->d) == TFM_OK;

@@ -84,7 +84,7 @@ static const char *const models[] = {
   "gpt2-a", "gpt2-b", "gpt2-c", "llama-a", "llama-b", "llama-c", "qwen2-a", "qwen2-b", "qwen3-a",
   "qwen3-b", "mistral-a", "mistral-b", "gemma-a", "gemma-b", "gemma2-a", "gemma2-b", "gemma3-a",
   "gemma3-b", "phi3-a", "phi3-b", "llama-d", "llama-e", "mixtral-a", "mixtral-b", "qwen2moe-a",
-  "qwen2moe-b", "qwen3moe-a", "qwen3moe-b", "gpt2moe-a", "gpt2moe-b"};
+  "qwen2moe-b", "qwen3moe-a", "qwen3moe-b", "gpt2moe-a", "gpt2moe-b", "qwen3-c", "llama-f"};
 
 /* Of those that are not written as GGUF. */
 static const char *why_not(const char *model) {
@@ -115,7 +115,18 @@ TEST(there_and_back) {
     CHECK_EQ_INT(convert(in_folder("a.gguf"), in_folder("c.gguf"), TFM_TYPE_DEFAULT), TFM_OK);
     CHECK(apart(in_folder("a.gguf"), in_folder("c.gguf")) == 0);
   }
-  CHECK_EQ_INT(told, 7); /* the others are odd on purpose: activations, windows, scales, caps */
+  CHECK_EQ_INT(told, 9); /* the others are odd on purpose: activations, windows, scales, caps */
+}
+
+/* What was F8 with scales is whole in the new folder, whose config.json says so. */
+TEST(scales_are_gone) {
+  blob config;
+  CHECK_EQ_INT(convert(DATA "models/qwen3-c", in_folder("a"), TFM_F32), TFM_OK);
+  config = blob_read(in_folder("a/config.json"));
+  CHECK(config.data && strstr((const char *)config.data, "\"float32\""));
+  CHECK(config.data && !strstr((const char *)config.data, "quantization"));
+  free(config.data);
+  CHECK(apart(DATA "models/qwen3-c", in_folder("a")) < 2e-6);
 }
 
 /* The vocabulary and the template of a GGUF file become files of the folder. */

@@ -358,6 +358,51 @@ TEST(safetensors_of_8_bits) { /* the rest of the embedding's room is another ten
   expect_header(whole, text, TFM_E_UNSUPPORTED, "has type F8_E8M0, expected F32, F16, BF16, F8");
 }
 
+TEST(scales_beside_weights) {
+  static const char whole[] = "{\"dtype\":\"F32\",\"shape\":[5,4],\"data_offsets\":[0,80]}";
+  static const struct { const char *type, *shape; int bytes; tfm_status status; const char *part; }
+    cases[] = {{"F32", "", 4, TFM_OK, ""},
+               {"BF16", "1", 2, TFM_OK, ""},
+               {"F16", "1,1", 2, TFM_OK, ""},
+               {"F32", "5", 20, TFM_OK, ""},
+               {"F32", "5,1", 20, TFM_OK, ""},
+               {"F32", "0", 0, TFM_E_FORMAT, "weight_scale_inv has shape [0], expected [1, 1]"},
+               {"F32", "1,5", 20, TFM_E_FORMAT, "has shape [1, 5], expected [1, 1]"},
+               {"F32", "2,2", 16, TFM_E_FORMAT, "has shape [2, 2], expected [1, 1]"},
+               {"I32", "1", 4, TFM_E_UNSUPPORTED, "has type I32, expected F32"}};
+  static const struct { const char *size; tfm_status status; const char *part; }
+    blocks[] = {{"[3,2]", TFM_OK, ""},
+                {"[3,4]", TFM_E_FORMAT, "has shape [2, 2], expected [2, 1]"},
+                {"[0,4]", TFM_E_FORMAT, "expected a number from 1 to"},
+                {"4", TFM_E_FORMAT, "weight_block_size is a number, expected an array"}};
+  char text[300], config[200], *header, *settings;
+  int i;
+  for (i = 0; i < TFMI_COUNT(cases); i++) {
+    snprintf(text, sizeof text,
+             "{\"dtype\":\"F8_E4M3\",\"shape\":[5,4],\"data_offsets\":[0,20]},"
+             "\"model.embed_tokens.weight_scale_inv\":{\"dtype\":\"%s\",\"shape\":[%s],"
+             "\"data_offsets\":[20,%d]},\"x\":{\"dtype\":\"I8\",\"shape\":[%d],"
+             "\"data_offsets\":[%d,80]}",
+             cases[i].type, cases[i].shape, 20 + cases[i].bytes, 60 - cases[i].bytes,
+             20 + cases[i].bytes);
+    expect_header(whole, text, cases[i].status, cases[i].part);
+  }
+  for (i = 0; i < TFMI_COUNT(blocks); i++) {
+    snprintf(config, sizeof config,
+             "\"silu\", \"quantization_config\": {\"quant_method\": \"fp8\", "
+             "\"weight_block_size\": %s}", blocks[i].size);
+    header = edit(HEADER, whole,
+                  "{\"dtype\":\"F8_E4M3\",\"shape\":[5,4],\"data_offsets\":[0,20]},"
+                  "\"model.embed_tokens.weight_scale_inv\":{\"dtype\":\"F32\",\"shape\":[2,2],"
+                  "\"data_offsets\":[20,36]},\"x\":{\"dtype\":\"I8\",\"shape\":[44],"
+                  "\"data_offsets\":[36,80]}");
+    settings = edit(CONFIG, "\"silu\"", config);
+    expect_safetensors(safetensors(header, DATA), settings, blocks[i].status, blocks[i].part);
+    free(settings);
+    free(header);
+  }
+}
+
 TEST(pickles_are_refused) {
   static const char *const begin[] = {"PK\3\4archive/data.pkl", "\x80\2\x8a\nl\xfc"};
   int i;
@@ -390,7 +435,7 @@ TEST(safetensors_odd_names) {
   }
   expect_header("{\"model", "{\"a.weight_scale_inv\":{\"dtype\":\"F32\",\"shape\":[0],"
                 "\"data_offsets\":[0,0]},\"model", TFM_E_UNSUPPORTED,
-                "tensor a.weight_scale_inv: scales beside weights are not read");
+                "tensor a.weight_scale_inv: scales are read beside matrices of F8 only");
   memset(long_one, 'x', 1000000);
   memcpy(long_one, "{\"", 2);
   strcpy(long_one + 1000000,

@@ -47,7 +47,8 @@ static double rounding(const device *t, tfm_type type, int rows, const float *x,
 
 static void pack_and_back(device *t, tfm_type from, tfm_type to, bool transposed, int offset) {
   bool blocks = from >= TFM_Q8_0 || to >= TFM_Q8_0;
-  int cols = from >= TFM_Q4_K && from <= TFM_Q6_K ? 512 : blocks ? 96 : 83;
+  int cols = from >= TFM_Q4_K && from <= TFM_Q6_K ? 512 : from == TFM_F8_E4M3 ? 192
+                                                        : blocks              ? 96 : 83;
   weight w = weight_new(t, 37, cols, 0, from, to, transposed, 3, offset);
   matrix y = matrix_typed(t, 20, w.w.cols, 2, TFM_F32);
   int i, j;
@@ -72,7 +73,7 @@ static void test_pack(device *t) {
 TEST(pack_unpacks) { on_tables(test_pack); }
 
 static void refuse(device *t, tfm_type from, tfm_type to, int cols, bool transposed) {
-  tfm_part part = {NULL, from, 4};
+  tfm_part part = {NULL, from, 4, {NULL, 0, 0}};
   tfm_weight_source s = {&part, 1, 4, cols, 0, transposed, true, false, TFM_ROLE_MATMUL, to};
   t->b->pack_size(&t->d, &s);
   CHECK(t->d.message[0] != 0);
@@ -83,7 +84,7 @@ static void refuse(device *t, tfm_type from, tfm_type to, int cols, bool transpo
 static void test_refusals(device *t) {
   refuse(t, TFM_Q4_K, TFM_TYPE_DEFAULT, 128, false);
   refuse(t, TFM_F32, TFM_Q4_K, 256, false);
-  refuse(t, TFM_F32, TFM_F8_E4M3, 256, false);
+  refuse(t, TFM_F32, TFM_F8_E4M3, t->b->f8 ? 96 : 256, false);
   refuse(t, TFM_F32, TFM_Q8_0, 33, false);
   refuse(t, TFM_Q8_0, TFM_TYPE_DEFAULT, 32, true);
 }
@@ -333,6 +334,57 @@ static void test_more_types(device *t) {
   }
 }
 TEST(other_block_types) { on_tables(test_more_types); }
+
+/* Scales of all, of rows, of blocks whose last are not whole, of less than 64 columns. */
+static void test_f8(device *t) {
+  static const tfm_scales shapes[] = {{NULL, 0, 0},     {NULL, 64, 192}, {NULL, 1, 512},
+                                      {NULL, 128, 128}, {NULL, 5, 64},   {NULL, 3, 32}};
+  static const tfm_type floats[] = {TFM_F32, TFM_F16, TFM_BF16, TFM_Q8_0};
+  int i, j, m;
+  for (i = 0; i < TFMI_COUNT(shapes); i++) {
+    weight_scales = shapes[i];
+    for (j = 0; j < TFMI_COUNT(floats); j++) pack_and_back(t, TFM_F8_E4M3, floats[j], false, j);
+    if (t->b->f8) pack_and_back(t, TFM_F8_E4M3, TFM_TYPE_DEFAULT, false, i % 4);
+    for (m = 1; m < 40 && t->b->f8; m = 3 * m + 1)
+      matmul_plain(t, m, 45, 512, TFM_F8_E4M3, 3, m % 4);
+    if (t->b->f8) embed_plain(t, TFM_F8_E4M3);
+    if (t->b->f8) same_bits(t, TFM_F8_E4M3, 768);
+    pack_and_back(t, TFM_F8_E5M2, TFM_F32, false, 1);
+    memset(&weight_scales, 0, sizeof weight_scales);
+  }
+}
+TEST(f8_with_scales) { on_tables(test_f8); }
+
+/* 64 values share a scale, which brings the largest to 448; 3 bits follow the first. */
+static void test_to_f8(device *t) {
+  enum { ROWS = 37, COLS = 192 };
+  float v[ROWS * COLS];
+  tfm_part part = {v, TFM_F32, ROWS, {NULL, 0, 0}};
+  tfm_weight_source s = {&part, 1, ROWS, COLS, 0, false, true, false, TFM_ROLE_MATMUL, TFM_F8_E4M3};
+  matrix y = matrix_typed(t, ROWS, COLS, 2, TFM_F32);
+  tfm_pack_size size;
+  tfm_weight w;
+  int i, j, same = 0;
+  if (t->b->f8) {
+    for (i = 0; i < ROWS * COLS; i++) v[i] = (float)(uniform() * ldexp(1, i / 64 % 30 - 14));
+    size = t->b->pack_size(&t->d, &s);
+    t->b->pack(&t->d, &w, &s, malloc(size.host_bytes), t->b->alloc(&t->d, size.device_bytes));
+    t->b->unpack(&t->d, y.m, &w, 0);
+    matrix_get(t, &y);
+    CHECK(size.device_bytes < ROWS * COLS * 5 / 4);
+    for (i = 0; i < ROWS * COLS; i++) {
+      double top = 0, got = (double)y.v[i], want = (double)v[i];
+      for (j = i / 64 * 64; j < i / 64 * 64 + 64; j++) top = fmax(top, fabs((double)v[j]));
+      same += got == want;
+      CHECK(fabs(got - want) <= 1.01 * fmax(fabs(want) / 16, top / 448 / 1024));
+    }
+    CHECK(same < ROWS * COLS / 8);
+    t->b->release(&t->d, w.device, size.device_bytes);
+    free(w.host);
+  }
+  matrix_free(t, &y);
+}
+TEST(becomes_f8) { on_tables(test_to_f8); }
 
 static void test_bits(device *t) {
   int i;

@@ -17,12 +17,17 @@
    `decode` is a chain of small kernels for a token, a graph for four; each asks for its weights
    before the kernel that it follows is complete.
 
-   Two faster ways lie beside that, whose bits depend on the number of rows; an engine that is to be
-   deterministic is not given them (rule 7 of >>backend). `layer` takes passes of more than
-   CUDA_COLUMNS rows, whose weights have 16 bits or fewer, through cuBLASLt and a flash attention on
-   the tensor cores, with activations of 16 bits. cuda_matmul_many takes what else is large and of
-   16 bits, with x in two parts. F32 weights are never taken there. Which of cuBLASLt's kernels a
-   shape gets is found by timing them.
+   Faster ways lie beside that. `layer` takes passes of more than one row whose weights have 16 bits
+   or fewer, with activations of 16 bits: on Hopper up to CUDA_FEW rows by kernels of its own
+   (cuda_few_kernel), again a chain of early starts; more rows, and elsewhere more than
+   CUDA_COLUMNS, through cuBLASLt, and a flash attention on the tensor cores. cuda_matmul_many takes
+   what else is large and of 16 bits, with x in two parts. F32 weights are never taken there. Which
+   of cuBLASLt's kernels a shape gets is found by timing them.
+
+   Of cuBLASLt and of tiles of attention the bits depend on the number of rows. An engine that is to
+   be deterministic goes without them (rule 7 of >>backend): there cuda_few_kernel, and attention
+   row by row, serve any number of rows, one too, and `decode` is declined; where they do not know
+   the weights, it is cuda_dots as above.
 
    Q8_0 and Q4_0 lie with their scales apart, and are multiplied as whole numbers, by x as whole
    numbers of 31 bits, exactly.
@@ -5278,12 +5283,12 @@ static void cuda_hopper_run(tfm_dev *d, const cuda_attn *a) {
 
 /* ---- attn: rows by themselves on Hopper ----
    A block stays for many pieces of work, each a row and the heads that share keys. Its eight warps
-   deal out the keys, sixteen at a time; each has a ring of its own in shared memory, to which one of
-   its threads asks the copy engine for keys and values some items ahead, on into the next pieces,
-   and the first ones before what the kernel follows is complete, but for those that the pass itself
-   appends. A warp multiplies its keys by q, of which the heads are the upper rows of mma's A, and
-   its values by the exponentials, rounded to 16 bits; then the warps are merged in order. So a row's
-   bits depend on nothing beside it. */
+   deal out the keys, sixteen at a time. Each has a ring of its own in shared memory, and asks the
+   copy engine for keys and values some items ahead, on into the next pieces; for the first ones
+   before what the kernel follows is complete, but not for those that the pass itself may append. A
+   warp multiplies its keys by q, of which the heads are the upper rows of mma's A, and its values
+   by the exponentials, rounded to 16 bits; then the warps are merged in order. So a row's bits
+   depend on nothing beside it. */
 
 enum { CUDA_ITEM = 16, CUDA_LONE_HEADS = 8, CUDA_LONE_SLOTS = 6 };
 
@@ -5301,30 +5306,27 @@ typedef struct cuda_lone_items { /* of a piece, those of a warp */
 } cuda_lone_items;
 
 #if CUDA_HOPPER
-__device__ __forceinline__ int cuda_lone_first(const cuda_lone_items &t, int i) { /* its first key */
+/* The first key of the warp's item number i. */
+__device__ __forceinline__ int cuda_lone_first(const cuda_lone_items &t, int i) {
   return (t.low + (int)threadIdx.x / 32 + i * CUDA_CREW_WARPS) * CUDA_ITEM;
 }
 
-/* Looks a piece up, if there is one. */
-__device__ __forceinline__ void cuda_lone_look(cuda_lone_items &t, const cuda_attn &a, int pieces,
+/* A piece, if there is one. */
+__device__ __forceinline__ void cuda_lone_open(cuda_lone_items &t, const cuda_attn &a, int pieces,
                                                int piece) {
-  t.piece = piece, t.row = t.head = t.pos = 0, t.seq = -1;
+  t.piece = piece, t.at = t.count = 0;
   if (piece >= pieces) return;
   t.row = cuda_attn_row(a, piece / a.kv.heads);
   t.head = piece % a.kv.heads;
   t.pos = __ldcg(a.rows.pos + t.row);
   t.seq = __ldcg(a.rows.seq + t.row);
-}
-
-__device__ __forceinline__ void cuda_lone_open(cuda_lone_items &t, const cuda_attn &a) {
-  t.at = t.count = 0;
   t.low = a.p.window > 0 && t.pos >= a.p.window ? (t.pos - a.p.window + 1) / CUDA_ITEM : 0;
   if (t.seq >= 0)
     t.count = (t.pos / CUDA_ITEM - t.low - (int)threadIdx.x / 32 + CUDA_CREW_WARPS) /
               CUDA_CREW_WARPS;
 }
 
-/* Asks for the next item, or the next piece's first one; its pages are looked up by all lanes. False:
+/* Asks for the next item, or the next piece's first one; pages are looked up by all lanes. False:
    there is none; or, where it is early, the pass may still append to it. */
 template <int D>
 __device__ __forceinline__ bool cuda_lone_ask(cuda_lone_items &t, const cuda_maps &maps,
@@ -5335,8 +5337,7 @@ __device__ __forceinline__ bool cuda_lone_ask(cuda_lone_items &t, const cuda_map
   int first, page;
   while (t.at >= t.count) {
     if (t.piece >= pieces) return false;
-    cuda_lone_look(t, a, pieces, t.piece + (int)gridDim.x);
-    cuda_lone_open(t, a);
+    cuda_lone_open(t, a, pieces, t.piece + (int)gridDim.x);
   }
   first = cuda_lone_first(t, t.at);
   if (early && first + CUDA_ITEM + a.rows.n > t.pos) return false;
@@ -5385,7 +5386,8 @@ template <int D> struct cuda_lone { /* of a lane: head lane / 4, columns lane % 
 template <int D> __device__ __forceinline__ void cuda_lone_clear(uint32_t values, int left) {
   for (int i = threadIdx.x % 32; i < (CUDA_ITEM - left) * (D / 8); i += 32)
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};"
-                 : : "r"(values + cuda_lone_at(left + i / (D / 8), i % (D / 8))), "r"(0) : "memory");
+                 : : "r"(values + cuda_lone_at(left + i / (D / 8), i % (D / 8))), "r"(0)
+                 : "memory");
   asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
   __syncwarp();
 }
@@ -5495,18 +5497,15 @@ cuda_lone_kernel(const __grid_constant__ cuda_maps maps, const __grid_constant__
     asked++;
     return true;
   };
-  cuda_lone_look(ask, a, pieces, (int)blockIdx.x);
-  t = ask;
-  cuda_lone_open(ask, a);
+  cuda_lone_open(ask, a, pieces, (int)blockIdx.x);
   while (asked < slots && more(true)) continue;
   cuda_follow();
   while (asked < slots && more(false)) continue;
-  if (t.piece < pieces) cuda_lone_queries<D>(q, a, t);
-  while (t.piece < pieces) {
+  for (int piece = (int)blockIdx.x; piece < pieces; piece += (int)gridDim.x) {
     cuda_lone<D> f = {};
-    cuda_lone_items next;
     f.top = -INFINITY;
-    cuda_lone_open(t, a);
+    cuda_lone_open(t, a, pieces, piece);
+    cuda_lone_queries<D>(q, a, t);
     for (int i = 0; i < t.count; i++, use++) {
       const int slot = use % slots;
       cuda_barrier_wait(barrier + slot * 8, use / slots & 1);
@@ -5514,10 +5513,7 @@ cuda_lone_kernel(const __grid_constant__ cuda_maps maps, const __grid_constant__
       __syncwarp();
       more(false);
     }
-    cuda_lone_look(next, a, pieces, t.piece + (int)gridDim.x);
-    if (next.piece < pieces) cuda_lone_queries<D>(q, a, next);
     cuda_lone_merged<D>(f, a, merge, t);
-    t = next;
   }
 #endif
 }
@@ -5555,12 +5551,11 @@ static void cuda_lone_run(tfm_dev *d, const cuda_attn *a) {
    y = x W^T for up to CUDA_FEW columns: rows of x of 16 bits, or the two parts of rows of F32. W is
    read once; its rows are the side of wgmma that has 64. A block has a tile, 128 rows of W, after
    the other; where there are few tiles, a cluster of up to four shares one, each block a stretch of
-   its columns. A warp brings units, 64 columns of W's rows and
-   of x, by the copy engine into a ring of shared memory, W's first ones before what the kernel
-   follows is complete; two warpgroups multiply. Then every block has some columns of y, adds up what
-   the blocks of the cluster have of them, in order, and stores them: the bits depend on the shape of
-   W alone, not on the number of rows. A gate and what it opens come eight rows by eight, so that a
-   thread has both. */
+   its columns. A warp brings units, 64 columns of W's rows and of x, by the copy engine into a ring
+   of shared memory, W's first ones before what the kernel follows is complete; two warpgroups
+   multiply. Then every block has some columns of y, adds up what the blocks of the cluster have of
+   them, in order, and stores them: the bits depend on the shape of W alone, not on the number of
+   rows. A gate and what it opens come eight rows by eight, so that a thread has both. */
 
 enum {
   CUDA_FEW = 128,

@@ -22,10 +22,10 @@ static bool in_tiles(const device *t, tfm_type type, int rows) {
 
 /* What products of so many rows may be off by, in units of `tolerance`. In the tuned CPU table's
    tiles both factors are rounded to BF16, each off by 2^-8 of itself at most; 6 deviations of a sum
-   of these. Else it multiplies quantised weights by activations rounded to 8 bits: 6 deviations of a
-   sum whose terms are off by up to half a step each. A group of 128 values has steps of a 127th of
-   its largest. A GPU with a workspace may take x in two parts of 16 bits, off by 2^-16, or of F16 by
-   2^-20 where a value is small beside the largest. */
+   of these. Else it multiplies quantised weights by activations rounded to 8 bits: 6 deviations of
+   a sum whose terms are off by up to half a step each. A group of 128 values has steps of a 127th
+   of its largest. A GPU with a workspace may take x in two parts of 16 bits, off by 2^-16, or of
+   F16 by 2^-20 where a value is small beside the largest. */
 static double rounding(const device *t, tfm_type type, int rows, const float *x, const float *w,
                        int n) {
   double variance = 0, top = 0, squares = 0;

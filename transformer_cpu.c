@@ -71,7 +71,8 @@ enum {
   CPU_GROUP = 128,        /* columns of x that share a scale when they are quantised */
   CPU_CHUNK = 512,        /* columns of a panel that are multiplied by several rows of x, */
   CPU_MANY = 64,          /* these at most, while they stay in the first cache */
-  CPU_AHEAD = 1024,       /* bytes: how far ahead of its use a weight is asked for */
+  CPU_AHEAD = 1024,       /* bytes: how far ahead of its use a weight is asked for, */
+  CPU_ASKING = 16,        /* or, of rows of x, while so many are multiplied by the chunk before */
   CPU_SCRATCH = TFM_CPU_SCRATCH, /* for quantised activations; rows are worked off in parts of it */
   CPU_WIDTH = 256,        /* widest head of attention here */
   CPU_QUERIES = 64,       /* query heads that share a tile of keys, */
@@ -83,6 +84,7 @@ enum {
   CPU_TILED_FLOATS = 16,  /* prompts by AMX: rows of x from which on it is faster than vectors, */
   CPU_TILED_BLOCKS = 40,  /* where W is in blocks; */
   CPU_TILED_ROWS = 256,   /* rows at a time, */
+  CPU_TILED_SLOTS = CPU_SCRATCH / 1024 + 512, /* of experts' rows: made tiles at a time, */
   CPU_TILED_COLS = 1024,  /* columns of a panel, multiples of 256, */
   CPU_TILED_PANELS = 32,  /* panels whose sums wait for more columns: each thread has room */
   CPU_TILED_BYTES = 2 * 64 * CPU_TILED_COLS +
@@ -193,8 +195,10 @@ static int32_t cpu_even_part(int32_t rows, int64_t most) {
   return parts > 0 ? (int32_t)((rows + parts - 1) / parts) : 1;
 }
 
-static int32_t cpu_quantised_rows(int32_t rows, int32_t cols) {
-  return cpu_even_part(rows, CPU_SCRATCH / (int64_t)cpu_quantised_bytes(cols));
+/* Rows that are quantised at a time, at most. */
+static int32_t cpu_quantised_most(int32_t cols) {
+  const int32_t most = (int32_t)(CPU_SCRATCH / cpu_quantised_bytes(cols));
+  return most > 0 ? most : 1;
 }
 
 /* Tiles of bf16 of so many rows of x, whole 16s of them. */
@@ -214,15 +218,17 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
   const size_t of_piece = (size_t)net->heads * (CPU_SUMS + (size_t)net->head_width) * sizeof(float);
   const size_t rooms = (size_t)d->threads * CPU_TILED_BYTES;
   size_t most = 0, bytes, i;
-  int32_t slots = rows > sequences ? rows : sequences;
+  int32_t slots = rows > sequences ? rows : sequences, tiled;
   if (d->threads > 1 && context > CPU_PIECE) most = of_piece * (size_t)(context / CPU_PIECE + 1);
   if (most > CPU_PARTS) most = CPU_PARTS; /* or else attention's threads do not share */
   if (slots < 16) slots = 16; /* rows that the engine turns to logits together */
+  tiled = cpu_min(slots, CPU_TILED_ROWS);
   if (net->experts_used > 1) slots *= net->experts_used;
+  if (net->experts) tiled = cpu_min(slots, CPU_TILED_SLOTS) + 16 * net->experts;
   for (i = 0; i < sizeof cols / sizeof *cols; i++) {
-    bytes = (size_t)cpu_quantised_rows(slots, cols[i]) * cpu_quantised_bytes(cols[i]);
+    bytes = (size_t)cpu_min(slots, cpu_quantised_most(cols[i])) * cpu_quantised_bytes(cols[i]);
     if (bytes > most) most = bytes;
-    bytes = rooms + cpu_tiled_bytes(cpu_min(slots, CPU_TILED_ROWS), cols[i]);
+    bytes = rooms + cpu_tiled_bytes(tiled, cols[i]);
     if (bytes > most && d->state) most = bytes;
   }
   if (net->embed.roles & TFM_ROLE_GRADIENT && most < (size_t)d->threads * CPU_TRAIN_BYTES)
@@ -868,18 +874,33 @@ typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. 
   const tfm_weight *w;
   const tfm_epilogue *e;      /* NULL: none */
   const tfm_routing *routing; /* NULL: a plain matrix */
-  bool spread;
+  bool spread, in_order;      /* in_order: first, rows are of routing->order, by experts */
   int32_t first, rows;
   uint8_t *quantised;         /* [rows] of these rows: groups; or tiles of bf16 */
   size_t quantised_bytes;     /* of a row */
   uint8_t *work;              /* CPU_TILE_BYTES of each thread; with tiles, CPU_TILED_BYTES */
-  bool tiles;                 /* AMX multiplies all of the weight that is not F32 */
+  bool tiles;                 /* AMX multiplies all of the weight that is not F32, */
+  bool bytes;                 /* or 16 rows at a time by what of it is Q8_0 */
 } cpu_product;
 
+typedef struct cpu_coming { /* weights of which a tile asks the second cache for `step` bytes, */
+  const uint8_t *at;        /* or its whole lines, with every four of its columns */
+  int32_t step;
+} cpu_coming;
+
 /* One panel or more of W. Of float types: out[i * CPU_OUT + j] = x[i] . row j of the panels. Of
-   blocks, x being cpu_groups: out[i * (rows of the panels) + j] += x[i] . row j. */
+   blocks, x being cpu_groups: out[i * (rows of the panels) + j] += x[i] . row j. Two rows of x and
+   more take a panel, and ask for what comes after it; else a tile asks for its own next bytes. */
 typedef void (*cpu_tile)(float *out, const void *const *x, const uint8_t *w, size_t panel_bytes,
-                         int32_t cols);
+                         int32_t cols, const cpu_coming *coming);
+
+/* Asked for in bunches, lines would take up all of the room that the first cache has for those on
+   their way, and products wait for theirs. */
+CPU_INLINE void cpu_ask(cpu_coming *c, const int lines) {
+  __builtin_prefetch(c->at, 0, 2);
+  if (lines > 1) __builtin_prefetch(c->at + CPU_ALIGN, 0, 2);
+  c->at += c->step;
+}
 
 typedef struct cpu_tile_row {
   int32_t rows, panels; /* of x, of W */
@@ -889,22 +910,39 @@ typedef struct cpu_tile_row {
 typedef struct cpu_slots { /* the rows of y and x that one expert, or the only matrix, multiplies */
   const int32_t *order;    /* NULL: row i is i */
   int32_t begin, end;
+  int32_t tiled;           /* where the first lies among the rows that are tiles: whole 16s */
 } cpu_slots;
+
+static int32_t cpu_experts(const cpu_product *t) { return t->routing ? t->routing->experts : 1; }
 
 /* The row of x that a slot reads. */
 static int32_t cpu_slot_from(const cpu_product *t, int32_t slot) {
   return t->routing && t->spread ? slot / t->routing->top_k : slot;
 }
 
-/* An expert's slots are in the order of their tokens: those within the part lie together. */
+/* The row of x that is number i of the part. */
+static const float *cpu_row_of_part(const cpu_product *t, int32_t i) {
+  return cpu_row(t->x, t->in_order ? cpu_slot_from(t, t->routing->order[t->first + i])
+                                   : t->first + i);
+}
+
+/* What an expert has of the part: its slots are in the order of their tokens, so they lie together.
+   Each expert's tiles begin with a whole one: there is room for 16 rows more before the next. */
 static cpu_slots cpu_slots_of(const cpu_product *t, int32_t expert) {
-  cpu_slots s = {NULL, t->first, t->first + t->rows};
+  const int32_t last = t->first + t->rows;
+  cpu_slots s = {NULL, t->first, last, 0};
   if (!t->routing) return s;
   s.order = t->routing->order;
   s.begin = t->routing->begin[expert];
   s.end = t->routing->begin[expert + 1];
+  if (t->in_order) {
+    if (s.begin < t->first) s.begin = t->first;
+    s.end = cpu_min(s.end, last);
+    s.tiled = ((s.begin - t->first) / 16 + expert) * 16;
+    return s;
+  }
   while (s.begin < s.end && cpu_slot_from(t, s.order[s.begin]) < t->first) s.begin++;
-  while (s.begin < s.end && cpu_slot_from(t, s.order[s.end - 1]) >= t->first + t->rows) s.end--;
+  while (s.begin < s.end && cpu_slot_from(t, s.order[s.end - 1]) >= last) s.end--;
   return s;
 }
 
@@ -929,11 +967,12 @@ static bool cpu_in_tiles(const tfm_dev *d, const tfm_weight *w, int32_t rows) {
   return false;
 }
 
-/* A row of x in the form that a stripe's tiles take. */
-static const void *cpu_row_of_x(const cpu_product *t, const cpu_stripe *s, int32_t slot) {
-  int32_t row = cpu_slot_from(t, slot);
-  if (!cpu_has_blocks((int)s->type)) return cpu_row(t->x, row);
-  return t->quantised + (size_t)(row - t->first) * t->quantised_bytes;
+/* The row of x of slot i, in the form that a stripe's tiles take. */
+static const void *cpu_row_of_x(const cpu_product *t, const cpu_stripe *stripe, const cpu_slots *s,
+                                int32_t i) {
+  const int32_t row = cpu_slot_from(t, cpu_slot_at(s, i));
+  if (!cpu_has_blocks((int)stripe->type)) return cpu_row(t->x, row);
+  return t->quantised + (size_t)((t->in_order ? i : row) - t->first) * t->quantised_bytes;
 }
 
 /* Items per share that make a share worth its dispatch. */
@@ -1194,9 +1233,13 @@ typedef struct cpu_attn_bwd_job {
 #if CPU_AMX /* see below; false: not theirs */
 static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t);
 static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t);
-static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
-                             int32_t n, int32_t col, int32_t worker);
+static void cpu_tiles_panels(const cpu_product *t, const cpu_slots *rows, const cpu_stripe *stripe,
+                             int32_t panel, int32_t n, int32_t col, int32_t worker);
 static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t worker);
+static void cpu_bytes_begin(void);
+static void cpu_bytes_end(void);
+static void cpu_bytes_panel(float *out, int32_t *dots, const cpu_group *x, size_t x_bytes,
+                            const uint8_t *w, int32_t cols);
 #elif defined(CPU_X86) || defined(CPU_ARM)
 static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
   (void)d, (void)t;
@@ -1206,12 +1249,18 @@ static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t) {
   (void)d, (void)t;
   return false;
 }
-static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
-                             int32_t n, int32_t col, int32_t worker) {
-  (void)t, (void)stripe, (void)panel, (void)n, (void)col, (void)worker;
+static void cpu_tiles_panels(const cpu_product *t, const cpu_slots *rows, const cpu_stripe *stripe,
+                             int32_t panel, int32_t n, int32_t col, int32_t worker) {
+  (void)t, (void)rows, (void)stripe, (void)panel, (void)n, (void)col, (void)worker;
 }
 static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t worker) {
   (void)context, (void)begin, (void)end, (void)worker;
+}
+static void cpu_bytes_begin(void) {}
+static void cpu_bytes_end(void) {}
+static void cpu_bytes_panel(float *out, int32_t *dots, const cpu_group *x, size_t x_bytes,
+                            const uint8_t *w, int32_t cols) {
+  (void)out, (void)dots, (void)x, (void)x_bytes, (void)w, (void)cols;
 }
 #endif
 
@@ -1296,7 +1345,7 @@ static bool cpu_has_amx(void) {
 
 #if CPU_AMX
 #define CPU_LEVEL avx512 /* V(...): what is taken from there */
-CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16")
+CPU_TARGET_BEGIN("fma,f16c,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-bf16,amx-int8")
 #if defined(TFM_CPU_AMX_STANDIN)
 #include TFM_CPU_AMX_STANDIN
 #endif
@@ -1469,13 +1518,19 @@ static void cpu_pack_items(void *context, int32_t begin, int32_t end, int32_t wo
     cpu_pack_groups(p, i >= of_b, (i < of_b ? i : i - of_b) * CPU_GROUPS * CPU_TILE_ROWS);
 }
 
-/* Eight tiles: sums 0 to 3; a in 4 and 5; b in 6 and 7. */
-static void cpu_tiles_begin(void) {
+/* Eight tiles: sums 0 to 3; a in 4 and 5, of so many bytes a row; b in 6 and 7. */
+static void cpu_tiles_configure(int bytes) {
   uint8_t config[64] __attribute__((aligned(64))) = {1}; /* palette; [16]: bytes; [48]: rows */
   int i;
-  for (i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = CPU_TILE_ROWS;
+  for (i = 0; i < 8; i++) {
+    config[16 + 2 * i] = (uint8_t)(i / 2 == 2 ? bytes : 64);
+    config[48 + i] = (uint8_t)(i / 2 == 3 ? bytes / 4 : CPU_TILE_ROWS);
+  }
+  __asm__ volatile("" : : "r"(config) : "memory"); /* gcc 12 believes that 8 bytes are read */
   _tile_loadconfig(config);
 }
+
+static void cpu_tiles_begin(void) { cpu_tiles_configure(64); }
 
 typedef struct cpu_walk { /* through tiles of an operand, in pairs, the second tile `next` away */
   const uint8_t *at;
@@ -2054,9 +2109,10 @@ typedef struct cpu_ahead { /* what vectors do while tiles multiply */
   uint8_t *to;                 /* tiles of columns of W that are needed next */
   const uint8_t *w;            /* a panel, from these columns on */
   int32_t cols, unit, units;   /* of these; what is done, and to be done in a step */
-  const float *y;              /* 32 columns of y that are written next */
+  const float *y;              /* 32 columns of y that are written next, */
+  const cpu_slots *slots;      /* of these slots from `row` on */
   int64_t stride;
-  int32_t rows, line, lines;   /* rows; lines asked for, and to be asked for in a step */
+  int32_t row, rows, line, lines; /* rows; lines asked for, and to be asked for in a step */
 } cpu_ahead;
 
 CPU_INLINE void cpu_ahead_step(cpu_ahead *p, const int type) {
@@ -2069,7 +2125,8 @@ CPU_INLINE void cpu_ahead_step(cpu_ahead *p, const int type) {
                             p->cols - p->unit * CPU_UNIT, type);
   }
   for (; p->line < line; p->line++)
-    __builtin_prefetch(p->y + p->line / 2 * p->stride + p->line % 2 * 16, 1);
+    __builtin_prefetch(p->y + cpu_slot_at(p->slots, p->row + p->line / 2) * p->stride +
+                       p->line % 2 * 16, 1);
 }
 
 typedef struct cpu_square { /* 32 rows of x, or 16, times 32 columns of y: steps of 32 terms */
@@ -2117,8 +2174,9 @@ static void (*const cpu_squares[])(const cpu_square *, cpu_ahead *) = {
   cpu_square_TFM_Q4_1, cpu_square_TFM_Q5_0, cpu_square_TFM_Q5_1, cpu_square_TFM_Q4_K,
   cpu_square_TFM_Q5_K, cpu_square_TFM_Q6_K};
 
-typedef struct cpu_tiles { /* panels of a stripe, a thread's, times the rows of x */
+typedef struct cpu_tiles { /* panels of a stripe, a thread's, times rows of x */
   const cpu_product *t;
+  const cpu_slots *slots;      /* CPU_TILED_ROWS at most */
   const cpu_stripe *stripe;
   int32_t first, panels, col;  /* panel; how many; the first's first column of y */
   int32_t wide, parts, group;  /* columns of a part of a panel, of which there are so many; panels
@@ -2151,6 +2209,8 @@ static cpu_part cpu_part_at(const cpu_tiles *p, int32_t i) {
    there are few columns: with more, memory has enough to do. */
 static void cpu_tiles_part(const cpu_tiles *p, const cpu_part *now, cpu_ahead *next) {
   const cpu_product *t = p->t;
+  const int32_t rows = p->slots->end - p->slots->begin;
+  const uint8_t *x;
   int32_t row, left;
   cpu_square s;
   s.w = p->room[0];
@@ -2158,16 +2218,18 @@ static void cpu_tiles_part(const cpu_tiles *p, const cpu_part *now, cpu_ahead *n
   s.group = cpu_tiled_bytes(CPU_TILE_ROWS, t->x.cols);
   s.steps = (now->cols + CPU_TERMS - 1) / CPU_TERMS;
   s.more = now->k > 0;
-  for (row = 0; row < t->rows; row += CPU_ROWS) {
-    left = (t->rows - row + CPU_ROWS - 1) / CPU_ROWS * s.steps;
+  x = t->quantised + (size_t)(p->slots->tiled / CPU_TILE_ROWS) * s.group;
+  next->y = cpu_row(t->y, 0) + p->col + now->panel * CPU_ROWS;
+  for (row = 0; row < rows; row += CPU_ROWS) {
+    left = (rows - row + CPU_ROWS - 1) / CPU_ROWS * s.steps;
     next->units = ((next->cols + 31) / 32 * 8 - next->unit + left - 1) / left;
-    next->rows = p->parts == 1 ? cpu_min(CPU_ROWS, t->rows - row) : 0;
+    next->row = p->slots->begin + row;
+    next->rows = p->parts == 1 ? cpu_min(CPU_ROWS, rows - row) : 0;
     next->lines = (2 * next->rows + s.steps - 1) / s.steps;
     next->line = 0;
-    next->y = cpu_row(t->y, t->first + row) + p->col + now->panel * CPU_ROWS;
-    s.x = t->quantised + (size_t)(row / CPU_TILE_ROWS) * s.group + (size_t)now->k * CPU_ROWS;
+    s.x = x + (size_t)(row / CPU_TILE_ROWS) * s.group + (size_t)now->k * CPU_ROWS;
     s.out = p->sums + now->slot * CPU_ROWS + (size_t)row * (p->row / sizeof *p->sums);
-    s.both = t->rows - row > CPU_TILE_ROWS;
+    s.both = rows - row > CPU_TILE_ROWS;
     cpu_squares[p->stripe->type](&s, next);
   }
 }
@@ -2177,13 +2239,13 @@ static void cpu_tiles_write(const cpu_tiles *p, const cpu_part *part) {
   const int32_t first = part->panel - part->slot, col = first * CPU_ROWS;
   const int32_t end = cpu_min((part->panel + 1) * CPU_ROWS, p->stripe->rows - p->first * CPU_ROWS);
   int32_t i;
-  for (i = 0; i < p->t->rows; i++)
-    V(write)(p->t, p->sums + (size_t)i * (p->row / sizeof *p->sums), end - col, p->t->first + i,
-             p->col + col);
+  for (i = 0; i < p->slots->end - p->slots->begin; i++)
+    V(write)(p->t, p->sums + (size_t)i * (p->row / sizeof *p->sums), end - col,
+             cpu_slot_at(p->slots, p->slots->begin + i), p->col + col);
 }
 
 static cpu_ahead cpu_tiles_ahead(const cpu_tiles *p, const cpu_part *part) {
-  cpu_ahead next = {NULL, NULL, 0, 0, 0, NULL, 0, 0, 0, 0};
+  cpu_ahead next = {NULL, NULL, 0, 0, 0, NULL, p->slots, 0, 0, 0, 0, 0};
   next.to = p->room[1];
   next.w = p->stripe->data + (size_t)(p->first + part->panel) * p->stripe->bytes +
            cpu_panel_span((int)p->stripe->type, part->k);
@@ -2192,10 +2254,10 @@ static cpu_ahead cpu_tiles_ahead(const cpu_tiles *p, const cpu_part *part) {
   return next;
 }
 
-/* n panels of a stripe, from `panel` on, times the rows of x, which are no expert's. */
-static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int32_t panel,
-                             int32_t n, int32_t col, int32_t worker) {
-  cpu_tiles p = {t, stripe, panel, n, col, 0, 0, 0, {NULL, NULL}, NULL, 0};
+/* The same, of as many rows as a thread has room for. */
+static void cpu_tiles_rows(const cpu_product *t, const cpu_slots *slots, const cpu_stripe *stripe,
+                           int32_t panel, int32_t n, int32_t col, int32_t worker) {
+  cpu_tiles p = {t, slots, stripe, panel, n, col, 0, 0, 0, {NULL, NULL}, NULL, 0};
   cpu_part part;
   cpu_ahead next;
   int32_t i;
@@ -2207,7 +2269,6 @@ static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int
   p.room[0] = t->work + (size_t)worker * CPU_TILED_BYTES;
   p.room[1] = p.room[0] + 2 * CPU_ROWS * CPU_TILED_COLS;
   p.sums = (float *)(void *)(p.room[1] + 2 * CPU_ROWS * CPU_TILED_COLS);
-  cpu_tiles_begin();
   part = cpu_part_at(&p, 0);
   next = cpu_tiles_ahead(&p, &part);
   next.units = next.cols;
@@ -2221,20 +2282,124 @@ static void cpu_tiles_panels(const cpu_product *t, const cpu_stripe *stripe, int
     cpu_tiles_part(&p, &now, &next);
     if (now.last) cpu_tiles_write(&p, &now);
   }
+}
+
+/* n panels of a stripe, from `panel` on, times the rows of x that its expert has. */
+static void cpu_tiles_panels(const cpu_product *t, const cpu_slots *rows, const cpu_stripe *stripe,
+                             int32_t panel, int32_t n, int32_t col, int32_t worker) {
+  cpu_slots s = *rows;
+  cpu_tiles_begin();
+  for (; s.begin < rows->end; s.begin = s.end, s.tiled += CPU_TILED_ROWS) {
+    s.end = cpu_min(s.begin + CPU_TILED_ROWS, rows->end);
+    cpu_tiles_rows(t, &s, stripe, panel, n, col, worker);
+  }
   _tile_release();
+}
+
+/* ---- A few rows, in tiles of bytes ----
+   32 columns of 32 rows of Q8_0 are two tiles of unsigned bytes, as they lie; 32 columns of 16 rows
+   of quantised x are one of signed bytes. Their products are the integers that vectors add up, and
+   what becomes of them is the same too: no bit differs. The other types have to be unpacked, which
+   takes as long as multiplying by vectors. */
+
+enum { CPU_DOTS = 2 * CPU_TILE_SIZE / 4 }; /* of a block: [2 halves of the panel][16 rows][16] */
+
+static void cpu_bytes_begin(void) { cpu_tiles_configure(32); }
+static void cpu_bytes_end(void) { _tile_release(); }
+
+/* 32 columns of 16 rows of x, x_bytes apart, times those of a panel. */
+CPU_INLINE void cpu_bytes_dots(int32_t *dots, const int8_t *x, size_t x_bytes, const uint8_t *w) {
+  _tile_loadd(4, x, x_bytes);
+  _tile_loadd(6, w, 4 * CPU_ROWS);
+  _tile_loadd(7, w + 64, 4 * CPU_ROWS);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_dpbsud(0, 4, 6);
+  _tile_dpbsud(1, 4, 7);
+  _tile_stored(0, dots, 64);
+  _tile_stored(1, dots + CPU_DOTS / 2, 64);
+}
+
+/* Blocks `block` and on of a panel, those of one group of x: their dots, [4][CPU_DOTS]. */
+CPU_INLINE void cpu_bytes_group(int32_t *dots, const cpu_group *x, size_t x_bytes,
+                                const uint8_t *w, int32_t block, int32_t blocks) {
+  const int32_t n = cpu_min(CPU_GROUP / 32, blocks - block);
+  int32_t k;
+  int i;
+  for (k = 0; k < n; k++, dots += CPU_DOTS) {
+    const uint8_t *front, *at = cpu_piece_at(&front, w, TFM_Q8_0, block + k);
+    cpu_bytes_dots(dots, x->value + 32 * k, x_bytes, at);
+    for (i = 0; i <= cpu_piece_bytes(TFM_Q8_0); i += CPU_ALIGN)
+      __builtin_prefetch(at + 8 * CPU_AHEAD + i);
+  }
+}
+
+/* Sums of half a panel += a block's: as V(block). x: the first row's group, block k of it. */
+CPU_INLINE void cpu_bytes_add(__m512 *sum, const int32_t *dots, const uint8_t *x, size_t x_bytes,
+                              int32_t k, __m512 scale) {
+  int i;
+  for (i = 0; i < CPU_TILE_ROWS; i++, x += x_bytes, dots += CPU_TILE_ROWS) {
+    const __m512i first = V(first_sum)((const cpu_group *)(const void *)x, k, TFM_Q8_0, 0);
+    const __m512i dot = _mm512_add_epi32(_mm512_load_si512(dots), first);
+    sum[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, sum[i]);
+  }
+}
+
+/* out [16][32] += a group's dots, scaled: as V(block_tile). */
+CPU_INLINE void cpu_bytes_scale(float *out, const int32_t *dots, const uint8_t *x, size_t x_bytes,
+                                const uint8_t *w, int32_t block, int32_t blocks) {
+  const int32_t n = cpu_min(CPU_GROUP / 32, blocks - block);
+  const uint8_t *front;
+  int32_t k;
+  int i, j;
+  for (j = 0; j < 2; j++) {
+    __m512 sum[CPU_TILE_ROWS];
+    for (i = 0; i < CPU_TILE_ROWS; i++) sum[i] = _mm512_setzero_ps();
+    for (k = 0; k < n; k++) {
+      cpu_piece_at(&front, w, TFM_Q8_0, block + k);
+      cpu_bytes_add(sum, dots + k * CPU_DOTS + j * (CPU_DOTS / 2), x, x_bytes, k,
+                    V(scales)(front, NULL, TFM_Q8_0, 0, j));
+    }
+    for (i = 0; i < CPU_TILE_ROWS; i++) {
+      const cpu_group *group = (const cpu_group *)(const void *)(x + (size_t)i * x_bytes);
+      float *to = out + i * CPU_ROWS + j * CPU_TILE_ROWS;
+      _mm512_storeu_ps(to, _mm512_fmadd_ps(sum[i], _mm512_set1_ps(group->scale),
+                                           _mm512_loadu_ps(to)));
+    }
+  }
+}
+
+/* out [16][32] += 16 rows of x, x_bytes apart, times columns of a panel of Q8_0. While vectors
+   scale a group, tiles multiply the next. dots: [2][4][CPU_DOTS]. */
+static void cpu_bytes_panel(float *out, int32_t *dots, const cpu_group *x, size_t x_bytes,
+                            const uint8_t *w, int32_t cols) {
+  enum { EACH = CPU_GROUP / 32, SIDE = EACH * CPU_DOTS };
+  const int32_t blocks = cols / 32;
+  int32_t block, side = 0;
+  cpu_bytes_group(dots, x, x_bytes, w, 0, blocks);
+  for (block = 0; block < blocks; block += EACH, x++, side = SIDE - side) {
+    cpu_bytes_group(dots + SIDE - side, x + 1, x_bytes, w, block + EACH, blocks);
+    cpu_bytes_scale(out, dots + side, (const uint8_t *)x, x_bytes, w, block, blocks);
+  }
 }
 
 /* Rows of x as tiles of bf16: [rows / 16][cols / 32][16][32]. */
 static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_product *t = (const cpu_product *)context;
   const size_t group = cpu_tiled_bytes(CPU_TILE_ROWS, t->x.cols);
-  int32_t i, col;
+  int32_t expert, i, at, col;
   (void)worker;
-  for (i = begin; i < end; i++) {
-    const float *x = cpu_row(t->x, t->first + i);
-    uint8_t *to = t->quantised + (size_t)(i / CPU_TILE_ROWS) * group + i % CPU_TILE_ROWS * 64;
-    for (col = 0; col < t->x.cols; col += CPU_TERMS, to += CPU_TILE_SIZE)
-      _mm512_store_si512(to, cpu_pairs_along(x + col, t->x.cols - col));
+  for (expert = 0; expert < cpu_experts(t); expert++) {
+    const cpu_slots s = cpu_slots_of(t, expert);
+    i = s.begin - t->first > begin ? s.begin - t->first : begin;
+    for (; i < cpu_min(end, s.end - t->first); i++) {
+      const float *x = cpu_row_of_part(t, i);
+      uint8_t *to;
+      at = s.tiled + t->first + i - s.begin;
+      to = t->quantised + (size_t)(at / CPU_TILE_ROWS) * group + at % CPU_TILE_ROWS * 64;
+      for (col = 0; col < t->x.cols; col += CPU_TERMS, to += CPU_TILE_SIZE)
+        _mm512_store_si512(to, cpu_pairs_along(x + col, t->x.cols - col));
+    }
   }
 }
 CPU_TARGET_END
@@ -2893,12 +3058,13 @@ CPU_INLINE void V(pair)(V(vec) *low, V(vec) *high, const uint8_t *w, tfm_type ty
 
 /* rows, panels and type are constants where this is inlined, so that the sums stay in registers. */
 CPU_INLINE void V(float_tile)(float *out, const void *const *x, const uint8_t *w,
-                              size_t panel_bytes, int32_t cols, const tfm_type type,
-                              const int rows, const int panels) {
+                              size_t panel_bytes, int32_t cols, const cpu_coming *coming,
+                              const tfm_type type, const int rows, const int panels) {
   const int bytes = CPU_ROWS * (type == TFM_F32 ? 4 : 2), half = V(vectors) / 2;
   V(vec) sum[CPU_TILE][4 * V(vectors)], low, high, b;
   int32_t k;
   int i, j, p, l;
+  (void)coming;
   CPU_UNROLL for (i = 0; i < rows; i++)
     CPU_UNROLL for (j = 0; j < panels * V(vectors); j++) sum[i][j] = V(all)(0.0f);
   for (k = 0; k < cols; k++, w += bytes)
@@ -2986,14 +3152,18 @@ CPU_INLINE V(ints) V(first_sum)(const cpu_group *x, int32_t k, const int type, c
   return shift == 7 ? sum : V(signed_right)(sum, 7 - shift);
 }
 
+/* Lines to ask for with each dword: what is unpacked is multiplied by many rows. */
+CPU_INLINE int V(lines)(const int type) { return V(is_unpacked)(type) ? 1 : 2; }
+
 /* dots[i][j] += dwords begin .. begin + step - 1 of vector j of the panel, times x[i]'s. */
 #if defined(CPU_X86)
 CPU_INLINE void V(dots)(V(ints) (*dots)[V(vectors)], const cpu_group *const *x, int32_t k,
-                        const uint8_t *w, const int type, const int rows, const int begin,
-                        const int step) {
+                        const uint8_t *w, cpu_coming *next, const int type, const int rows,
+                        const int begin, const int step) {
   V(ints) numbers[V(vectors)], four;
   int i, j, u;
   for (u = begin; u < begin + step; u++) {
+    if (rows > 1) cpu_ask(next, V(lines)(type));
     for (j = 0; j < V(vectors); j++) numbers[j] = V(numbers)(w, type, u, j);
     for (i = 0; i < rows; i++) {
       four = V(quad)(x[i]->value + 32 * k + 4 * u);
@@ -3054,8 +3224,10 @@ CPU_INLINE void V(dots_of_pairs)(V(ints) (*dots)[V(vectors)], const cpu_group *c
 #endif
 
 CPU_INLINE void V(dots)(V(ints) (*dots)[V(vectors)], const cpu_group *const *x, int32_t k,
-                        const uint8_t *w, const int type, const int rows, const int begin,
-                        const int step) {
+                        const uint8_t *w, cpu_coming *next, const int type, const int rows,
+                        const int begin, const int step) {
+  int u;
+  for (u = begin; u < begin + step && rows > 1; u++) cpu_ask(next, V(lines)(type));
 #if CPU_DOT == 2
   if (rows > 1 || V(is_unpacked)(type)) {
     V(dots_of_pairs)(dots, x, k, w, type, rows, begin, step);
@@ -3068,7 +3240,8 @@ CPU_INLINE void V(dots)(V(ints) (*dots)[V(vectors)], const cpu_group *const *x, 
 
 /* sum[i][j] += vector j of the panel times piece k of x[i], with the scales of W. */
 CPU_INLINE void V(block)(V(vec) (*sum)[V(vectors)], const cpu_group *const *x, int32_t k,
-                         const uint8_t *front, const uint8_t *w, const int type, const int rows) {
+                         const uint8_t *front, const uint8_t *w, cpu_coming *next, const int type,
+                         const int rows) {
   const int step = V(halved)(type) ? 4 : 8;
   V(ints) dots[CPU_TILE][V(vectors)];
   V(vec) scale;
@@ -3076,7 +3249,7 @@ CPU_INLINE void V(block)(V(vec) (*sum)[V(vectors)], const cpu_group *const *x, i
   CPU_UNROLL for (begin = 0; begin < 8; begin += step) {
     CPU_UNROLL for (i = 0; i < rows; i++)
       CPU_UNROLL for (j = 0; j < V(vectors); j++) dots[i][j] = V(first_sum)(x[i], k, type, begin);
-    V(dots)(dots, x, k, w, type, rows, begin, step);
+    V(dots)(dots, x, k, w, next, type, rows, begin, step);
     CPU_UNROLL for (j = 0; j < V(vectors); j++) {
       scale = V(scales)(front, w, type, begin / 4, j);
       CPU_UNROLL for (i = 0; i < rows; i++)
@@ -3093,13 +3266,15 @@ CPU_INLINE void V(block)(V(vec) (*sum)[V(vectors)], const cpu_group *const *x, i
 
 /* Adds to out [rows][panels][CPU_ROWS]. */
 CPU_INLINE void V(block_tile)(float *out, const void *const *x, const uint8_t *w,
-                              size_t panel_bytes, int32_t cols, const int type, const int rows,
-                              const int panels) {
+                              size_t panel_bytes, int32_t cols, const cpu_coming *coming,
+                              const int type, const int rows, const int panels) {
   const int bytes = cpu_piece_bytes(type) + cpu_front_bytes(type) / (cpu_layouts[type].cols / 32);
+  cpu_coming next = {NULL, 0};
   const cpu_group *group[CPU_TILE];
   V(vec) sum[4][CPU_TILE][V(vectors)], scale;
   int32_t b, k, n;
   int i, j, p, l;
+  if (coming) next = *coming;
   for (i = 0; i < rows; i++) group[i] = (const cpu_group *)x[i];
   for (b = 0; b < cols / 32; b += n) {
     n = cpu_min(CPU_GROUP / 32, cols / 32 - b);
@@ -3109,9 +3284,9 @@ CPU_INLINE void V(block_tile)(float *out, const void *const *x, const uint8_t *w
     for (k = 0; k < n; k++)
       for (p = 0; p < panels; p++) {
         const uint8_t *front, *at = cpu_piece_at(&front, w + (size_t)p * panel_bytes, type, b + k);
-        if (!V(is_unpacked)(type))
+        if (rows == 1 && !V(is_unpacked)(type))
           for (l = 0; l < bytes; l += CPU_ALIGN) __builtin_prefetch(at + CPU_AHEAD + l);
-        V(block)(sum[p], group, k, front, at, type, rows);
+        V(block)(sum[p], group, k, front, at, &next, type, rows);
       }
     for (i = 0; i < rows; i++) {
       scale = V(all)(group[i]->scale);
@@ -3142,7 +3317,6 @@ CPU_INLINE void V(unpack_as)(uint8_t *to, const uint8_t *w, int32_t cols, const 
   for (b = 0; b < cols / 32; b++) {
     const uint8_t *front, *at = cpu_piece_at(&front, w, type, b);
     float *scale = (float *)(void *)to;
-    for (u = 0; u < cpu_layouts[type].low; u++) __builtin_prefetch(at + CPU_AHEAD + 128 * u);
     for (j = 0; j < V(vectors); j++) {
       V(store)(scale + CPU_LANES * j, V(scales)(front, at, type, 0, j));
       if (form != CPU_UNPACKED)
@@ -3166,8 +3340,8 @@ CPU_INLINE void V(unpack_as)(uint8_t *to, const uint8_t *w, int32_t cols, const 
 #define CPU_TILE_OF(kind, type, rows, panels)                                                      \
   static void V(kind##_##type##_##rows##_##panels)(float *out, const void *const *x,               \
                                                    const uint8_t *w, size_t panel_bytes,           \
-                                                   int32_t cols) {                                 \
-    V(kind)(out, x, w, panel_bytes, cols, type, rows, panels);                               \
+                                                   int32_t cols, const cpu_coming *coming) {       \
+    V(kind)(out, x, w, panel_bytes, cols, coming, type, rows, panels);                             \
   }
 #define CPU_TILE_ROW(kind, type, rows, panels) {rows, panels, V(kind##_##type##_##rows##_##panels)},
 
@@ -3251,7 +3425,7 @@ static void V(quantise)(void *context, int32_t begin, int32_t end, int32_t worke
   (void)worker;
   for (i = begin; i < end; i++) {
     cpu_group *y = (cpu_group *)(void *)(t->quantised + (size_t)i * t->quantised_bytes);
-    const float *x = cpu_row(t->x, t->first + i);
+    const float *x = cpu_row_of_part(t, i);
     for (col = 0; col < t->x.cols; col += CPU_GROUP)
       V(quantise_group)(y++, x + col, cpu_min(CPU_GROUP, t->x.cols - col));
   }
@@ -3273,33 +3447,56 @@ static void V(panels)(const cpu_product *t, const cpu_slots *s, const cpu_stripe
   const cpu_tile_row *tile;
   for (slot = s->begin; slot < s->end; slot += tile->rows) {
     tile = V(tile_for)((int)stripe->type, s->end - slot, n);
-    for (i = 0; i < tile->rows; i++) x[i] = cpu_row_of_x(t, stripe, cpu_slot_at(s, slot + i));
+    for (i = 0; i < tile->rows; i++) x[i] = cpu_row_of_x(t, stripe, s, slot + i);
     if (cpu_has_blocks((int)stripe->type)) memset(out, 0, CPU_OUT * sizeof *out); /* 1 row */
-    tile->run(out, x, w, stripe->bytes, t->x.cols);
+    tile->run(out, x, w, stripe->bytes, t->x.cols, NULL);
     for (i = 0; i < tile->rows; i++)
       V(write)(t, out + i * CPU_OUT, cols, cpu_slot_at(s, slot + i), col);
   }
 }
 
-/* A panel of blocks times n rows of x, CPU_MANY at most: out [n][CPU_ROWS]. room: for a chunk. */
+/* The tiles that a chunk's next one is asked for by: those of the first rows of x. */
+static int32_t V(asking)(int type, int32_t n) {
+  int32_t tiles = 0, i, rows;
+  for (i = 0; i < cpu_min(n, CPU_ASKING); i += rows) {
+    rows = V(tile_for)(type, n - i, 1)->rows;
+    tiles += rows > 1;
+  }
+  return tiles > 0 ? tiles : 1;
+}
+
+/* A panel of blocks times n rows of x, CPU_MANY at most: out [n][CPU_ROWS]. room: for a chunk,
+   or for integers of tiles. */
 static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, const cpu_slots *s,
                            int32_t slot, int32_t n, const cpu_stripe *stripe, int32_t panel) {
-  const uint8_t *w = stripe->data + (size_t)panel * stripe->bytes, *from;
+  const uint8_t *from = stripe->data + (size_t)panel * stripe->bytes, *w;
   const int form = n > 4 ? V(form)((int)stripe->type) : 0; /* fewer: not worth unpacking */
+  const int type = form ? form : (int)stripe->type;
+  const int32_t asking = V(asking)(type, n);
+  const bool bytes = t->bytes && stripe->type == TFM_Q8_0;
   const void *x[CPU_TILE];
   const cpu_tile_row *tile;
-  int32_t k, i, j, cols;
+  int32_t k, i, j, cols, span;
+  cpu_coming next;
   memset(out, 0, (size_t)n * CPU_ROWS * sizeof *out);
-  for (k = 0; k < t->x.cols; k += cols) {
+  for (k = 0; k < t->x.cols; k += cols, from += span) {
     cols = cpu_min(CPU_CHUNK, t->x.cols - k);
-    from = w + cpu_panel_span((int)stripe->type, k);
+    span = (int32_t)cpu_panel_span((int)stripe->type, cols);
+    w = form ? room : from;
     if (form) V(unpack)(room, from, cols, stripe->type);
-    for (i = 0; i < n; i += tile->rows) {
-      tile = V(tile_for)(form ? form : (int)stripe->type, n - i, 1);
+    next.at = from + span;
+    next.step = span / (asking * (cols / 4));
+    for (i = 0; bytes && i + 16 <= n; i += 16)
+      cpu_bytes_panel(out + i * CPU_ROWS, (int32_t *)(void *)room,
+                      (const cpu_group *)cpu_row_of_x(t, stripe, s, slot + i) + k / CPU_GROUP,
+                      t->quantised_bytes, from, cols);
+    for (; i < n; i += tile->rows) {
+      tile = V(tile_for)(type, n - i, 1);
+      if (i >= CPU_ASKING) next.at = w, next.step = 0;
       for (j = 0; j < tile->rows; j++)
-        x[j] = (const cpu_group *)cpu_row_of_x(t, stripe, cpu_slot_at(s, slot + i + j)) +
-               k / CPU_GROUP;
-      tile->run(out + i * CPU_ROWS, x, form ? room : from, 0, cols);
+        x[j] = (const cpu_group *)cpu_row_of_x(t, stripe, s, slot + i + j) + k / CPU_GROUP;
+      tile->run(out + i * CPU_ROWS, x, w, 0, cols, &next);
+      next.at += next.step * (cols / 4);
     }
   }
 }
@@ -3324,8 +3521,9 @@ static void V(block_panels)(const cpu_product *t, const cpu_slots *s, const cpu_
 static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_product *t = (const cpu_product *)context;
   const cpu_weight *w = cpu_weight_of(t->w);
-  int32_t experts = t->routing ? t->routing->experts : 1, expert, i, at, n;
-  for (expert = 0; expert < experts; expert++) {
+  int32_t expert, i, at, n;
+  if (t->bytes) cpu_bytes_begin();
+  for (expert = 0; expert < cpu_experts(t); expert++) {
     cpu_slots slots = cpu_slots_of(t, expert);
     bool many = slots.end - slots.begin > 1;
     for (i = 0; i < w->stripes && slots.begin < slots.end; i++) {
@@ -3338,30 +3536,35 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
       for (at = begin > s->panel ? begin : s->panel; at < last; at += n) {
         int32_t panel = at - s->panel, col = first + panel * CPU_ROWS;
         n = tiled ? last - at : last - at >= wide ? wide : 1;
-        if (tiled) cpu_tiles_panels(t, s, panel, n, col, worker);
+        if (tiled) cpu_tiles_panels(t, &slots, s, panel, n, col, worker);
         else if (blocks) V(block_panels)(t, &slots, s, panel, col, worker);
         else V(panels)(t, &slots, s, panel, n, col);
       }
     }
   }
+  if (t->bytes) cpu_bytes_end();
 }
 
 static void V(product)(tfm_dev *d, cpu_product *t) {
   const cpu_weight *w = cpu_weight_of(t->w);
-  int32_t most = t->x.rows, grain;
+  int32_t all = t->x.rows, most, grain;
   t->work = (uint8_t *)d->work;
-  t->tiles = !t->routing && cpu_in_tiles(d, t->w, most);
+  t->tiles = cpu_in_tiles(d, t->w, t->y.rows / cpu_experts(t));
+  t->in_order = t->routing && (t->tiles || !t->spread);
+  if (t->in_order) all = t->y.rows;
+  most = all;
   if (t->tiles) {
     t->work = cpu_quantised_at(d);
     t->quantised = t->work + (size_t)d->threads * CPU_TILED_BYTES;
-    most = cpu_even_part(most, CPU_TILED_ROWS);
+    most = cpu_even_part(all, t->routing ? CPU_TILED_SLOTS : CPU_TILED_ROWS);
   } else if (cpu_is_quantised(t->w)) {
     t->quantised = cpu_quantised_at(d);
     t->quantised_bytes = cpu_quantised_bytes(t->x.cols);
-    most = cpu_quantised_rows(most, t->x.cols);
+    most = cpu_even_part(all, cpu_quantised_most(t->x.cols));
+    t->bytes = d->state && (!t->routing || t->in_order); /* rows lie one after the other */
   }
-  for (t->first = 0; t->first < t->x.rows; t->first += t->rows) {
-    t->rows = cpu_min(most, t->x.rows - t->first);
+  for (t->first = 0; t->first < all; t->first += t->rows) {
+    t->rows = cpu_min(most, all - t->first);
     if (t->quantised)
       tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), t->tiles ? cpu_tiles_of_x : V(quantise),
                        t);
@@ -3377,14 +3580,14 @@ static void V(matmul_moe_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weigh
 
 static void V(matmul)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                       const tfm_epilogue *e) {
-  cpu_product t = {y, x, w, e, NULL, false, 0, 0, NULL, 0, NULL, false};
+  cpu_product t = {y, x, w, e, NULL, false, false, 0, 0, NULL, 0, NULL, false, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_rows)(d, y, x, w, e);
 }
 
 static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                           const tfm_routing *r, bool spread) {
-  cpu_product t = {y, x, w, NULL, r, spread, 0, 0, NULL, 0, NULL, false};
+  cpu_product t = {y, x, w, NULL, r, spread, false, 0, 0, NULL, 0, NULL, false, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_moe_rows)(d, y, x, w, r, spread);
 }
@@ -3655,7 +3858,7 @@ static int32_t V(attn_tile)(const cpu_attn_job *t, V(query) *q, int32_t queries,
     n = panels - i >= V(wide) ? V(wide) : 1;
     V(tile_for)(TFM_F32, rows, n)
         ->run(score + i * CPU_ROWS, x, (const uint8_t *)(keys + i * of_keys),
-              (size_t)of_keys * sizeof *keys, width);
+              (size_t)of_keys * sizeof *keys, width, NULL);
   }
   for (i = 0; i < rows; i++) {
     int32_t first = cpu_min(panels * CPU_ROWS, q[i].first - base);
@@ -3667,7 +3870,8 @@ static int32_t V(attn_tile)(const cpu_attn_job *t, V(query) *q, int32_t queries,
   for (col = 0; col < width; col += n * CPU_ROWS) {
     n = width - col >= V(wide) * CPU_ROWS ? V(wide) : 1;
     V(tile_for)(TFM_F32, rows, n)
-        ->run(out, x, (const uint8_t *)(values + col * CPU_KEYS), panel, panels * CPU_ROWS);
+        ->run(out, x, (const uint8_t *)(values + col * CPU_KEYS), panel, panels * CPU_ROWS,
+              NULL);
     for (i = 0; i < rows; i++)
       V(carry)(q[i].sums + CPU_SUMS + col, out + i * CPU_OUT, cpu_min(n * CPU_ROWS, width - col),
                correction[i]);
@@ -4041,7 +4245,8 @@ static void V(gemm_tile)(const V(gemm_part) *p, int32_t row, int32_t rows, const
     float *sums = V(sums_at)(p, row, panel);
     n = p->panels - panel < V(wide) ? 1 : V(wide);
     V(tile_for)(TFM_F32, rows, n)
-        ->run(p->k ? out : sums, x, (const uint8_t *)p->b + (size_t)panel * bytes, bytes, p->depth);
+        ->run(p->k ? out : sums, x, (const uint8_t *)p->b + (size_t)panel * bytes, bytes, p->depth,
+              NULL);
     for (i = 0; i < rows && p->k; i++)
       for (j = i * CPU_OUT; j < i * CPU_OUT + n * CPU_ROWS; j += CPU_LANES)
         V(store)(sums + j, V(add)(V(load)(sums + j), V(load)(out + j)));
@@ -4385,8 +4590,8 @@ static int32_t V(attn_bwd_tile)(const cpu_attn_bwd_job *t, const V(attn_bwd_work
   const cpu_tile_row *tile = V(tile_for)(TFM_F32, rows, 1);
   const void *x[CPU_TILE];
   int32_t i, j, col, n;
-  tile->run(score, (const void *const *)(k->q_row + row), (const uint8_t *)k->keys, 0, width);
-  tile->run(dp, (const void *const *)(k->dy_row + row), (const uint8_t *)k->values, 0, width);
+  tile->run(score, (const void *const *)(k->q_row + row), (const uint8_t *)k->keys, 0, width, NULL);
+  tile->run(dp, (const void *const *)(k->dy_row + row), (const uint8_t *)k->values, 0, width, NULL);
   for (i = 0; i < tile->rows; i++) {
     int32_t at = pos + row + i, first = cpu_first_key(t->attn.p, at) - base;
     x[i] = k->ds + (row + i) * CPU_ROWS;
@@ -4397,7 +4602,7 @@ static int32_t V(attn_bwd_tile)(const cpu_attn_bwd_job *t, const V(attn_bwd_work
   for (col = 0; col < width; col += n * CPU_ROWS) {
     n = width - col >= V(wide) * CPU_ROWS ? V(wide) : 1;
     V(tile_for)(TFM_F32, tile->rows, n)
-        ->run(score, x, (const uint8_t *)(k->rows + col * CPU_ROWS), panel, CPU_ROWS);
+        ->run(score, x, (const uint8_t *)(k->rows + col * CPU_ROWS), panel, CPU_ROWS, NULL);
     for (i = 0; i < tile->rows; i++) {
       float *dq = k->dq_row[row + i] + col;
       int32_t some = cpu_min(n * CPU_ROWS, width - col);
@@ -4419,7 +4624,7 @@ static void V(attn_bwd_sums)(float *to, const float *x, const float *panel, int3
   for (i = 0; i < width; i += tile->rows) {
     tile = V(tile_for)(TFM_F32, width - i, 1);
     for (j = 0; j < tile->rows; j++) at[j] = x + (i + j) * V(queries) + row;
-    tile->run(out, at, (const uint8_t *)(panel + row * CPU_ROWS), 0, rows);
+    tile->run(out, at, (const uint8_t *)(panel + row * CPU_ROWS), 0, rows, NULL);
     for (j = 0; j < tile->rows; j++)
       memcpy(to + (i + j) * CPU_ROWS, out + j * CPU_OUT, CPU_ROWS * sizeof *to);
   }

@@ -49,9 +49,10 @@
 enum {
   CUDA_CREW = 256,        /* threads of a block that multiplies, normalises or attends */
   CUDA_CREW_WARPS = CUDA_CREW / 32,
-  CUDA_THREADS = 512,     /* of one that samples */
-  CUDA_WARPS = CUDA_THREADS / 32,
-  CUDA_CLUSTER = 8,       /* of which this many take a row, where clusters are possible */
+  CUDA_THREADS = 512,     /* of one that ends a token */
+  CUDA_SAMPLERS = 1024,   /* of one that samples, which has a multiprocessor for itself */
+  CUDA_WARPS = CUDA_SAMPLERS / 32, /* at most */
+  CUDA_CLUSTER = 8,       /* of which up to so many take a row, where clusters are possible */
   CUDA_COLUMNS = 4,       /* rows of x that share one reading of W */
   CUDA_SHARED = 220 << 10, /* bytes of shared memory that a block may ask for */
   CUDA_KEYS = 64,         /* keys in a tile of attention */
@@ -432,7 +433,7 @@ static void cuda_run_clusters(tfm_dev *d, void (*kernel)(P...), int cluster, dim
   config.dynamicSmemBytes = shared;
   config.stream = cuda_stream(d);
   if (grid.x == 0 || grid.y == 0 || d->status != TFM_OK) return;
-  if (shared > (32 << 10) && /* with what a kernel has of its own, 48 KB at most */
+  if (shared > (24 << 10) && /* with what a kernel has of its own, 48 KB at most */
       !cuda_check(d, cudaFuncSetAttribute((const void *)kernel,
                                           cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           (int)shared), "cudaFuncSetAttribute")) return;
@@ -3392,53 +3393,69 @@ static void cuda_attn_entry(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv,
 }
 
 /* ---- sample ----
-   As the reference, on probabilities relative to the largest, in [0, 1]; but masses are sums of
-   integers, p * 2^40 rounded, so that they do not depend on the order. A row is the work of a
-   cluster of blocks, each of which keeps a share of it in shared memory; every warp goes through a
-   stretch of its own. What a warp finds it tells all blocks (cuda_tell). A threshold is found digit
-   by digit of its bits: every block counts its share in bins, of which there are 32 to an octave,
-   then 512 to a bin, and 512 to each of these; then every block adds up what all have of groups of
-   32 bins, and of the group that matters the bins. A bin's mass is the sum of its numbers'
-   fractions, whole numbers, as they all have one exponent. */
+   As the reference, on probabilities relative to the largest, in [0, 1]; but they are rounded to
+   multiples of 2^-40, so that masses are sums of whole numbers and do not depend on the order. A
+   row is the work of a cluster of blocks, each of which keeps a share of it on the chip: every lane
+   of a warp some quads in registers, others in shared memory. Every warp has a stretch of its own,
+   and tells all blocks what it finds there (cuda_tell). A threshold is found digit by digit of its
+   bits: every block counts its share in bins, of which there are 32 to an octave, then 512 to a
+   bin, and 512 to each of these; then every block adds up what all have of groups of 32 bins, and
+   of the group that matters the bins. A bin's mass is the sum of its numbers' fractions, whole
+   numbers, as they all have one exponent. */
 
 enum {
   CUDA_BINS = 1344,               /* 41 octaves of 32, one for 1, and up to whole warps */
   CUDA_DIGIT = 9,                 /* bits of a digit below the bins */
   CUDA_ALL_BINS = CUDA_BINS + (1 << CUDA_DIGIT), /* of one digit, and of the next */
   CUDA_FLOOR = (127 - 41) << 23,  /* the bits of 2^-41, below which there is no mass */
+  CUDA_ONE = 127 << 23,           /* the bits of 1 */
+  CUDA_HELD = 4,                  /* quads of a lane in registers */
   CUDA_KEPT = 48 << 10,           /* values of a share that shared memory holds ... */
-  CUDA_KEPT_FEW = 8 << 10         /* ... where there are no clusters */
+  CUDA_KEPT_FEW = 6 << 10         /* ... where there are no clusters */
 };
 
 typedef struct cuda_choice { /* of a block, in shared memory */
-  uint32_t low[CUDA_ALL_BINS], high[CUDA_ALL_BINS]; /* halves of the bins' sums */
+  uint32_t low[CUDA_ALL_BINS + 32], high[CUDA_ALL_BINS + 32]; /* halves of the bins' sums */
   unsigned long long group[2][CUDA_BINS / 32];      /* masses of 32 bins, by turns */
   unsigned long long told[2][CUDA_CLUSTER * CUDA_WARPS];
   unsigned long long warp[CUDA_WARPS], goal;
   int found;
 } cuda_choice;
 
-typedef struct cuda_share { /* of a row of n values */
-  float *p;      /* [quads * 4] of this warp */
+typedef struct cuda_share { /* of a row of n values: this warp's */
+  float4 held[CUDA_HELD]; /* this lane's first quads */
+  float4 *p;     /* the others of the warp */
   int n;
   int begin;     /* the warp's first value */
-  int quads;     /* of every warp */
+  int each;      /* quads of every lane: the warp's are dealt out to them */
   int turn;
   bool raw;      /* logits still: probabilities are powers of two of (p - top) * by */
   float top, by;
 } cuda_share;
 
-/* Quads of a warp, when a row is shared by that many blocks. */
-__host__ __device__ static int cuda_share_quads(int n, int blocks) {
-  return (n + blocks * CUDA_WARPS * 4 - 1) / (blocks * CUDA_WARPS * 4);
+/* Quads of a lane, when a row is shared by that many threads; an even number of them if there are
+   more than registers hold. */
+__host__ __device__ static int cuda_share_each(int n, int threads) {
+  const int each = (n + threads * 4 - 1) / (threads * 4);
+  return each <= CUDA_HELD ? each : (each + 1) / 2 * 2;
 }
 
-__device__ static cuda_share cuda_share_of(float *kept, float *work, int n) {
+/* Of these, those that are not in registers. */
+__host__ __device__ static int cuda_share_left(int each) {
+  return each > CUDA_HELD ? each - CUDA_HELD : 0;
+}
+
+__device__ __forceinline__ int cuda_warps() { return (int)blockDim.x / 32; }
+
+/* work: where `kept` is NULL, and then rows are long. */
+__device__ static cuda_share cuda_share_of(float4 *kept, float *work, int n) {
+  const int warp = (int)blockIdx.x * cuda_warps() + (int)threadIdx.x / 32;
   cuda_share s;
   s.n = n;
-  s.quads = cuda_share_quads(n, (int)gridDim.x);
-  s.begin = ((int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32) * s.quads * 4;
-  s.p = kept ? kept + threadIdx.x / 32 * s.quads * 4 : work + s.begin;
+  s.each = cuda_share_each(n, (int)(gridDim.x * blockDim.x));
+  s.begin = warp * s.each * 128;
+  s.p = kept ? kept + threadIdx.x / 32 * cuda_share_left(s.each) * 32
+             : (float4 *)work + warp * cuda_share_left(s.each) * 32;
   s.turn = 0;
   s.raw = true;
   return s;
@@ -3504,34 +3521,34 @@ __device__ static unsigned long long cuda_block_best(unsigned long long v,
   return v;
 }
 
-/* What each warp of the row's blocks has found, in order: [gridDim.x * CUDA_WARPS]. */
-__device__ static const unsigned long long *cuda_tell(unsigned long long v, cuda_share &s,
-                                                      cuda_choice *c) {
-  const int lane = threadIdx.x % 32, mine = (int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32;
+/* What each warp of the row's blocks has found, in order: [gridDim.x * cuda_warps()]. */
+__device__ __forceinline__ const unsigned long long *cuda_tell(unsigned long long v,
+                                                               cuda_share &s, cuda_choice *c) {
+  const int lane = threadIdx.x % 32, mine = (int)blockIdx.x * cuda_warps() + (int)threadIdx.x / 32;
   s.turn ^= 1; /* what was told before may still be read */
   if (lane < (int)gridDim.x) *cuda_in_block(&c->told[s.turn][mine], lane) = v;
   cuda_meet();
   return c->told[s.turn];
 }
 
-__device__ static unsigned long long cuda_row_best(unsigned long long v, cuda_share &s,
-                                                   cuda_choice *c) {
+__device__ __forceinline__ unsigned long long cuda_row_best(unsigned long long v, cuda_share &s,
+                                                            cuda_choice *c) {
   const unsigned long long *told = cuda_tell(cuda_warp_best(v), s, c);
-  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32) v = max(v, told[i]);
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * cuda_warps(); i += 32) v = max(v, told[i]);
   return cuda_warp_best(v);
 }
 
-__device__ static float cuda_row_sum(float v, cuda_share &s, cuda_choice *c) {
-  const unsigned long long *told = cuda_tell(__float_as_uint(cuda_warp_sum(v)), s, c);
+__device__ __forceinline__ unsigned long long cuda_row_sum(unsigned long long v, cuda_share &s,
+                                                           cuda_choice *c) {
+  const unsigned long long *told = cuda_tell(cuda_warp_total(v), s, c);
   v = 0;
-  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32)
-    v += __uint_as_float((uint32_t)told[i]);
-  return cuda_warp_sum(v);
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * cuda_warps(); i += 32) v += told[i];
+  return cuda_warp_total(v);
 }
 
-__device__ static float cuda_row_max(float v, cuda_share &s, cuda_choice *c) {
+__device__ __forceinline__ float cuda_row_max(float v, cuda_share &s, cuda_choice *c) {
   const unsigned long long *told = cuda_tell(__float_as_uint(cuda_warp_max(v)), s, c);
-  for (int i = threadIdx.x % 32; i < (int)gridDim.x * CUDA_WARPS; i += 32)
+  for (int i = threadIdx.x % 32; i < (int)gridDim.x * cuda_warps(); i += 32)
     v = fmaxf(v, __uint_as_float((uint32_t)told[i]));
   return cuda_warp_max(v);
 }
@@ -3540,121 +3557,170 @@ __device__ __forceinline__ float cuda_top4(float4 v) {
   return fmaxf(fmaxf(v.x, v.y), fmaxf(v.z, v.w));
 }
 
-/* use(k, v) for the warp's quads of a row; what is beyond it is -infinity. */
+/* use(i, v) for number i of the lane's quads of a row, four of which are fetched at a time; what is
+   beyond the row is -infinity. */
 template <typename USE>
 __device__ __forceinline__ void cuda_row_quads(const float *row, const cuda_share &s, USE use) {
 #pragma unroll 1
-  for (int k = threadIdx.x % 32; k < s.quads; k += 32 * 4) {
+  for (int first = 0; first < s.each; first += 4) {
+    const int k = s.begin / 4 + first * 32 + (int)threadIdx.x % 32;
     float4 v[4];
-    cuda_quads<32>(v, row, s.begin / 4 + k, s.n);
+    cuda_quads<32>(v, row, k, s.n);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const int left = s.n - s.begin - 4 * (k + 32 * i);
-      if (k + 32 * i >= s.quads) continue;
+      const int left = first + i < s.each ? s.n - 4 * (k + 32 * i) : 0;
       if (left < 4)
         v[i] = make_float4(left > 0 ? v[i].x : -INFINITY, left > 1 ? v[i].y : -INFINITY,
                            left > 2 ? v[i].z : -INFINITY, -INFINITY);
-      use(k + 32 * i, v[i]);
+      use(first + i, i, v[i]);
     }
   }
 }
 
+__device__ __forceinline__ float4 *cuda_share_at(const cuda_share &s, int i) {
+  return s.p + (i - CUDA_HELD) * 32 + (int)threadIdx.x % 32;
+}
+
+/* A logit's probability, beside the largest's: rounded to a multiple of 2^-40. */
+__device__ __forceinline__ float cuda_probable(float v, const cuda_share &s) {
+  const float unit = 1.0f / (1 << 17);
+  return __fadd_rn(__fadd_rn(cuda_exp2((v - s.top) * s.by), unit), -unit);
+}
+
+/* use(i, v) for number i of the lane's quads, which become probabilities if need be. */
+template <bool PROBABLE, typename USE>
+__device__ __forceinline__ void cuda_share_use(cuda_share &s, USE use) {
+  const bool turn = PROBABLE && s.raw;
+  auto probable = [&](float4 v) {
+    return make_float4(cuda_probable(v.x, s), cuda_probable(v.y, s), cuda_probable(v.z, s),
+                       cuda_probable(v.w, s));
+  };
+#pragma unroll
+  for (int i = 0; i < CUDA_HELD; i++) {
+    if (turn) s.held[i] = probable(s.held[i]);
+    if (i < s.each) use(i, s.held[i]);
+  }
+  float4 *at = cuda_share_at(s, CUDA_HELD);
+#pragma unroll 1
+  for (int i = CUDA_HELD; i < s.each; i += 2, at += 2 * 32) {
+    float4 v = at[0], u = at[32];
+    if (turn) at[0] = v = probable(v), at[32] = u = probable(u);
+    use(i, v);
+    use(i + 1, u);
+  }
+  if (PROBABLE) s.raw = false;
+}
+
 /* The share is filled with the logits; returns the row's largest. What is no number stays so, and
    is nowhere counted. Nothing is told to a block before it has begun. */
-__device__ static float cuda_share_fill(const float *logits, cuda_share &s, cuda_choice *c) {
+__device__ __forceinline__ float cuda_share_fill(const float *logits, cuda_share &s,
+                                                 cuda_choice *c) {
   float top = -INFINITY;
   cuda_arrive();
-  cuda_row_quads(logits, s, [&](int k, float4 v) {
+  cuda_row_quads(logits, s, [&](int i, int turn, float4 v) {
     top = fmaxf(top, cuda_top4(v));
-    ((float4 *)s.p)[k] = v;
+    if (i == turn) s.held[turn] = v;
+    else if (i < s.each) *cuda_share_at(s, i) = v;
   });
   cuda_arrived();
   return cuda_row_max(top, s, c);
 }
 
-/* The largest after ids that were there already have been made less likely. */
-__device__ static float cuda_penalise(const float *logits, float penalty, int pos,
-                                      const int32_t *history, cuda_share &s, cuda_choice *c) {
-  float top = -INFINITY;
-  for (int i = threadIdx.x % 32; i < pos; i += 32) {
-    const int id = history[i], at = id - s.begin;
-    if (at < 0 || at >= 4 * s.quads) continue;
-    const float l = __ldcg(logits + id);
-    if (l == l) s.p[at] = l < 0 ? l * penalty : l / penalty;
+/* Value number `at` of the warp's is made less likely, by the lane that has it. */
+__device__ __forceinline__ void cuda_penalise_at(const float *logits, float penalty, int at,
+                                                 cuda_share &s) {
+  const int lane = at / 4 % 32, i = at / 128;
+  float l;
+  if ((int)threadIdx.x % 32 != lane) return;
+  l = __ldcg(logits + s.begin + at);
+  if (l != l) return;
+  l = l < 0 ? l * penalty : l / penalty;
+  if (i >= CUDA_HELD) ((float *)cuda_share_at(s, i))[at % 4] = l;
+#pragma unroll
+  for (int k = 0; k < CUDA_HELD; k++) {
+    if (i == k && at % 4 == 0) s.held[k].x = l;
+    if (i == k && at % 4 == 1) s.held[k].y = l;
+    if (i == k && at % 4 == 2) s.held[k].z = l;
+    if (i == k && at % 4 == 3) s.held[k].w = l;
   }
-  __syncwarp();
-  for (int k = threadIdx.x % 32; k < s.quads; k += 32)
-    top = fmaxf(top, cuda_top4(((const float4 *)s.p)[k]));
+}
+
+/* The largest after ids that were there already have been made less likely. */
+__device__ __forceinline__ float cuda_penalise(const float *logits, float penalty, int pos,
+                                               const int32_t *history, cuda_share &s,
+                                               cuda_choice *c) {
+  float top = -INFINITY;
+  for (int i = 0; i < pos; i += 32) {
+    const int mine = i + (int)threadIdx.x % 32;
+    const int id = mine < pos ? history[mine] : -1, at = id - s.begin;
+    uint32_t here = __ballot_sync(~0u, id >= 0 && id < s.n && at >= 0 && at < s.each * 128);
+    for (; here; here &= here - 1)
+      cuda_penalise_at(logits, penalty, __shfl_sync(~0u, at, __ffs((int)here) - 1), s);
+  }
+  cuda_share_use<false>(s, [&](int, float4 v) { top = fmaxf(top, cuda_top4(v)); });
   return cuda_row_max(top, s, c);
 }
 
 /* The first id that has the largest logit; where nothing is above -infinity, that has a number. */
-__device__ static int cuda_first_best(const float *logits, float top, cuda_share &s,
-                                      cuda_choice *c) {
+__device__ __forceinline__ int cuda_first_best(float top, cuda_share &s, cuda_choice *c) {
   unsigned long long best = 0;
-  for (int k = threadIdx.x % 32; k < 4 * s.quads; k += 32) {
-    const int id = s.begin + k;
-    const float l = id < s.n ? __ldcg(logits + id) : NAN;
-    if (top > -INFINITY ? s.p[k] == top : l == l) best = max(best, 1ull << 32 | (uint32_t)~id);
-  }
+  cuda_share_use<false>(s, [&](int i, float4 v) {
+    const float of[4] = {v.x, v.y, v.z, v.w};
+    const int id = s.begin + i * 128 + (int)threadIdx.x % 32 * 4;
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      if (id + k < s.n && (top > -INFINITY ? of[k] == top : of[k] == of[k]))
+        best = max(best, 1ull << 32 | (uint32_t)~(id + k));
+  });
   best = cuda_row_best(best, s, c);
   return best ? cuda_rank_id(best) : 0;
 }
 
-/* Quad k of the share's probabilities, beside the largest's. */
-__device__ __forceinline__ float4 cuda_share_quad(const cuda_share &s, int k) {
-  float4 v = ((const float4 *)s.p)[k];
-  if (!s.raw) return v;
-  v.x = cuda_exp2((v.x - s.top) * s.by);
-  v.y = cuda_exp2((v.y - s.top) * s.by);
-  v.z = cuda_exp2((v.z - s.top) * s.by);
-  v.w = cuda_exp2((v.w - s.top) * s.by);
-  return ((float4 *)s.p)[k] = v;
-}
+/* ---- Thresholds ---- */
 
-__device__ static unsigned long long cuda_mass(float p) {
-  return (unsigned long long)__float2ull_rn(p * 1099511627776.0f);
-}
+typedef struct cuda_digit {
+  int number, groups, at; /* its bins: groups of 32 from number `at` on */
+  int octave;     /* of all these bins; -1: each group has one */
+  uint32_t low;   /* the bits of the first bin's least value */
+  uint32_t from;  /* of the least that counts */
+  uint32_t beyond; /* of the first that does not any more */
+  int shift;      /* a bin for each value of the bits from number `shift` on */
+  bool count;     /* else masses */
+} cuda_digit;
 
-/* Of the share's elements from `low` to below `high`, which have a bin for each value of their bits
-   from number `shift` on; the low one is in bin `at`. Two additions of 32 bits are faster than one
-   of 64, and the second is rare. */
-__device__ __forceinline__ void cuda_bins_fill(cuda_share &s, float low, float high, int shift,
-                                               int at, bool count, cuda_choice *c) {
-  const int first = (int)(__float_as_uint(low) >> shift) - at;
-#pragma unroll 2
-  for (int k = threadIdx.x % 32; k < s.quads; k += 32) {
-    const float4 v = cuda_share_quad(s, k);
-    const float of[4] = {v.x, v.y, v.z, v.w};
+/* The share's elements go to the digit's bins, those that do not count to a lane's own. Two
+   additions of 32 bits are faster than one of 64, and the second is rare. */
+__device__ __forceinline__ void cuda_bins_fill(cuda_share &s, const cuda_digit &d,
+                                               cuda_choice *c) {
+  const int other = CUDA_ALL_BINS + (int)threadIdx.x % 32;
+  const uint32_t span = d.beyond - d.from;
+  const uint32_t and_of = d.count ? 0 : 0x7fffffu, or_of = d.count ? 1 : 0x800000u;
+  cuda_share_use<true>(s, [&](int, float4 v) {
+    const uint32_t bits[4] = {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z),
+                              __float_as_uint(v.w)};
+    int bin[4];
     uint32_t old[4], part[4];
-    bool over = false;
+    if (min(min(bits[0] - d.from, bits[1] - d.from), min(bits[2] - d.from, bits[3] - d.from)) >=
+        span) return;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint32_t bits = __float_as_uint(of[i]);
-      part[i] = count ? 1u : (bits & 0x7fffffu) | 0x800000u;
-      old[i] = 0;
-      if (of[i] >= low && of[i] < high)
-        old[i] = atomicAdd(&c->low[(int)(bits >> shift) - first], part[i]);
-      over |= old[i] + part[i] < old[i];
+      part[i] = (bits[i] & and_of) | or_of;
+      bin[i] = bits[i] - d.from < span ? d.at + (int)((bits[i] - d.low) >> d.shift) : other;
+      old[i] = atomicAdd(&c->low[bin[i]], part[i]);
     }
-    if (!over) continue;
+    if (!((old[0] + part[0] < old[0]) | (old[1] + part[1] < old[1]) |
+          (old[2] + part[2] < old[2]) | (old[3] + part[3] < old[3]))) return;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-      if (old[i] + part[i] < old[i])
-        atomicAdd(&c->high[(int)(__float_as_uint(of[i]) >> shift) - first], 1u);
-  }
-  s.raw = false;
+      if (old[i] + part[i] < old[i]) atomicAdd(&c->high[bin[i]], 1u);
+  });
 }
 
-/* What is in a bin of that octave, counted or as mass in units of 2^-40. */
+/* What is in a bin of that octave, counted or as mass in units of 2^-40, exactly. */
 __device__ __forceinline__ unsigned long long cuda_bin_mass(uint32_t low, uint32_t high,
                                                             int octave, bool count) {
   const unsigned long long v = low + ((unsigned long long)high << 32);
   return count ? v : octave >= 24 ? v << (octave - 24) : v >> (24 - octave);
-}
-
-__device__ static void cuda_tell_found(int found, cuda_choice *c) {
-  for (int i = 0; i < (int)gridDim.x; i++) *cuda_in_block(&c->found, i) = found;
 }
 
 __device__ __forceinline__ unsigned long long cuda_warp_run(unsigned long long v) { /* up to here */
@@ -3695,14 +3761,10 @@ __device__ __forceinline__ unsigned long long cuda_bin_sum(cuda_choice *c, int b
   return v;
 }
 
-typedef struct cuda_digit { /* which bins have it: groups of 32 from number `at` on */
-  int number, groups, at;
-  int octave; /* of all these bins; -1: each group has one */
-} cuda_digit;
-
 /* One warp of every block: the highest bin from which on, upwards, there is at least the goal; -1:
    there is none. The first digit's goal is `asked`, or that part of the whole. */
-__device__ static void cuda_bin_search(const cuda_digit &d, double asked, cuda_choice *c) {
+__device__ __forceinline__ void cuda_bin_search(const cuda_digit &d, double asked,
+                                                cuda_choice *c) {
   const int lane = threadIdx.x, turn = d.number & 1;
   unsigned long long first = cuda_group_sum(c, turn, d.groups - 1 - lane), before = 0;
   unsigned long long second = cuda_group_sum(c, turn, d.groups - 33 - lane), goal = c->goal;
@@ -3719,21 +3781,20 @@ __device__ static void cuda_bin_search(const cuda_digit &d, double asked, cuda_c
     return;
   }
   bin = cuda_warp_reach(cuda_bin_sum(c, d.at + group * 32 + 31 - lane,
-                                     d.octave < 0 ? group : d.octave, asked >= 1), goal, before);
+                                     d.octave < 0 ? group : d.octave, d.count), goal, before);
   __syncwarp(); /* all lanes have read the old goal */
   if (lane == 0) c->goal = goal - before, c->found = group * 32 + 31 - bin;
 }
 
 /* The number of this digit: all blocks find the same. */
-__device__ static int cuda_digit_find(cuda_share &s, const cuda_digit &d, float low, float high,
-                                      int shift, int first, double asked, cuda_choice *c) {
-  const bool count = asked >= 1;
-  cuda_bins_fill(s, low, high, shift, d.at + first, count, c);
+__device__ __forceinline__ int cuda_digit_find(cuda_share &s, const cuda_digit &d, double asked,
+                                               cuda_choice *c) {
+  cuda_bins_fill(s, d, c);
   __syncthreads();
-  for (int g = threadIdx.x / 32; g < d.groups; g += CUDA_WARPS) {
+  for (int g = threadIdx.x / 32; g < d.groups; g += cuda_warps()) {
     const int bin = d.at + g * 32 + (int)threadIdx.x % 32;
     const unsigned long long v = cuda_warp_total(
-        cuda_bin_mass(c->low[bin], c->high[bin], d.octave < 0 ? g : d.octave, count));
+        cuda_bin_mass(c->low[bin], c->high[bin], d.octave < 0 ? g : d.octave, d.count));
     if (threadIdx.x % 32 == 0) c->group[d.number & 1][g] = v;
   }
   cuda_meet();
@@ -3744,90 +3805,125 @@ __device__ static int cuda_digit_find(cuda_share &s, const cuda_digit &d, float 
 
 /* The largest t such that the elements >= t, of those >= least, are at least `asked`, or where that
    is below 1 have that part of their mass; 0: all that have any. */
-__device__ static float cuda_threshold(cuda_share &s, float least, double asked, cuda_choice *c) {
-  uint32_t low = CUDA_FLOOR, step = 1u << (2 * CUDA_DIGIT);
-  cuda_digit d = {0, CUDA_BINS / 32, 0, -1};
-  for (int i = threadIdx.x; i < CUDA_ALL_BINS; i += CUDA_THREADS) c->low[i] = c->high[i] = 0;
+__device__ __forceinline__ float cuda_threshold(cuda_share &s, float least, double asked,
+                                                cuda_choice *c) {
+  const uint32_t from = max(__float_as_uint(least), (uint32_t)CUDA_FLOOR);
+  cuda_digit d = {0, CUDA_BINS / 32, 0, -1, CUDA_FLOOR, from, CUDA_ONE + 1, 2 * CUDA_DIGIT,
+                  asked >= 1};
+  for (int i = threadIdx.x; i < CUDA_ALL_BINS; i += (int)blockDim.x) c->low[i] = c->high[i] = 0;
   __syncthreads();
-  for (; d.number < 3; d.number++) {
-    const uint32_t from = max(low, __float_as_uint(least));
-    const float high = d.number ? __uint_as_float(low + (step << CUDA_DIGIT)) : INFINITY;
-    const int shift = (2 - d.number) * CUDA_DIGIT;
-    const int found = cuda_digit_find(s, d, __uint_as_float(from), high, shift,
-                                      (int)((from >> shift) - (low >> shift)), asked, c);
+#pragma unroll 1
+  for (;; d.number++) {
+    const int found = cuda_digit_find(s, d, asked, c);
     if (found < 0) return 0;
-    low += (uint32_t)found * step;
-    step >>= CUDA_DIGIT;
+    d.low += (uint32_t)found << d.shift;
+    if (d.number == 2) return __uint_as_float(d.low);
+    d.from = max(d.low, from);
+    d.beyond = d.low + (1u << d.shift);
+    d.shift -= CUDA_DIGIT;
     d.groups = (1 << CUDA_DIGIT) / 32;
     d.at = d.number == 0 ? CUDA_BINS : 0;
-    d.octave = (int)((low - CUDA_FLOOR) >> 23);
-    for (int i = threadIdx.x; i < 1 << CUDA_DIGIT && d.number == 1; i += CUDA_THREADS)
+    d.octave = (int)((d.low - CUDA_FLOOR) >> 23);
+    for (int i = threadIdx.x; i < 1 << CUDA_DIGIT && d.number == 1; i += (int)blockDim.x)
       c->low[i] = c->high[i] = 0; /* nobody reads the first digit's any more */
     if (d.number == 1) __syncthreads();
   }
-  return __uint_as_float(low);
 }
 
-__device__ static float cuda_least(cuda_share &s, const tfm_sampling &how, cuda_choice *c) {
-  float least = 0, t;
-  if (how.top_k > 0 && how.top_k < s.n) least = cuda_threshold(s, least, (double)how.top_k, c);
-  if (how.top_p > 0 && how.top_p < 1) {
+__device__ __forceinline__ float cuda_least(cuda_share &s, const tfm_sampling &how,
+                                            cuda_choice *c) {
+  float least = 0;
+#pragma unroll 1
+  for (int mass = 0; mass < 2; mass++) {
+    if (mass ? !(how.top_p > 0 && how.top_p < 1) : !(how.top_k > 0 && how.top_k < s.n)) continue;
     if (!s.raw) cuda_meet(); /* nobody reads the bins any more */
-    t = cuda_threshold(s, least, (double)how.top_p, c);
-    if (t > least) least = t;
+    least = fmaxf(least, cuda_threshold(s, least, mass ? (double)how.top_p : (double)how.top_k, c));
   }
   if (how.min_p > least) least = how.min_p < 1 ? how.min_p : 1.0f;
   return least;
 }
 
-/* What is left of a quad of the warp's. */
-__device__ __forceinline__ void cuda_left_of(unsigned long long (&m)[4], const cuda_share &s, int k,
-                                             float least) {
-  const float4 v = k < s.quads ? cuda_share_quad(s, k) : make_float4(-1, -1, -1, -1);
-  m[0] = v.x >= least ? cuda_mass(v.x) : 0;
-  m[1] = v.y >= least ? cuda_mass(v.y) : 0;
-  m[2] = v.z >= least ? cuda_mass(v.z) : 0;
-  m[3] = v.w >= least ? cuda_mass(v.w) : 0;
+/* ---- The draw ---- */
+
+__device__ static unsigned long long cuda_mass(float p) {
+  return (unsigned long long)(p * 1099511627776.0f);
 }
 
-/* The id among the warp's at which the running sum, which is `before` at its begin, exceeds the
-   goal: one thread tells all. */
-__device__ static void cuda_draw_in(const cuda_share &s, float least, unsigned long long before,
-                                    double goal, cuda_choice *c) {
-  const int lane = threadIdx.x % 32;
-  for (int first = 0; first < s.quads; first += 32) {
-    unsigned long long m[4], run, sum;
-    uint32_t over;
-    int i;
-    cuda_left_of(m, s, first + lane, least);
-    sum = (m[0] + m[1]) + (m[2] + m[3]);
-    run = cuda_warp_run(sum);
-    over = __ballot_sync(~0u, (double)(before + run) > goal);
-    if (over && lane == __ffs((int)over) - 1) {
-      before += run - sum;
-      for (i = 0; i < 3 && !((double)(before + m[i]) > goal); i++) before += m[i];
-      cuda_tell_found(s.begin + 4 * (first + lane) + i, c);
-    }
-    if (over) return;
-    before += __shfl_sync(~0u, run, 31);
-  }
+typedef struct cuda_masses { uint32_t high; int low; } cuda_masses; /* of 2^-20 and 2^-40 */
+
+/* A sum grows by p, in [0, 1]; of up to 4,096 of these. The sum of p and a power of two is rounded
+   to a multiple of the unit in which its bits count. */
+__device__ __forceinline__ void cuda_masses_add(cuda_masses &m, float p) {
+  const float middle = 3.0f / (1 << 18), a = __fadd_rn(p, 8.0f);
+  const float rest = __fadd_rn(p, __fsub_rn(8.0f + middle, a));
+  m.high += __float_as_uint(a) - __float_as_uint(8.0f);
+  m.low += (int)(__float_as_uint(rest) - __float_as_uint(middle));
+}
+
+__device__ __forceinline__ void cuda_masses_add4(cuda_masses &m, float4 v, float least) {
+  cuda_masses_add(m, v.x >= least ? v.x : 0.0f);
+  cuda_masses_add(m, v.y >= least ? v.y : 0.0f);
+  cuda_masses_add(m, v.z >= least ? v.z : 0.0f);
+  cuda_masses_add(m, v.w >= least ? v.w : 0.0f);
+}
+
+__device__ __forceinline__ unsigned long long cuda_masses_all(const cuda_masses &m) {
+  return ((unsigned long long)m.high << 20) + (unsigned long long)(long long)m.low;
+}
+
+__device__ static void cuda_tell_found(int found, cuda_choice *c) {
+  for (int i = 0; i < (int)gridDim.x; i++) *cuda_in_block(&c->found, i) = found;
+}
+
+/* The id among 128 of the warp's, from `first` on, at which the running sum, which is `before` at
+   its begin, exceeds the goal: one thread tells all. v: of each lane four. */
+__device__ __forceinline__ void cuda_draw_at(float4 v, float least, unsigned long long before,
+                                             double goal, int first, cuda_choice *c) {
+  const float of[4] = {v.x, v.y, v.z, v.w};
+  unsigned long long m[4], run, sum;
+  uint32_t over;
+  int i;
+#pragma unroll
+  for (i = 0; i < 4; i++) m[i] = of[i] >= least ? cuda_mass(of[i]) : 0;
+  sum = (m[0] + m[1]) + (m[2] + m[3]);
+  run = cuda_warp_run(sum);
+  over = __ballot_sync(~0u, (double)(before + run) > goal);
+  if ((int)threadIdx.x % 32 != __ffs((int)over) - 1) return;
+  before += run - sum;
+  for (i = 0; i < 3 && !((double)(before + m[i]) > goal); i++) before += m[i];
+  cuda_tell_found(first + (int)threadIdx.x % 32 * 4 + i, c);
+}
+
+/* The same among all of the warp's, where there is one. */
+__device__ __forceinline__ void cuda_draw_in(cuda_share &s, float least, unsigned long long before,
+                                             double goal, cuda_choice *c) {
+  int found = -1;
+  float4 there = make_float4(0, 0, 0, 0);
+  cuda_share_use<true>(s, [&](int i, float4 v) {
+    cuda_masses m = {0, 0};
+    unsigned long long more;
+    if (found >= 0) return;
+    cuda_masses_add4(m, v, least);
+    m.high = __reduce_add_sync(~0u, m.high);
+    m.low = __reduce_add_sync(~0u, m.low);
+    more = cuda_masses_all(m);
+    if ((double)(before + more) > goal) found = s.begin + i * 128, there = v;
+    else before += more;
+  });
+  cuda_draw_at(there, least, before, goal, found, c);
 }
 
 /* The first id where the running sum of what is left exceeds u of the whole. */
-__device__ static int cuda_draw(cuda_share &s, float least, float u, cuda_choice *c) {
-  const int lane = threadIdx.x % 32, me = (int)blockIdx.x * CUDA_WARPS + (int)threadIdx.x / 32;
-  unsigned long long m[4], mine = 0, before = 0, all = 0;
+__device__ __forceinline__ int cuda_draw(cuda_share &s, float least, float u, cuda_choice *c) {
+  const int lane = threadIdx.x % 32, me = (int)blockIdx.x * cuda_warps() + (int)threadIdx.x / 32;
+  cuda_masses m = {0, 0};
+  unsigned long long mine, before = 0, all = 0;
   const unsigned long long *told;
   double goal;
-#pragma unroll 2
-  for (int k = lane; k < s.quads; k += 32) {
-    cuda_left_of(m, s, k, least);
-    mine += (m[0] + m[1]) + (m[2] + m[3]);
-  }
-  s.raw = false;
-  mine = cuda_warp_total(mine);
+  cuda_share_use<true>(s, [&](int, float4 v) { cuda_masses_add4(m, v, least); });
+  mine = cuda_warp_total(cuda_masses_all(m));
   told = cuda_tell(mine, s, c);
-  for (int i = lane; i < (int)gridDim.x * CUDA_WARPS; i += 32) {
+  for (int i = lane; i < (int)gridDim.x * cuda_warps(); i += 32) {
     before += i < me ? told[i] : 0;
     all += told[i];
   }
@@ -3840,48 +3936,58 @@ __device__ static int cuda_draw(cuda_share &s, float least, float u, cuda_choice
 }
 
 /* All threads of the row's blocks; every one returns the choice. */
-__device__ static int cuda_choose(const float *logits, cuda_share &s, const tfm_sampling &how,
-                                  int pos, const int32_t *history, cuda_choice *c) {
+__device__ __forceinline__ int cuda_choose(const float *logits, cuda_share &s,
+                                           const tfm_sampling &how, int pos,
+                                           const int32_t *history, cuda_choice *c) {
   const bool penalised = how.repetition_penalty != 0 && how.repetition_penalty != 1;
   uint32_t word[4];
   s.top = cuda_share_fill(logits, s, c);
   if (penalised && s.top > -INFINITY)
     s.top = cuda_penalise(logits, how.repetition_penalty, pos, history, s, c);
   if (!(fabsf(s.top) < INFINITY) || !(how.temperature > 0))
-    return cuda_first_best(logits, s.top, s, c);
+    return cuda_first_best(s.top, s, c);
   s.by = fminf(1.44269504f / how.temperature, 1e38f);
   cuda_philox(word, how.seed, (uint64_t)pos, how.sequence);
   return cuda_draw(s, cuda_least(s, how, c), (float)(word[0] >> 8) * (1.0f / 16777216.0f), c);
 }
 
 /* Nothing is kept of the row. */
-__device__ static float cuda_log_sum_exp(const float *x, cuda_share &s, cuda_choice *c) {
-  float top = -INFINITY, sum = 0;
-  cuda_row_quads(x, s, [&](int, float4 v) { top = fmaxf(top, cuda_top4(v)); });
+__device__ __forceinline__ float cuda_log_sum_exp(const float *x, cuda_share &s, cuda_choice *c) {
+  float top = -INFINITY;
+  cuda_masses m = {0, 0};
+  cuda_row_quads(x, s, [&](int, int, float4 v) { top = fmaxf(top, cuda_top4(v)); });
   top = cuda_row_max(top, s, c);
   if (!(fabsf(top) < INFINITY)) return top;
-  cuda_row_quads(x, s, [&](int, float4 v) {
-    v.x = fmaxf(v.x, -INFINITY), v.y = fmaxf(v.y, -INFINITY); /* where they are numbers */
-    v.z = fmaxf(v.z, -INFINITY), v.w = fmaxf(v.w, -INFINITY);
-    sum += (expf(v.x - top) + expf(v.y - top)) + (expf(v.z - top) + expf(v.w - top));
+  s.top = top;
+  s.by = 1.44269504f;
+  cuda_row_quads(x, s, [&](int, int, float4 v) { /* what is no number is not above 0 */
+    cuda_masses_add4(m, make_float4(cuda_probable(v.x, s), cuda_probable(v.y, s),
+                                    cuda_probable(v.z, s), cuda_probable(v.w, s)), 0);
   });
-  return top + logf(cuda_row_sum(sum, s, c));
+  return top + logf((float)cuda_row_sum(cuda_masses_all(m), s, c) / 1099511627776.0f);
 }
 
 /* Shared memory that a share takes; 0: it lies in the row's scratch. */
-static size_t cuda_share_bytes(const tfm_dev *d, int n) {
-  const int quads = cuda_share_quads(n, cuda_of(d)->cluster) * CUDA_WARPS;
-  const bool many = cuda_of(d)->cluster > 1; /* such devices have more of it */
+static size_t cuda_share_bytes(int n, int cluster, int threads) {
+  const int quads = cuda_share_left(cuda_share_each(n, cluster * threads)) * threads;
+  const bool many = cluster > 1; /* such devices have more of it */
   return 4 * quads <= (many ? CUDA_KEPT : CUDA_KEPT_FEW) ? sizeof(float4) * (size_t)quads : 0;
 }
 
-__global__ void __launch_bounds__(CUDA_THREADS, 2)
+/* Whether the row needs none of its scratch. */
+static bool cuda_share_kept(int n, int cluster, int threads) {
+  return cuda_share_left(cuda_share_each(n, cluster * threads)) == 0 ||
+         cuda_share_bytes(n, cluster, threads) > 0;
+}
+
+__global__ void __launch_bounds__(CUDA_SAMPLERS)
 cuda_sample_kernel(int32_t *ids, float *logprobs, tfm_mat logits, tfm_sampler s, bool kept) {
   extern __shared__ __align__(16) float shared[];
   __shared__ cuda_choice c;
   const int row = (int)blockIdx.y, n = logits.cols;
   const float *l = cuda_at(logits, row, 0);
-  cuda_share share = cuda_share_of(kept ? shared : NULL, s.work + (int64_t)row * 2 * n, n);
+  cuda_share share = cuda_share_of(kept ? (float4 *)shared : NULL,
+                                   s.work + (int64_t)row * (2 * n / 4 * 4), n);
   float all = 0;
   int id;
   if (s.seq[row] < 0) return;
@@ -3895,12 +4001,12 @@ cuda_sample_kernel(int32_t *ids, float *logprobs, tfm_mat logits, tfm_sampler s,
 
 static void cuda_sample(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits,
                         const tfm_sampler *s) {
-  const int cluster = cuda_of(d)->cluster;
-  const size_t kept = cuda_share_bytes(d, logits.cols);
-  if (cuda_enter(d))
-    cuda_run_clusters(d, cuda_sample_kernel, cluster,
-                      dim3((unsigned)cluster, (unsigned)logits.rows), CUDA_THREADS, kept, ids,
-                      logprobs, logits, *s, kept > 0);
+  int cluster = cuda_of(d)->cluster;
+  if (!cuda_enter(d)) return;
+  while (cluster > 2 && cluster * logits.rows > cuda_of(d)->processors) cluster /= 2;
+  cuda_run_clusters(d, cuda_sample_kernel, cluster, dim3((unsigned)cluster, (unsigned)logits.rows),
+                    CUDA_SAMPLERS, cuda_share_bytes(logits.cols, cluster, CUDA_SAMPLERS), ids,
+                    logprobs, logits, *s, cuda_share_kept(logits.cols, cluster, CUDA_SAMPLERS));
 }
 
 /* Every element counts those before it. */
@@ -4101,7 +4207,8 @@ typedef struct cuda_end { /* of a token: the choice, and what the next one begin
 } cuda_end;
 
 /* All threads of all blocks; every one returns the token. */
-__device__ static int cuda_end_choose(const cuda_end &s, int pos, float *kept, cuda_choice *c) {
+__device__ __forceinline__ int cuda_end_choose(const cuda_end &s, int pos, float4 *kept,
+                                               cuda_choice *c) {
   const tfm_sampling how = *s.params;
   unsigned long long best = 0;
   if (how.temperature > 0 || (how.repetition_penalty != 0 && how.repetition_penalty != 1)) {
@@ -4127,7 +4234,7 @@ __global__ void __launch_bounds__(CUDA_THREADS) cuda_begin_kernel(cuda_end s) {
   if (threadIdx.x == 0) s.call->seq = *s.seq;
 }
 
-__global__ void __launch_bounds__(CUDA_THREADS)
+__global__ void __launch_bounds__(CUDA_THREADS, 2)
 cuda_end_kernel(const __grid_constant__ cuda_end s) {
   extern __shared__ __align__(16) float shared[];
   __shared__ cuda_choice c;
@@ -4136,7 +4243,7 @@ cuda_end_kernel(const __grid_constant__ cuda_end s) {
   int id;
   cuda_launch_next();
   cuda_follow();
-  id = cuda_end_choose(s, pos, shared, &c);
+  id = cuda_end_choose(s, pos, (float4 *)shared, &c);
   cuda_begin(s, id, pos);
   if (blockIdx.x || threadIdx.x) return;
   *s.id = id;
@@ -4317,7 +4424,7 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   cuda_end end = c->end;
   tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq, true};
   const int cluster = cuda_of(d)->cluster;
-  const size_t kept = cuda_share_bytes(d, net->vocabulary);
+  const size_t kept = cuda_share_bytes(net->vocabulary, cluster, CUDA_THREADS);
   int32_t i;
   cuda_of(d)->chained = token > 0; /* a call's first kernel needs all of what was before */
   for (i = 0; i < net->layers; i++) cuda_decode_layer(d, c, &rows, i);
@@ -4327,7 +4434,7 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   cuda_phase_run(d, &head, cuda_packed(&net->head));
   end.blocks = (int)head.teams.grid;
   end.token = token;
-  end.kept = kept > 0;
+  end.kept = cuda_share_kept(net->vocabulary, cluster, CUDA_THREADS);
   cuda_run_clusters(d, cuda_end_kernel, cluster, dim3((unsigned)cluster), CUDA_THREADS, kept, end);
   cuda_of(d)->chained = false;
 }

@@ -255,15 +255,17 @@ typedef struct shape {
   layout layout;
   int32_t width, ffn, layers, heads, kv_heads, vocabulary, context;
   bool tied;
+  int32_t experts, used; /* Mixtral's, in each layer; 0: none */
 } shape;
 
 static const shape shapes[] = {
-  {"stories15m", LLAMA2C, 288, 768, 6, 6, 6, 32000, 2048, true},
-  {"llama-110m", LLAMA2C, 768, 2048, 12, 12, 12, 32000, 2048, true},
-  {"gpt2-124m", GPT2, 768, 3072, 12, 12, 12, 50257, 1024, true},
-  {"tinyllama-1.1b", LLAMA2C, 2048, 5632, 22, 32, 4, 32000, 2048, false},
-  {"llama-1b", LLAMA, 2048, 8192, 16, 32, 8, 128256, 8192, true},
-  {"llama-8b", LLAMA, 4096, 14336, 32, 32, 8, 128256, 8192, false}};
+  {"stories15m", LLAMA2C, 288, 768, 6, 6, 6, 32000, 2048, true, 0, 0},
+  {"llama-110m", LLAMA2C, 768, 2048, 12, 12, 12, 32000, 2048, true, 0, 0},
+  {"gpt2-124m", GPT2, 768, 3072, 12, 12, 12, 50257, 1024, true, 0, 0},
+  {"tinyllama-1.1b", LLAMA2C, 2048, 5632, 22, 32, 4, 32000, 2048, false, 0, 0},
+  {"llama-1b", LLAMA, 2048, 8192, 16, 32, 8, 128256, 8192, true, 0, 0},
+  {"llama-8b", LLAMA, 4096, 14336, 32, 32, 8, 128256, 8192, false, 0, 0},
+  {"experts-1b", LLAMA, 1024, 512, 24, 16, 8, 32000, 4096, true, 32, 8}};
 
 typedef struct image { /* a file being written to memory */
   char *data;
@@ -410,13 +412,33 @@ static void image_gpt2(image *f, const shape *s) {
   image_tensors(f, &list);
 }
 
-/* ... and Llama. */
+enum { MOST_EXPERTS = 32, MOST_EACH = 10 + 3 * MOST_EXPERTS };
+
+/* Mixtral's router and experts, in place of the three matrices of Llama's feed-forward. */
+static int32_t add_experts(const shape *s, tensor *each, int32_t n, char (*name)[64]) {
+  const char *const part[] = {"w1", "w3", "w2"};
+  const tensor router = {"model.layers.%d.block_sparse_moe.gate.weight", s->experts, s->width};
+  int32_t e, i;
+  each[n++] = router;
+  for (e = 0; e < s->experts; e++)
+    for (i = 0; i < 3; i++, name++, n++) {
+      snprintf(*name, sizeof *name, "model.layers.%%d.block_sparse_moe.experts.%d.%s.weight",
+               (int)e, part[i]);
+      each[n].name = *name;
+      each[n].rows = i < 2 ? s->ffn : s->width;
+      each[n].cols = i < 2 ? s->width : s->ffn;
+    }
+  return n;
+}
+
+/* ... and Llama, or Mixtral. */
 static void image_llama_halves(image *f, const shape *s) {
   const int32_t c = s->width, ffn = s->ffn, kv = c / s->heads * s->kv_heads;
+  char names[3 * MOST_EXPERTS][64];
   const tensor whole[] = {{"model.embed_tokens.weight", s->vocabulary, c},
                           {"model.norm.weight", c, 0},
                           {"lm_head.weight", s->vocabulary, c}};
-  const tensor each[] = {
+  tensor each[MOST_EACH] = {
     {"model.layers.%d.input_layernorm.weight", c, 0},
     {"model.layers.%d.self_attn.q_proj.weight", c, c},
     {"model.layers.%d.self_attn.k_proj.weight", kv, c},
@@ -426,19 +448,21 @@ static void image_llama_halves(image *f, const shape *s) {
     {"model.layers.%d.mlp.gate_proj.weight", ffn, c},
     {"model.layers.%d.mlp.up_proj.weight", ffn, c},
     {"model.layers.%d.mlp.down_proj.weight", c, ffn}};
-  const tensor_list list = {whole, each, s->tied ? 2 : 3, 9, s->layers, true};
+  tensor_list list = {whole, each, s->tied ? 2 : 3, 9, s->layers, true};
+  if (s->experts) list.each_count = add_experts(s, each, 6, names);
   image_tensors(f, &list);
 }
 
 static const char *llama_config(const shape *s, char *text, size_t cap) {
   snprintf(text, cap,
-           "{\"model_type\": \"llama\", \"architectures\": [\"LlamaForCausalLM\"], "
+           "{\"model_type\": \"%s\", \"num_local_experts\": %d, \"num_experts_per_tok\": %d, "
            "\"hidden_size\": %d, \"intermediate_size\": %d, \"num_hidden_layers\": %d, "
            "\"num_attention_heads\": %d, \"num_key_value_heads\": %d, \"vocab_size\": %d, "
            "\"max_position_embeddings\": %d, \"hidden_act\": \"silu\", \"rms_norm_eps\": 1e-05, "
            "\"rope_theta\": 500000.0, \"tie_word_embeddings\": %s, \"eos_token_id\": 128001}",
-           (int)s->width, (int)s->ffn, (int)s->layers, (int)s->heads, (int)s->kv_heads,
-           (int)s->vocabulary, (int)s->context, s->tied ? "true" : "false");
+           s->experts ? "mixtral" : "llama", (int)s->experts, (int)s->used, (int)s->width,
+           (int)s->ffn, (int)s->layers, (int)s->heads, (int)s->kv_heads, (int)s->vocabulary,
+           (int)s->context, s->tied ? "true" : "false");
   return text;
 }
 
@@ -520,14 +544,28 @@ typedef struct workload {
   double bytes, flops; /* per token */
 } workload;
 
-static double elements_of_layer(const tfm_model_info *i) { /* of the matrices of one layer */
-  double c = i->width, d = i->head_width, gated = strcmp(i->family, "gpt2") ? 3 : 2;
-  return c * d * (2.0 * i->heads + 2.0 * i->kv_heads) + gated * c * i->ffn_width;
+/* Of the matrices of one layer that a token is multiplied by. */
+static double elements_of_layer(const tfm_net *n) {
+  double c = n->width, d = n->head_width, ffn = n->ffn_width;
+  if (n->experts) ffn = (double)n->experts_used * n->expert_width;
+  return c * d * (2.0 * n->heads + 2.0 * n->kv_heads) + (n->gated ? 3 : 2) * c * ffn;
+}
+
+/* Bytes of weights that a pass of so many rows reads: of each expert that a row is for. */
+static double bytes_of_pass(const tfm_model *m, double rows) {
+  const tfm_net *n = &m->net;
+  double experts = 0, more;
+  int32_t i;
+  for (i = 0; i < n->layers && n->experts; i++)
+    experts += (double)(n->layer[i].expert_up.bytes + n->layer[i].expert_down.bytes);
+  more = n->experts ? fmin(1, rows * n->experts_used / n->experts) : 0;
+  if (n->experts) more -= (double)n->experts_used / n->experts;
+  return (double)m->token_bytes + experts * more;
 }
 
 /* What a token of the workload costs at the least. mean: positions that it sees on average. */
 static workload workload_of(const char *kind, int32_t tokens, const options *o,
-                            const tfm_model_info *i) {
+                            const tfm_model *m, const tfm_model_info *i) {
   workload w = {kind, tokens, 0, 0};
   bool prompt = kind[0] == 'p';
   int32_t most = o->rows ? o->rows : 256;
@@ -537,9 +575,9 @@ static workload workload_of(const char *kind, int32_t tokens, const options *o,
                  : (o->cache ? o->cache != TFM_F32 : halves) ? 2 : 4;
   if (!prompt) mean += o->depth;
   heads = prompt ? 1.0 / tokens : 1; /* of a prompt, only the last token needs logits */
-  w.bytes = (double)i->token_bytes / rows;
+  w.bytes = bytes_of_pass(m, rows) / rows;
   w.bytes += 2.0 * i->layers * i->kv_heads * i->head_width * cache * (prompt ? 1 : mean);
-  w.flops = 2 * (i->layers * elements_of_layer(i) + heads * i->width * (double)i->vocabulary);
+  w.flops = 2 * (i->layers * elements_of_layer(&m->net) + heads * i->width * (double)i->vocabulary);
   w.flops += 4.0 * i->layers * i->heads * i->head_width * mean;
   return w;
 }
@@ -710,8 +748,8 @@ static int measure_all(const options *o, const tfm_model *m) {
     r.how[i].sequence = (uint64_t)i;
   }
   if (status == 0) fill_ids(r.ids, most, info.vocabulary);
-  pp = workload_of("pp", o->prompt, o, &info);
-  tg = workload_of("tg", o->tokens, o, &info);
+  pp = workload_of("pp", o->prompt, o, m, &info);
+  tg = workload_of("tg", o->tokens, o, m, &info);
   if (status == 0 && o->prompt) status = measure(o, &info, &r, &pp);
   if (status == 0 && o->tokens) status = measure(o, &info, &r, &tg);
   for (i = 0; r.sessions && i < r.batch; i++) tfm_session_free(r.sessions[i]);
@@ -1066,10 +1104,10 @@ static const struct argp parser = {
   option_list, set_option, "MODEL",
   "Measures how fast a model reads prompts (pp) and writes text (tg).\v"
   "MODEL is a model's folder or file; or shape:stories15m, shape:llama-110m, shape:gpt2-124m, "
-  "shape:tinyllama-1.1b, shape:llama-1b, shape:llama-8b: that architecture with random weights; or "
+  "shape:tinyllama-1.1b, shape:llama-1b, shape:llama-8b: that architecture with random weights, "
+  "shape:experts-1b: Mixtral's with 32 experts, 8 of them for each token; or "
   "train:char, train:own, train:gpt2-124m-64, train:gpt2-124m-256: steps of training; or "
-  "\"ceilings\", which prints the "
-  "read bandwidth and the multiply-add peak of the machine.",
+  "\"ceilings\", which prints the read bandwidth and the multiply-add peak of the machine.",
   tool_model_child, NULL, NULL};
 
 int main(int argc, char **argv) {

@@ -1,7 +1,7 @@
 /* AMX's tiles in C, for processors without them: what Intel's manual (volume 2, chapter 3 of the
-   instruction set extensions) says of LDTILECFG, TILELOADD, TILESTORED, TILEZERO and TDPBF16PS, bit
-   for bit. transformer_cpu.c includes it where TFM_CPU_AMX_STANDIN names it; the names are those of
-   the compilers' intrinsics, which it replaces. */
+   instruction set extensions) says of LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBF16PS and
+   TDPBSUD, bit for bit. transformer_cpu.c includes it where TFM_CPU_AMX_STANDIN names it; the names
+   are those of the compilers' intrinsics, which it replaces. */
 #ifndef AMX_STANDIN_H
 #define AMX_STANDIN_H
 
@@ -97,17 +97,36 @@ static void standin_dpbf16ps(int c, int a, int b) {
     }
 }
 
+/* c [m][n] += a [m][k] b [k][n], of fours of bytes: signed ones times unsigned ones. */
+static void standin_dpbsud(int c, int a, int b) {
+  standin_tile *y = &standin_tiles[c];
+  const standin_tile *x = &standin_tiles[a], *w = &standin_tiles[b];
+  int m, k, n, i;
+  standin_expect_shapes(y, x, w);
+  for (m = 0; m < y->rows; m++)
+    for (n = 0; n < y->bytes / 4; n++) {
+      int32_t sum;
+      memcpy(&sum, y->row[m] + 4 * n, sizeof sum);
+      for (k = 0; k < x->bytes / 4; k++)
+        for (i = 0; i < 4; i++)
+          sum += (int8_t)x->row[m][4 * k + i] * (int32_t)w->row[k][4 * n + i];
+      memcpy(y->row[m] + 4 * n, &sum, sizeof sum);
+    }
+}
+
 #undef _tile_loadconfig
 #undef _tile_release
 #undef _tile_zero
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
+#undef _tile_dpbsud
 #define _tile_loadconfig standin_loadconfig
 #define _tile_release standin_release
 #define _tile_zero standin_zero
 #define _tile_loadd standin_load
 #define _tile_stored standin_store
 #define _tile_dpbf16ps standin_dpbf16ps
+#define _tile_dpbsud standin_dpbsud
 
 #endif

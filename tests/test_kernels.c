@@ -1010,8 +1010,9 @@ TEST(glu) { on_tables(test_glu); }
 
 /* ---- Mixture of experts ---- */
 
-static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
-  enum { T = 21, E = 7, K = 3, C = 64, N = 35 };
+/* MOST tokens all choose expert 1. */
+static void moe_case(device *t, int T, bool normalise, bool after, tfm_type type) {
+  enum { MOST = 300, E = 7, K = 3, C = 64, N = 35 };
   tfm_moe p = {E, K, normalise, after, 1.5f};
   matrix logits = matrix_typed(t, T, E, 2, TFM_F32), x = matrix_new(t, T, C, 1),
          mid = matrix_new(t, T * K, N, 0), out = matrix_new(t, T * K, C, 0),
@@ -1020,16 +1021,17 @@ static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
          weights = matrix_typed(t, T, K, 0, TFM_F32);
   weight up = weight_new(t, N, C, E, type, TFM_TYPE_DEFAULT, false, 2, 0);
   weight down = weight_new(t, C, 32, E, type, TFM_TYPE_DEFAULT, false, 1, 0);
-  int32_t expert[T * K], order[T * K], begin[E + 1];
+  int32_t expert[MOST * K], order[MOST * K], begin[E + 1];
   tfm_routing g = {T, K, E, NULL, (float *)weights.m.data, NULL, NULL, (float *)probs.m.data, NULL,
                    NULL};
   tfm_mat mid32 = mid.m;
-  int i, j, s, e;
+  int i, j, s, e, many = T * K / E;
   g.expert = (int32_t *)array(t, expert, sizeof expert);
   g.order = (int32_t *)array(t, order, sizeof order);
   g.begin = (int32_t *)array(t, begin, sizeof begin);
   for (i = 0; i < T; i++) logits.v[i * E + i % E] = logits.v[i * E + (i + 2) % E]; /* ties */
   for (i = 0; i < T; i++) logits.v[i * E + 4] = -9;                                /* hardly used */
+  for (i = 0; i < T && T == MOST; i++) logits.v[i * E + 1] = 9;
   matrix_put(t, &logits);
   t->b->route(&t->d, &g, logits.m, &p);
   t->b->matmul_moe(&t->d, mid.m, x.m, &up.w, &g, true);
@@ -1068,11 +1070,11 @@ static void moe_case(device *t, bool normalise, bool after, tfm_type type) {
   for (s = 0; s < T * K; s++) {
     for (j = 0; j < N; j++) {
       const float *a = x.v + s / K * C, *b = up.v + (expert[s] * N + j) * C;
-      expect(&mid, s, j, dot(a, b, C), 4 + rounding(t, type, 1, a, b, C));
+      expect(&mid, s, j, dot(a, b, C), 4 + rounding(t, type, many, a, b, C));
     }
     for (j = 0; j < C; j++) {
       const float *a = mid.v + s * N, *b = down.v + (expert[s] * C + j) * 32;
-      expect(&out, s, j, dot(a, b, 32), 8 + rounding(t, type, 1, a, b, 32));
+      expect(&out, s, j, dot(a, b, 32), 8 + rounding(t, type, many, a, b, 32));
     }
   }
   for (i = 0; i < T; i++)
@@ -1155,11 +1157,41 @@ static void test_moe_parts(device *t) {
 }
 TEST(experts_biases_and_the_gate) { on_tables(test_moe_parts); }
 
+/* Few tokens; and so many that tiles multiply, by parts, in just the memory asked for. */
 static void test_moe(device *t) {
+  void *work = t->d.work;
+  tfm_net net;
+  size_t bytes;
   int i;
-  for (i = 0; i < 5; i++) moe_case(t, i % 2, i % 3 == 0, types[i]);
+  memset(&net, 0, sizeof net);
+  net.width = net.ffn_width = net.expert_width = 64;
+  net.experts = 7;
+  net.experts_used = 3;
+  for (i = 0; i < 5; i++) moe_case(t, 21, i % 2, i % 3 == 0, types[i]);
+  bytes = t->b->work_bytes(&t->d, &net, 300, 4, 300);
+  if (bytes) t->d.work = t->b->alloc(&t->d, bytes);
+  t->d.deterministic = false;
+  for (i = 1; i < 5; i++) moe_case(t, 300, i % 2, i % 3 == 0, types[i]);
+  t->b->sync(&t->d);
+  if (bytes) t->b->release(&t->d, t->d.work, bytes);
+  t->d.work = work;
+  t->d.deterministic = true;
 }
 TEST(experts) { on_tables(test_moe); }
+
+/* What passes of many rows are given is enough for those of fewer. */
+static void test_work_bytes(device *t) {
+  tfm_net net;
+  size_t least = 0, bytes;
+  int rows;
+  memset(&net, 0, sizeof net);
+  net.width = net.ffn_width = 8192;
+  for (rows = 1; rows < 400; rows++, least = bytes) {
+    bytes = t->b->work_bytes(&t->d, &net, rows, 1, 64);
+    CHECK(bytes >= least);
+  }
+}
+TEST(memory_grows_with_rows) { on_tables(test_work_bytes); }
 
 /* ---- Choosing ---- */
 
@@ -1350,13 +1382,14 @@ static double nearest_step_of(const float *logits, int n, const tfm_sampling *s,
   return nearest;
 }
 
-/* The same over a large vocabulary. */
+/* The same over a large vocabulary, and however many rows there are. */
 static void test_large_draws(device *t) {
-  enum { R = 6, N = 128256 };
+  enum { R = 6, MANY = 6 * R, N = 128256 };
   static const float spread[] = {1, 4, 12};
-  float *values = (float *)malloc(sizeof(float) * R * N);
-  tfm_sampling how[R];
-  int32_t pos[R] = {3, 1, 4, 1, 5, 9}, seq[R] = {0}, ids[2][R], round, i, k, differ = 0;
+  float *values = (float *)malloc(sizeof(float) * MANY * N);
+  tfm_sampling how[MANY];
+  int32_t pos[MANY] = {3, 1, 4, 1, 5, 9}, seq[MANY] = {0}, ids[2][R], many[MANY], round, i, k,
+          differ = 0;
   device other[2];
   memset(how, 0, sizeof how);
   if (t->b == tfm_backend_ref() || !device_open(&other[1], TFM_REF, 1)) return free(values);
@@ -1367,6 +1400,7 @@ static void test_large_draws(device *t) {
     how[i].top_p = i == 2 ? 0.95f : i == 4 ? 0.999f : i == 5 ? 0.6f : 0;
     how[i].sequence = (uint64_t)i;
   }
+  for (i = R; i < MANY; i++) how[i] = how[i - R], pos[i] = pos[i - R];
   for (round = 0; round < 3; round++) {
     for (i = 0; i < R * N; i++) values[i] = spread[round] * (float)(uniform() + uniform());
     for (k = 0; k < 2; k++) draw(&other[k], ids[k], values, R, N, how, pos, seq);
@@ -1375,6 +1409,12 @@ static void test_large_draws(device *t) {
       differ++;
       CHECK(nearest_step_of(values + (size_t)i * N, N, &how[i], pos[i]) <= 1e-6);
     }
+  }
+  for (i = R; i < MANY; i++)
+    memcpy(values + (size_t)i * N, values + (size_t)(i - R) * N, sizeof(float) * N);
+  for (k = MANY / 2; k <= MANY; k += MANY / 2) {
+    draw(t, many, values, k, N, how, pos, seq);
+    for (i = 0; i < k; i++) CHECK_EQ_INT(many[i], ids[0][i % R]);
   }
   printf("  %s draws another token of 128,256 than the reference %d times of %d\n", t->b->name,
          (int)differ, R * 3);

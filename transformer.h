@@ -806,8 +806,7 @@ TFM_API tfm_status tfm_data_read(const tfm_data *data, bool held_out, int64_t fi
       Gradients of weights accumulate; other outputs overwrite.
    7. Rows are independent: the bits of a row may depend on neither the other rows of the call nor
       the number of threads. The reference keeps this exactly. A table that has faster ways without
-      it says so at its top, and takes none of them while tfm_dev.deterministic is set; `layer` is
-      not called then.
+      it says so at its top, and takes none of them while tfm_dev.deterministic is set.
    8. An entry that is NULL is declined. Required for inference: device (all), pack, and forward but
       `layer` and `decode`; required by the trainer: backward and optimiser. Loading and the trainer
       name what is missing (TFM_E_UNSUPPORTED), never later. A table in host memory may forward an
@@ -968,6 +967,7 @@ typedef struct tfm_rows { /* the tokens of one forward pass */
   const int32_t *id;      /* [T] */
   const int32_t *pos;     /* [T] position in its sequence */
   const int32_t *seq;     /* [T] slot in the page table; -1: padding */
+  bool apart;             /* no row is of the same sequence as the one before it */
 } tfm_rows;
 
 /* Keys and values of one layer: pages of page_tokens positions, page p at offset p * K *
@@ -1115,7 +1115,8 @@ struct tfm_backend {
   /* Graphs. replay runs what was recorded under a key; false: nothing was. record(begin) starts a
      recording, or returns false: the calls then just run. While recording, entries are not run but
      kept, and put, get, sync and alloc are not called; record(end) keeps them under the key and
-     runs them once. The engine's key is the number of rows; its memory does not move. */
+     runs them once. The engine's key is the number of rows, and 2^32 more for those that are apart;
+     its memory does not move. */
   bool (*replay)(tfm_dev *d, uint64_t key);
   bool (*record)(tfm_dev *d, uint64_t key, bool begin);
 
@@ -14847,17 +14848,31 @@ static void tfmi_route_count(tfm_routing *r) {
   }
 }
 
+typedef struct tfmi_route_job {
+  const tfm_routing *routing;
+  tfm_mat logits;
+  const tfm_moe *p;
+} tfmi_route_job;
+
+static void tfmi_route_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_route_job *t = (const tfmi_route_job *)context;
+  const tfm_routing *r = t->routing;
+  int32_t row;
+  (void)worker;
+  for (row = begin; row < end; row++) {
+    int64_t slot = (int64_t)row * r->top_k;
+    tfmi_route_row(tfmi_row(t->logits, row), r->probs + (int64_t)row * r->experts,
+                   r->expert + slot, r->weight + slot, t->p);
+  }
+}
+
 static void tfmi_ref_route(tfm_dev *d, tfm_routing *r, tfm_mat logits, const tfm_moe *p) {
-  int32_t t;
-  (void)d;
+  tfmi_route_job job = {r, logits, p};
   r->tokens = logits.rows;
   r->top_k = p->top_k;
   r->experts = p->experts;
-  for (t = 0; t < r->tokens; t++) {
-    int64_t slot = (int64_t)t * r->top_k;
-    tfmi_route_row(tfmi_row(logits, t), r->probs + (int64_t)t * r->experts, r->expert + slot,
-                   r->weight + slot, p);
-  }
+  tfm_parallel_for(d, r->tokens, tfmi_grain((int64_t)r->experts * (r->top_k + 8)),
+                   tfmi_route_rows, &job);
   tfmi_route_sort(r);
   if (r->count) tfmi_route_count(r);
 }
@@ -16627,7 +16642,7 @@ static void tfmi_profile(const tfmi_pass *p, tfm_work kind) {
 /* The whole layer at once, where the device has that. */
 static bool tfmi_fused(tfmi_pass *p, int32_t layer) {
   tfm_dev *d = p->dev;
-  if (p->tap || p->kept || d->override_mask || d->deterministic || !d->table->layer) return false;
+  if (p->tap || p->kept || d->override_mask || !d->table->layer) return false;
   tfmi_profile(p, TFM_WORK_LAYER);
   return d->table->layer(d, p->buffers.out, p->net, layer, &p->kv[layer], &p->rows);
 }
@@ -17274,7 +17289,7 @@ static void tfmi_put_aside(tfm_engine *e) {
 /* The pass, as a recorded graph where the device keeps some. False: cancelled. */
 static bool tfmi_engine_replay(tfm_engine *e, tfmi_pass *p) {
   const tfm_backend *table = e->dev.table;
-  uint64_t key = (uint64_t)p->rows.n;
+  uint64_t key = (uint64_t)p->rows.n | (uint64_t)p->rows.apart << 32;
   bool plain = !p->tap && !p->profile, recording, done;
   if (plain && table->replay(&e->dev, key)) return true;
   recording = plain && table->record(&e->dev, key, true);
@@ -17296,6 +17311,8 @@ static bool tfmi_engine_run(tfm_engine *e, tfmi_pass *p, int32_t rows) {
   tfmi_put_aside(e);
   table->put(&e->dev, e->d_pass, e->id, (2 * (size_t)e->rows + (size_t)padded) * sizeof *e->id);
   *p = tfmi_engine_pass(e, padded);
+  p->rows.apart = true;
+  for (i = 1; i < rows; i++) p->rows.apart &= e->seq[i] != e->seq[i - 1];
   if (tfmi_cancelled(p)) return false;
   tfmi_mark(&e->dev, TFM_WORK_PASS);
   done = tfmi_engine_replay(e, p);

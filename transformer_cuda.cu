@@ -17,12 +17,17 @@
    `decode` is a chain of small kernels for a token, a graph for four; each asks for its weights
    before the kernel that it follows is complete.
 
-   Two faster ways lie beside that, whose bits depend on the number of rows; an engine that is to be
-   deterministic is not given them (rule 7 of >>backend). `layer` takes passes of more than
-   CUDA_COLUMNS rows, whose weights have 16 bits or fewer, through cuBLASLt and a flash attention on
-   the tensor cores, with activations of 16 bits. cuda_matmul_many takes what else is large and of
-   16 bits, with x in two parts. F32 weights are never taken there. Which of cuBLASLt's kernels a
-   shape gets is found by timing them.
+   Faster ways lie beside that. `layer` takes passes of more than one row whose weights have 16 bits
+   or fewer, with activations of 16 bits: on Hopper up to CUDA_FEW rows by kernels of its own
+   (cuda_few_kernel), again a chain of early starts; more rows, and elsewhere more than
+   CUDA_COLUMNS, through cuBLASLt, and a flash attention on the tensor cores. cuda_matmul_many takes
+   what else is large and of 16 bits, with x in two parts. F32 weights are never taken there. Which
+   of cuBLASLt's kernels a shape gets is found by timing them.
+
+   Of cuBLASLt and of tiles of attention the bits depend on the number of rows. An engine that is to
+   be deterministic goes without them (rule 7 of >>backend): there cuda_few_kernel, and attention
+   row by row, serve any number of rows, one too, and `decode` is declined; where they do not know
+   the weights, it is cuda_dots as above.
 
    Q8_0 and Q4_0 lie with their scales apart, and are multiplied as whole numbers, by x as whole
    numbers of 31 bits, exactly.
@@ -97,7 +102,7 @@ typedef struct cuda_state {
   size_t wide_at;     /* a layer's cache of Q8_0 in 16 bits, for so many sequences; 0: none */
   int32_t wide_sequences, wide_context;
   int32_t tiles_layer; /* whose attention last used them: they are a pass's, whose layers ascend */
-  PFN_cuTensorMapEncodeTiled_v12000 encode; /* NULL: no cuda_hopper_kernel */
+  PFN_cuTensorMapEncodeTiled_v12000 encode; /* NULL: nothing is compiled for Hopper */
   uint64_t bytes, peak_bytes; /* of device memory */
 } cuda_state;
 
@@ -331,7 +336,7 @@ static bool cuda_replay(tfm_dev *d, uint64_t key) {
 static bool cuda_record_begin(tfm_dev *d, uint64_t key) {
   cuda_state *s = cuda_of(d);
   cuda_graph *g = cuda_graph_of(s, key);
-  if (key > CUDA_RECORDED || !cuda_enter(d)) return false;
+  if ((uint32_t)key > CUDA_RECORDED || !cuda_enter(d)) return false;
   if (!g) {
     if (s->graphs == CUDA_GRAPHS) return false;
     g = &s->graph[s->graphs++];
@@ -452,6 +457,12 @@ __device__ __forceinline__ void cuda_follow() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" : : : "memory");
 #endif
+}
+
+/* For those that have nothing to do before. */
+__device__ __forceinline__ void cuda_take_turn() {
+  cuda_launch_next();
+  cuda_follow();
 }
 
 static unsigned cuda_blocks(int64_t n, int64_t each) { return (unsigned)((n + each - 1) / each); }
@@ -684,6 +695,7 @@ static size_t cuda_scale_bytes(const cuda_weight *w, int32_t experts) {
 }
 
 static size_t cuda_larger(size_t a, size_t b) { return a > b ? a : b; }
+static size_t cuda_least_of(size_t a, size_t b) { return a < b ? a : b; }
 static size_t cuda_align(size_t bytes) { return (bytes + 63) / 64 * 64; }
 static size_t cuda_align256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -1274,6 +1286,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat
   const bool plain = !residual.data && ((to | n) & 3) == 0 && (uintptr_t)y.data % 16 == 0;
   cuda_row<Q> r;
   float2 s;
+  cuda_take_turn();
   cuda_row_fetch(r, from, n, (n + 3) / 4);
   s = cuda_row_stats(r, t.p, 1.0f / (float)n, room);
   cuda_each(r, [&](int k, float4 &v) {
@@ -2270,6 +2283,7 @@ __device__ static int64_t cuda_kv_at(const tfm_kv &kv, int seq, int pos, int hea
 __global__ void cuda_kv_put_kernel(tfm_kv kv, tfm_mat k, tfm_mat v, tfm_rows rows) {
   int col = (int)(blockIdx.y * blockDim.x + threadIdx.x), row = (int)blockIdx.x;
   int64_t at;
+  cuda_take_turn();
   if (col >= k.cols || rows.seq[row] < 0) return;
   at = cuda_kv_at(kv, rows.seq[row], rows.pos[row], col / kv.width) + col % kv.width;
   cuda_store(kv.k, kv.type, at, *cuda_at(k, row, col));
@@ -2291,8 +2305,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_kv_put8_kernel(tfm_kv kv, tfm_
   const tfm_mat &from = block < blocks ? k : v;
   float x, scale, q;
   uint8_t *to;
-  cuda_launch_next();
-  cuda_follow();
+  cuda_take_turn();
   if (block >= 2 * blocks || rows.seq[row] < 0) return;
   x = cuda_load(from.data, from.type, row * from.stride + col);
   scale = cuda_warp_max(fabsf(x)) / 127.0f;
@@ -2658,8 +2671,7 @@ __device__ __forceinline__ void cuda_attn_one(const cuda_attn &a, cuda_tile_room
 template <int B> __global__ void __launch_bounds__(128) cuda_attn_kernel(cuda_attn a) {
   extern __shared__ float shared[];
   cuda_tile_room t = cuda_tile_lay_out(shared, B, a.kv.width);
-  cuda_launch_next();
-  cuda_follow();
+  cuda_take_turn();
   for (int i = (int)blockIdx.x; i < cuda_attn_rows(a); i += (int)gridDim.x) {
     cuda_attn_one<B>(a, t, cuda_attn_row(a, i));
     __syncthreads();
@@ -2940,6 +2952,7 @@ cuda_attend_kernel(cuda_attn a, cuda_stretches s) {
     cuda_attend_one<B, L, TYPE, DEEP>(a, s, cuda_attn_row(a, i));
     __syncthreads();
   }
+  cuda_follow(); /* what comes next counts on it */
 }
 
 /* ---- attn: of caches of 16 bits and 8 and heads of 64 or 128, on the tensor cores ----
@@ -3296,6 +3309,7 @@ __global__ void __launch_bounds__(CUDA_CREW, 2) cuda_four_kernel(cuda_attn a, cu
     cuda_four_one<D, TYPE>(a, s, r, cuda_attn_row(a, i));
     __syncthreads();
   }
+  cuda_follow(); /* what comes next counts on it */
 }
 
 typedef void (*cuda_attend_function)(cuda_attn, cuda_stretches);
@@ -3355,12 +3369,17 @@ static void cuda_attend_run(tfm_dev *d, const cuda_attn *a, const cuda_stretches
            grid, CUDA_CREW, shared, *a, *s);
 }
 
+static bool cuda_lone_knows(const tfm_dev *d, const cuda_attn *a);
+static void cuda_lone_run(tfm_dev *d, const cuda_attn *a);
+
 static void cuda_attn_run(tfm_dev *d, const cuda_attn *a) {
   cuda_stretches none = {NULL, NULL};
   int b = cuda_heads_at_once(a->group);
   dim3 grid(cuda_attn_blocks(d, a, (unsigned)a->kv.heads), (unsigned)a->kv.heads,
             cuda_blocks(a->group, b));
-  if (a->kv.table && cuda_attend_knows(&a->kv) && !a->p.probs && a->p.dropout.rate == 0)
+  if (cuda_lone_knows(d, a))
+    cuda_lone_run(d, a);
+  else if (a->kv.table && cuda_attend_knows(&a->kv) && !a->p.probs && a->p.dropout.rate == 0)
     cuda_attend_run(d, a, &none, b, 1);
   else
     cuda_run(d, b == 4 ? cuda_attn_kernel<4> : b == 2 ? cuda_attn_kernel<2> : cuda_attn_kernel<1>,
@@ -4285,11 +4304,14 @@ static bool cuda_layer_plain(const tfm_layer *l) {
          !l->router.rows && !l->shared_gate.rows && l->up.rows && l->attn.dropout.rate == 0;
 }
 
+/* Whether its bits are not those of `layer` and `matmul` in a deterministic engine. */
+static bool cuda_decode_alone(const tfm_dev *d, const tfm_net *net);
+
 static bool cuda_decode_knows(const tfm_dev *d, const tfm_run_ahead *r) {
   const tfm_net *net = r->net;
   int32_t i;
   if (!d->work || d->host_visible || r->rows.n != 1 || net->head_width % 2 || net->experts ||
-      net->width > CUDA_NORMED)
+      net->width > CUDA_NORMED || (d->deterministic && cuda_decode_alone(d, net)))
     return false;
   for (i = 0; i < net->layers; i++) {
     const tfm_layer *l = &net->layer[i];
@@ -4400,7 +4422,7 @@ static void cuda_decode_token(tfm_dev *d, const cuda_decoder *c, int token) {
   const tfm_net *net = c->net;
   cuda_phase head = cuda_phase_of(CUDA_LOGITS, c->x, net->head_bias, c->end.logits);
   cuda_end end = c->end;
-  tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq};
+  tfm_rows rows = {1, NULL, c->end.call->pos + token, &c->end.call->seq, true};
   const int cluster = cuda_of(d)->cluster;
   const size_t kept = cuda_share_bytes(net->vocabulary, cluster, CUDA_THREADS);
   int32_t i;
@@ -4581,7 +4603,7 @@ static cuda_tiles cuda_tiles_of(const tfm_dev *d) {
 }
 
 static bool cuda_tiles_fit(const tfm_dev *d, const tfm_rows *rows) {
-  return d->work && rows->n >= CUDA_RUN && rows->n <= cuda_of(d)->tiles_rows;
+  return d->work && !rows->apart && rows->n >= CUDA_RUN && rows->n <= cuda_of(d)->tiles_rows;
 }
 
 static void cuda_tiles_list(tfm_dev *d, const tfm_rows *rows) {
@@ -4869,7 +4891,8 @@ __device__ __forceinline__ uint64_t cuda_matrix_at(uint32_t at, uint32_t panel) 
 #define CUDA_IN16(v, i) CUDA_IN4(v, i), CUDA_IN4(v, i + 4), CUDA_IN4(v, i + 8), CUDA_IN4(v, i + 12)
 #define CUDA_IN32(v) CUDA_IN16(v, 0), CUDA_IN16(v, 16)
 #define CUDA_IN64(v) CUDA_IN32(v), CUDA_IN16(v, 32), CUDA_IN16(v, 48)
-#define CUDA_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, " \
+#define CUDA_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define CUDA_32 CUDA_8 ", %8, %9, %10, %11, %12, %13, %14, %15, %16, " \
   "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define CUDA_64 CUDA_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, " \
   "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -4909,6 +4932,13 @@ template <bool BF>
 __device__ __forceinline__ void cuda_wgmma(float (&c)[32], const uint32_t *a, uint64_t b, int add) {
   CUDA_WGMMA_OF("64", CUDA_32, "{%32, %33, %34, %35}", "%36", "%37", "1", CUDA_IN32(c) : "r"(a[0]),
                 "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
+/* And for b [16, 16] in shared memory. */
+template <bool BF>
+__device__ __forceinline__ void cuda_wgmma(float (&c)[8], uint64_t a, uint64_t b, int add) {
+  CUDA_WGMMA_OF("16", CUDA_8, "%8", "%9", "%10", "0, 0", CUDA_IN4(c, 0), CUDA_IN4(c, 4) : "l"(a),
+                "l"(b), "r"(add));
 }
 
 typedef struct cuda_rings { uint32_t q, k, v, barriers; } cuda_rings; /* in shared memory */
@@ -5312,19 +5342,28 @@ static bool cuda_hopper_knows(const tfm_dev *d, const cuda_attn *a) {
              0;
 }
 
-/* [z, y, width] values of 16 bits, of which a copy brings 64 columns of [box_z, box_y] rows. */
-static void cuda_map(tfm_dev *d, CUtensorMap *map, tfm_type type, void *data, int32_t width,
-                     const int64_t of[2], const int64_t strides[2], int box_y, int box_z) {
-  const cuuint64_t dims[3] = {(cuuint64_t)width, (cuuint64_t)of[0], (cuuint64_t)of[1]};
-  const cuuint64_t bytes[2] = {(cuuint64_t)strides[0] * 2, (cuuint64_t)strides[1] * 2};
-  const cuuint32_t box[3] = {64, (cuuint32_t)box_y, (cuuint32_t)box_z}, steps[3] = {1, 1, 1};
+/* Values of 16 bits, of which a copy brings a box; lines: bytes from one to the next of all
+   dimensions but the first. */
+static void cuda_map(tfm_dev *d, CUtensorMap *map, tfm_type type, void *data, int rank,
+                     const cuuint64_t *dims, const cuuint64_t *lines, const cuuint32_t *box) {
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
   CUresult result = cuda_of(d)->encode(
-      map, type == TFM_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3,
-      data, dims, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      map, type == TFM_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      (cuuint32_t)rank, data, dims, lines, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     tfm_dev_fail(d, TFM_E_DEVICE, "CUDA device %d: cuTensorMapEncodeTiled: error %d", (int)d->index,
                  (int)result);
+}
+
+/* [z, y, width] values, of which a copy brings 64 columns of [box_z, box_y] rows. */
+static void cuda_map_heads(tfm_dev *d, CUtensorMap *map, tfm_type type, void *data, int32_t width,
+                           const int64_t of[2], const int64_t strides[2], int box_y, int box_z) {
+  const cuuint64_t dims[3] = {(cuuint64_t)width, (cuuint64_t)of[0], (cuuint64_t)of[1]};
+  const cuuint64_t lines[2] = {(cuuint64_t)strides[0] * 2, (cuuint64_t)strides[1] * 2};
+  const cuuint32_t box[3] = {64, (cuuint32_t)box_y, (cuuint32_t)box_z};
+  cuda_map(d, map, type, data, 3, dims, lines, box);
 }
 
 template <int D> static void cuda_hopper_launch(tfm_dev *d, const cuda_maps &maps,
@@ -5341,12 +5380,554 @@ static void cuda_hopper_run(tfm_dev *d, const cuda_attn *a) {
   cuda_hopper_attn h = {*a, a->p.scale * log2e, 0, cuda_hopper_box(&a->kv)};
   cuda_maps maps;
   if (cap != 0) h.cap = a->p.scale / cap, h.scale = cap * log2e;
-  cuda_map(d, &maps.q, a->q.type, a->q.data, a->kv.width, rows, row_strides, 1, CUDA_TILE);
-  cuda_map(d, &maps.k, a->kv.type, a->kv.k, a->kv.width, keys, key_strides, h.box, 1);
-  cuda_map(d, &maps.v, a->kv.type, a->kv.v, a->kv.width, keys, key_strides, h.box, 1);
+  cuda_map_heads(d, &maps.q, a->q.type, a->q.data, a->kv.width, rows, row_strides, 1, CUDA_TILE);
+  cuda_map_heads(d, &maps.k, a->kv.type, a->kv.k, a->kv.width, keys, key_strides, h.box, 1);
+  cuda_map_heads(d, &maps.v, a->kv.type, a->kv.v, a->kv.width, keys, key_strides, h.box, 1);
   if (a->kv.width <= 64) cuda_hopper_launch<64>(d, maps, h);
   else if (a->kv.width <= 128) cuda_hopper_launch<128>(d, maps, h);
   else cuda_hopper_launch<256>(d, maps, h);
+}
+
+/* ---- attn: rows by themselves on Hopper ----
+   A block stays for many pieces of work, each a row and the heads that share keys. Its eight warps
+   deal out the keys, sixteen at a time. Each has a ring of its own in shared memory, and asks the
+   copy engine for keys and values some items ahead, on into the next pieces; for the first ones
+   before what the kernel follows is complete, but not for those that the pass itself may append. A
+   warp multiplies its keys by q, of which the heads are the upper rows of mma's A, and its values
+   by the exponentials, rounded to 16 bits; then the warps are merged in order. So a row's bits
+   depend on nothing beside it. */
+
+enum { CUDA_ITEM = 16, CUDA_LONE_HEADS = 8, CUDA_LONE_SLOTS = 6 };
+
+template <int D> struct cuda_lone_shape {
+  static constexpr int panel = CUDA_ITEM * 128, part = D / 64 * panel, item = 2 * part; /* bytes */
+};
+
+typedef struct cuda_lone_merge { float *out, *top, *sum; } cuda_lone_merge;
+
+typedef struct cuda_lone_items { /* of a piece, those of a warp */
+  int piece, row, head; /* head: of keys */
+  int pos, low;         /* the row's; the first item of all warps */
+  int seq, count, at;   /* of the warp: how many, and the next */
+  int page;             /* of number at / 32 * 32 + lane */
+} cuda_lone_items;
+
+#if CUDA_HOPPER
+/* The first key of the warp's item number i. */
+__device__ __forceinline__ int cuda_lone_first(const cuda_lone_items &t, int i) {
+  return (t.low + (int)threadIdx.x / 32 + i * CUDA_CREW_WARPS) * CUDA_ITEM;
+}
+
+/* A piece, if there is one. */
+__device__ __forceinline__ void cuda_lone_open(cuda_lone_items &t, const cuda_attn &a, int pieces,
+                                               int piece) {
+  t.piece = piece, t.at = t.count = 0;
+  if (piece >= pieces) return;
+  t.row = cuda_attn_row(a, piece / a.kv.heads);
+  t.head = piece % a.kv.heads;
+  t.pos = __ldcg(a.rows.pos + t.row);
+  t.seq = __ldcg(a.rows.seq + t.row);
+  t.low = a.p.window > 0 && t.pos >= a.p.window ? (t.pos - a.p.window + 1) / CUDA_ITEM : 0;
+  if (t.seq >= 0)
+    t.count = (t.pos / CUDA_ITEM - t.low - (int)threadIdx.x / 32 + CUDA_CREW_WARPS) /
+              CUDA_CREW_WARPS;
+}
+
+/* Asks for the next item, or the next piece's first one; pages are looked up by all lanes. False:
+   there is none; or, where it is early, the pass may still append to it. */
+template <int D>
+__device__ __forceinline__ bool cuda_lone_ask(cuda_lone_items &t, const cuda_maps &maps,
+                                              const cuda_attn &a, int pieces, uint32_t to,
+                                              uint32_t barrier, bool early) {
+  typedef cuda_lone_shape<D> shape;
+  const int lane = threadIdx.x % 32;
+  int first, page;
+  while (t.at >= t.count) {
+    if (t.piece >= pieces) return false;
+    cuda_lone_open(t, a, pieces, t.piece + (int)gridDim.x);
+  }
+  first = cuda_lone_first(t, t.at);
+  if (early && first + CUDA_ITEM + a.rows.n > t.pos) return false;
+  if (t.at % 32 == 0) {
+    const int key = cuda_lone_first(t, t.at + lane);
+    t.page = t.at + lane < t.count
+               ? __ldg(a.kv.table + (int64_t)t.seq * a.kv.max_pages + key / a.kv.page_tokens) : 0;
+  }
+  page = __shfl_sync(~0u, t.page, t.at % 32);
+  t.at++;
+  if (lane == 0) {
+    cuda_barrier_expect(barrier, shape::item);
+    for (int p = 0; p < D / 64; p++) {
+      cuda_copy_box(to + p * shape::panel, &maps.k, barrier, p * 64, first % a.kv.page_tokens,
+                    page * a.kv.heads + t.head);
+      cuda_copy_box(to + shape::part + p * shape::panel, &maps.v, barrier, p * 64,
+                    first % a.kv.page_tokens, page * a.kv.heads + t.head);
+    }
+  }
+  return true;
+}
+
+/* Where 16 bytes of a key lie. */
+__device__ __forceinline__ uint32_t cuda_lone_at(int key, int eighth) {
+  return (uint32_t)(eighth / 8 * (CUDA_ITEM * 128) + key * 128 + ((eighth % 8 ^ key % 8) * 16));
+}
+
+/* q's rows are heads: of four registers of A, the first and the third. */
+template <int D>
+__device__ __forceinline__ void cuda_lone_queries(uint32_t (&q)[D / 16][2], const cuda_attn &a,
+                                                  const cuda_lone_items &t) {
+  const int lane = threadIdx.x % 32, h = min(lane / 4, a.group - 1);
+  const uint32_t *from = (const uint32_t *)((const uint16_t *)a.q.data +
+                                            t.row * a.q.stride + (t.head * a.group + h) * D);
+#pragma unroll
+  for (int k = 0; k < D / 16; k++)
+#pragma unroll
+    for (int i = 0; i < 2; i++) q[k][i] = __ldcg(from + k * 8 + i * 4 + lane % 4);
+}
+
+template <int D> struct cuda_lone { /* of a lane: head lane / 4, columns lane % 4 * 2 of eights */
+  float o[D / 8][4], top, sum;
+};
+
+/* Values of keys from `left` on may be no numbers. */
+template <int D> __device__ __forceinline__ void cuda_lone_clear(uint32_t values, int left) {
+  for (int i = threadIdx.x % 32; i < (CUDA_ITEM - left) * (D / 8); i += 32)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};"
+                 : : "r"(values + cuda_lone_at(left + i / (D / 8), i % (D / 8))), "r"(0)
+                 : "memory");
+  asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+  __syncwarp();
+}
+
+/* Takes in the item that lies at `keys`, whose first key is `first`. */
+template <int D, bool BF>
+__device__ __forceinline__ void cuda_lone_use(cuda_lone<D> &f, const uint32_t (&q)[D / 16][2],
+                                              const cuda_attn &a, uint32_t keys, int first,
+                                              int pos) {
+  const int lane = threadIdx.x % 32, window = a.p.window > 0 ? a.p.window : INT32_MAX;
+  const uint32_t values = keys + cuda_lone_shape<D>::part;
+  float s[2][4] = {}, best = f.top, by;
+  uint32_t p[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int k = 0; k < D / 16; k++) {
+    const uint32_t of_q[4] = {q[k][0], 0, q[k][1], 0};
+    uint32_t b[4];
+    cuda_matrices(b, keys + cuda_lone_at(lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2), false);
+    cuda_mma<BF>(s[0], of_q, b[0], b[1]);
+    cuda_mma<BF>(s[1], of_q, b[2], b[3]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int key = first + i / 2 * 8 + lane % 4 * 2 + i % 2;
+    float &v = s[i / 2][i % 2];
+    v = cuda_cap(v * a.p.scale, a.p.softcap) * 1.44269504f;
+    if (key > pos || pos - key >= window) v = -INFINITY;
+    best = fmaxf(best, v);
+  }
+  best = fmaxf(best, __shfl_xor_sync(~0u, best, 1));
+  best = fmaxf(fmaxf(best, __shfl_xor_sync(~0u, best, 2)), CUDA_LEAST);
+  by = cuda_exp2(f.top - best);
+  f.top = best;
+#pragma unroll
+  for (int i = 0; i < 4; i++) s[i / 2][i % 2] = cuda_exp2(s[i / 2][i % 2] - best);
+  f.sum = __fmaf_rn(f.sum, by, (s[0][0] + s[0][1]) + (s[1][0] + s[1][1]));
+  p[0] = cuda_pack2<BF>(s[0][0], s[0][1]);
+  p[2] = cuda_pack2<BF>(s[1][0], s[1][1]);
+  if (first + CUDA_ITEM - 1 > pos) cuda_lone_clear<D>(values, pos - first + 1);
+#pragma unroll
+  for (int n = 0; n < D / 8; n++) f.o[n][0] *= by, f.o[n][1] *= by;
+#pragma unroll
+  for (int n = 0; n < D / 16; n++) {
+    uint32_t b[4];
+    cuda_matrices(b, values + cuda_lone_at(lane % 16, n * 2 + lane / 16), true);
+    cuda_mma<BF>(f.o[2 * n], p, b[0], b[1]);
+    cuda_mma<BF>(f.o[2 * n + 1], p, b[2], b[3]);
+  }
+}
+
+/* The warps' sums of a piece, in order, to y. */
+template <int D>
+__device__ __forceinline__ void cuda_lone_merged(cuda_lone<D> &f, const cuda_attn &a,
+                                                 const cuda_lone_merge &m,
+                                                 const cuda_lone_items &t) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, h = lane / 4;
+  const int row = warp * a.group + h;
+  f.sum += __shfl_xor_sync(~0u, f.sum, 1);
+  f.sum += __shfl_xor_sync(~0u, f.sum, 2);
+  if (h < a.group) {
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+      *(float2 *)(m.out + row * (D + 8) + n * 8 + lane % 4 * 2) = make_float2(f.o[n][0], f.o[n][1]);
+    if (lane % 4 == 0) m.top[row] = f.top, m.sum[row] = f.sum;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < a.group * D && t.seq >= 0; i += CUDA_CREW)
+    cuda_attend_finish(a, t.row, t.head * a.group + i / D, i % D, cuda_warps_sum([&](int k) {
+      const int of = k * a.group + i / D;
+      return cuda_sum{m.out[of * (D + 8) + i % D], m.sum[of], m.top[of]};
+    }));
+  __syncthreads();
+}
+#endif
+
+/* Empty where it is not compiled for Hopper. */
+template <int D, bool BF>
+__global__ void __launch_bounds__(CUDA_CREW, 1)
+cuda_lone_kernel(const __grid_constant__ cuda_maps maps, const __grid_constant__ cuda_attn a,
+                 int slots) {
+#if CUDA_HOPPER
+  typedef cuda_lone_shape<D> shape;
+  extern __shared__ __align__(128) uint8_t tiles[];
+  __shared__ uint64_t barriers[CUDA_CREW_WARPS * CUDA_LONE_SLOTS];
+  const int warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
+  const int pieces = cuda_attn_rows(a) * a.kv.heads;
+  const uint32_t base = ((uint32_t)__cvta_generic_to_shared(tiles) + 1023) & ~1023u;
+  const uint32_t ring = base + (uint32_t)(warp * slots * shape::item);
+  const uint32_t barrier = (uint32_t)__cvta_generic_to_shared(barriers + warp * CUDA_LONE_SLOTS);
+  float *rest = (float *)(tiles + (base - (uint32_t)__cvta_generic_to_shared(tiles)) +
+                          CUDA_CREW_WARPS * slots * shape::item);
+  const int rows = CUDA_CREW_WARPS * a.group;
+  const cuda_lone_merge merge = {rest, rest + rows * (D + 8), rest + rows * (D + 9)};
+  cuda_lone_items ask, t;
+  uint32_t q[D / 16][2];
+  int asked = 0, use = 0;
+  cuda_launch_next();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < CUDA_CREW_WARPS * CUDA_LONE_SLOTS; i++) cuda_barrier_init(barriers + i, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+  }
+  __syncthreads();
+  auto more = [&](bool early) {
+    const int slot = asked % slots;
+    if (!cuda_lone_ask<D>(ask, maps, a, pieces, ring + slot * shape::item, barrier + slot * 8,
+                          early)) return false;
+    asked++;
+    return true;
+  };
+  cuda_lone_open(ask, a, pieces, (int)blockIdx.x);
+  while (asked < slots && more(true)) continue;
+  cuda_follow();
+  while (asked < slots && more(false)) continue;
+  for (int piece = (int)blockIdx.x; piece < pieces; piece += (int)gridDim.x) {
+    cuda_lone<D> f = {};
+    f.top = -INFINITY;
+    cuda_lone_open(t, a, pieces, piece);
+    cuda_lone_queries<D>(q, a, t);
+    for (int i = 0; i < t.count; i++, use++) {
+      const int slot = use % slots;
+      cuda_barrier_wait(barrier + slot * 8, use / slots & 1);
+      cuda_lone_use<D, BF>(f, q, a, ring + slot * shape::item, cuda_lone_first(t, i), t.pos);
+      __syncwarp();
+      more(false);
+    }
+    cuda_lone_merged<D>(f, a, merge, t);
+  }
+#endif
+}
+
+static size_t cuda_lone_merge_bytes(const cuda_attn *a) {
+  return (size_t)CUDA_CREW_WARPS * (size_t)a->group * (size_t)(a->kv.width + 10) * sizeof(float);
+}
+
+/* Whatever the number of rows. Heads of 64 are faster as above. */
+static bool cuda_lone_knows(const tfm_dev *d, const cuda_attn *a) {
+  const tfm_kv *kv = &a->kv;
+  return cuda_of(d)->encode && kv->width == 128 && kv->type == a->q.type &&
+         a->group <= CUDA_LONE_HEADS && kv->table && !a->lse && !a->p.probs &&
+         a->p.dropout.rate == 0 && (kv->page_tokens % CUDA_ITEM == 0 || kv->max_pages == 1) &&
+         ((uintptr_t)kv->k | (uintptr_t)kv->v) % 16 == 0 && a->q.stride % 2 == 0 &&
+         (uintptr_t)a->q.data % 4 == 0;
+}
+
+static void cuda_lone_run(tfm_dev *d, const cuda_attn *a) {
+  const int64_t width = a->kv.width, page = a->kv.page_tokens;
+  const int64_t keys[2] = {page, (int64_t)1 << 31}, strides[2] = {width, page * width};
+  const size_t merge = cuda_lone_merge_bytes(a), item = (size_t)(CUDA_ITEM * width * 4);
+  int slots = (int)((CUDA_SHARED - 1024 - merge) / (CUDA_CREW_WARPS * item));
+  const int most = cuda_of(d)->processors, pieces = a->rows.n * a->kv.heads;
+  cuda_maps maps = {};
+  if (slots > CUDA_LONE_SLOTS) slots = CUDA_LONE_SLOTS;
+  cuda_map_heads(d, &maps.k, a->kv.type, a->kv.k, a->kv.width, keys, strides, CUDA_ITEM, 1);
+  cuda_map_heads(d, &maps.v, a->kv.type, a->kv.v, a->kv.width, keys, strides, CUDA_ITEM, 1);
+  cuda_run(d, a->q.type == TFM_BF16 ? cuda_lone_kernel<128, true> : cuda_lone_kernel<128, false>,
+           dim3((unsigned)(pieces < most ? pieces : most)), CUDA_CREW,
+           1024 + merge + CUDA_CREW_WARPS * item * (size_t)slots, maps, *a, slots);
+}
+
+/* ---- Products of few rows on Hopper ----
+   y = x W^T for up to CUDA_FEW columns: rows of x of 16 bits, or the two parts of rows of F32. W is
+   read once; its rows are the side of wgmma that has 64. A block has a tile, 128 rows of W, after
+   the other; where there are few tiles, a cluster of up to four shares one, each block a stretch of
+   its columns. A warp brings units, 64 columns of W's rows and of x, by the copy engine into a ring
+   of shared memory, W's first ones before what the kernel follows is complete; two warpgroups
+   multiply. Then every block has some columns of y, adds up what the blocks of the cluster have of
+   them, in order, and stores them: the bits depend on the shape of W alone, not on the number of
+   rows. A gate and what it opens come eight rows by eight, so that a thread has both. */
+
+enum {
+  CUDA_FEW = 128,
+  CUDA_FEW_ROWS = 128,  /* of W in a tile */
+  CUDA_FEW_DEEP = 64,   /* columns of W and x in a unit */
+  CUDA_FEW_CREW = 256,  /* threads that multiply */
+  CUDA_FEW_SPLIT = 4    /* blocks that share a tile, at most */
+};
+
+template <int N> struct cuda_few_shape { /* of N columns */
+  static constexpr int w_bytes = CUDA_FEW_ROWS * CUDA_FEW_DEEP * 2;
+  static constexpr int unit = w_bytes + N * CUDA_FEW_DEEP * 2;
+  static constexpr int sums = (N < 64 ? 8 : N == 64 ? 12 : 18) * CUDA_FEW_CREW * 16; /* at most */
+  static constexpr int units = (CUDA_SHARED - 1024 - sums) / unit; /* 1024: to align them */
+  static constexpr int shared = 1024 + units * unit + sums;
+};
+
+typedef struct cuda_few_maps { CUtensorMap w, x; } cuda_few_maps;
+
+typedef struct cuda_few_job {
+  tfm_mat y;           /* of 16 bits, or F32 */
+  tfm_epilogue e;
+  const float *factor; /* of rows in two parts, else NULL */
+  int rows, steps;     /* of W; units of a tile */
+  int tiles, split;    /* blocks that share one */
+  bool gated;          /* the later half of W's rows is opened by the earlier one's act */
+} cuda_few_job;
+
+#if CUDA_HOPPER
+typedef struct cuda_few_share { /* of a block */
+  int tile, apart;  /* the first, and from one to the next */
+  int begin, steps; /* of each, these units */
+  int units;        /* of all */
+} cuda_few_share;
+
+__device__ __forceinline__ cuda_few_share cuda_few_share_of(const cuda_few_job &p) {
+  const int rank = (int)blockIdx.x % p.split;
+  cuda_few_share s = {(int)blockIdx.x / p.split, (int)gridDim.x / p.split, 0, 0, 0};
+  s.begin = p.steps * rank / p.split;
+  s.steps = p.steps * (rank + 1) / p.split - s.begin;
+  s.units = (p.tiles - s.tile + s.apart - 1) / s.apart * s.steps;
+  return s;
+}
+
+/* A weight passes through the second cache; what is to stay there is x. */
+__device__ __forceinline__ uint64_t cuda_policy(bool once) {
+  uint64_t policy;
+  if (once) asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  else asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void cuda_copy_box4(uint32_t to, const CUtensorMap *map,
+                                               uint32_t barrier, int x, int y, int z,
+                                               uint64_t policy) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               ".L2::cache_hint [%0], [%1, {%3, %4, %6, %5}], [%2], %7;"
+               : : "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(0), "l"(policy)
+               : "memory");
+}
+
+/* One thread's work. */
+template <int N>
+__device__ __forceinline__ void cuda_few_fetch(const cuda_few_maps &maps, const cuda_few_job &p,
+                                               uint32_t room, uint32_t barriers,
+                                               const cuda_few_share &share) {
+  typedef cuda_few_shape<N> shape;
+  constexpr int S = shape::units;
+  const int ahead = min(share.units, S);
+  const uint64_t once = cuda_policy(true), stays = cuda_policy(false);
+  auto ask_w = [&](int i) {
+    const int row = (share.tile + i / share.steps * share.apart) * CUDA_FEW_ROWS;
+    cuda_barrier_expect(barriers + i % S * 8, shape::unit);
+    cuda_copy_box4(room + i % S * shape::unit, &maps.w, barriers + i % S * 8,
+                   (share.begin + i % share.steps) * CUDA_FEW_DEEP, p.gated ? 0 : row,
+                   p.gated ? row / 16 : 0, once);
+  };
+  auto ask_x = [&](int i) {
+    cuda_copy_box4(room + i % S * shape::unit + shape::w_bytes, &maps.x, barriers + i % S * 8,
+                   (share.begin + i % share.steps) * CUDA_FEW_DEEP, 0, 0, stays);
+  };
+  for (int i = 0; i < ahead; i++) ask_w(i);
+  cuda_follow();
+  for (int i = 0; i < ahead; i++) ask_x(i);
+  for (int i = ahead; i < share.units; i++) {
+    cuda_barrier_wait(barriers + (S + i % S) * 8, (i / S & 1) ^ 1);
+    ask_w(i);
+    ask_x(i);
+  }
+}
+
+/* Four sums of a thread are of columns m and m + 1 of y, and `row` of W; and of the same, and a row
+   `below`: eight further, or what the gate opens. What is read is of places that exist. */
+template <bool BF>
+__device__ __forceinline__ void cuda_few_store(const cuda_few_job &p, float4 v, int tile, int m,
+                                               int most) {
+  const int at = tile * CUDA_FEW_ROWS + (int)threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
+  const int row = (p.gated ? at / 2 : at) + lane / 4, below = p.gated ? p.rows / 2 : 8;
+  const bool there[2] = {row < (p.gated ? below : p.rows), row + below < p.rows && !p.gated};
+  const int from[2] = {min(row, p.rows - 1), min(row + below, p.rows - 1)};
+  float f[4] = {v.x, v.y, v.z, v.w}, old[4] = {0, 0, 0, 0};
+  m += lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 4 && p.e.residual.data; i++)
+    old[i] = __ldcg(cuda_at(p.e.residual, min(m + i % 2, most - 1), from[i / 2]));
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    if (p.e.bias) f[i] += __ldg(p.e.bias + from[i / 2]);
+    if (i < 2 || !p.gated) f[i] = cuda_cap(cuda_act(f[i], p.e.act), p.e.softcap) + old[i];
+  }
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int64_t to = (m + i % 2) * p.y.stride + row + i / 2 * 8;
+    const float u = p.gated ? f[i % 2] * f[i % 2 + 2] : f[i];
+    if (m + i % 2 >= most || !there[i / 2]) continue;
+    if (p.y.type == TFM_F32) ((float *)p.y.data)[to] = u;
+    else if (BF) ((__nv_bfloat16 *)p.y.data)[to] = __float2bfloat16_rn(u);
+    else ((__half *)p.y.data)[to] = __float2half_rn(u);
+  }
+}
+
+/* Of a thread's N / 8 vectors, which are eight columns each, the block with rank k has numbers k,
+   k + split, ... of both halves: of parts both. sums: [rank, vector, thread]. */
+template <int N, bool BF>
+__device__ __forceinline__ void cuda_few_finish(const float (&c)[N / 2], const cuda_few_job &p,
+                                                float4 *sums, int tile) {
+  constexpr int H = N / 16;
+  const int rank = (int)blockIdx.x % p.split, each = (H + p.split - 1) / p.split;
+  const int most = min(p.y.rows, p.factor ? N / 2 : N);
+  float4 *mine = sums + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < 2 * H; i++) {
+    const int which = (rank * 2 + i / H) * each + i % H / p.split;
+    float4 *to = mine + which * CUDA_FEW_CREW;
+    if (p.split > 1) to = cuda_in_block(to, i % H % p.split);
+    *to = make_float4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]);
+  }
+  if (p.split > 1) cuda_meet();
+#pragma unroll 1
+  for (int i = rank; i < H; i += p.split) {
+    float4 v[2] = {};
+    for (int other = 0; other < p.split; other++)
+#pragma unroll
+      for (int k = 0; k < 2; k++) {
+        const float4 u = mine[((other * 2 + k) * each + i / p.split) * CUDA_FEW_CREW];
+        v[k].x += u.x, v[k].y += u.y, v[k].z += u.z, v[k].w += u.w;
+      }
+    if (p.factor) {
+      const int m = i * 8 + (int)threadIdx.x % 4 * 2;
+      const float a = __ldcg(p.factor + min(m, most - 1));
+      const float b = __ldcg(p.factor + min(m + 1, most - 1));
+      v[0] = make_float4((v[0].x + v[1].x) * a, (v[0].y + v[1].y) * b, (v[0].z + v[1].z) * a,
+                         (v[0].w + v[1].w) * b);
+    }
+    cuda_few_store<BF>(p, v[0], tile, i * 8, most);
+    if (!p.factor) cuda_few_store<BF>(p, v[1], tile, (i + H) * 8, most);
+  }
+}
+
+template <int N, bool BF>
+__device__ __forceinline__ void cuda_few_multiply(const cuda_few_job &p, uint32_t room,
+                                                  uint32_t barriers, float4 *sums,
+                                                  const cuda_few_share &share) {
+  typedef cuda_few_shape<N> shape;
+  constexpr int S = shape::units;
+  const uint32_t half = (uint32_t)__shfl_sync(~0u, (int)threadIdx.x / 128, 0);
+  float c[N / 2];
+  int use = 0;
+  cuda_follow();
+  for (int tile = share.tile; tile < p.tiles; tile += share.apart) {
+    for (int i = 0; i < share.steps; i++, use++) {
+      const uint32_t w = room + use % S * shape::unit, x = w + shape::w_bytes;
+      cuda_barrier_wait(barriers + use % S * 8, use / S & 1);
+      cuda_products_begin();
+#pragma unroll
+      for (int k = 0; k < CUDA_FEW_DEEP * 2; k += 32)
+        cuda_wgmma<BF>(c, cuda_matrix_at(w + half * (shape::w_bytes / 2) + k, 0),
+                       cuda_matrix_at(x + k, 0), i > 0 || k > 0);
+      cuda_products_end();
+      cuda_products_wait<1>();
+      if (i > 0) cuda_barrier_arrive(barriers + (S + (use - 1) % S) * 8);
+    }
+    cuda_products_wait<0>();
+    cuda_settle(c);
+    cuda_barrier_arrive(barriers + (S + (use - 1) % S) * 8);
+    cuda_few_finish<N, BF>(c, p, sums, tile);
+  }
+}
+#endif
+
+/* Empty where it is not compiled for Hopper. */
+template <int N, bool BF>
+__global__ void __launch_bounds__(CUDA_FEW_CREW + 32, 1)
+cuda_few_kernel(const __grid_constant__ cuda_few_maps maps,
+                const __grid_constant__ cuda_few_job p) {
+#if CUDA_HOPPER
+  typedef cuda_few_shape<N> shape;
+  constexpr int S = shape::units;
+  extern __shared__ __align__(128) uint8_t tiles[]; /* sums, units */
+  __shared__ uint64_t barriers[2 * S]; /* a place is full; it is empty */
+  const uint32_t room = ((uint32_t)__cvta_generic_to_shared(tiles + shape::sums) + 1023) & ~1023u;
+  const uint32_t at = (uint32_t)__cvta_generic_to_shared(barriers);
+  const cuda_few_share share = cuda_few_share_of(p);
+  cuda_launch_next();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < 2 * S; i++) cuda_barrier_init(barriers + i, i < S ? 1 : CUDA_FEW_CREW / 32);
+    asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+  }
+  if (p.split > 1) cuda_meet(); /* their shared memory is there */
+  else __syncthreads();
+  if (__shfl_sync(~0u, threadIdx.x / 32, 0) < CUDA_FEW_CREW / 32)
+    cuda_few_multiply<N, BF>(p, room, at, (float4 *)tiles, share);
+  else if (threadIdx.x % 32 == 0)
+    cuda_few_fetch<N>(maps, p, room, at, share);
+#endif
+}
+
+static bool cuda_few_knows(const tfm_dev *d, const cuda_weight *w, bool gated) {
+  return cuda_of(d)->encode && w->cols % 8 == 0 &&
+         (w->type == TFM_F16 || w->type == TFM_BF16) && (!gated || w->rows % 16 == 0);
+}
+
+/* What wgmma is to read of W: 128 rows as they lie, or eight gates and the eight rows that they
+   open by turns; and of x, rows' first parts and then their others. */
+static void cuda_few_map(tfm_dev *d, cuda_few_maps *maps, const cuda_weight *w, tfm_mat x, int rows,
+                         int parts, int columns, bool gated) {
+  const cuuint64_t cols = (cuuint64_t)w->cols, line = (cuuint64_t)w->vectors * 16;
+  const cuuint64_t n = (cuuint64_t)w->rows, each = (cuuint64_t)x.stride * 2;
+  const cuuint64_t plain[4] = {cols, n, 1, 1}, pairs[4] = {cols, 8, 2, n / 16};
+  const cuuint64_t of_x[4] = {cols, (cuuint64_t)rows, (cuuint64_t)parts, 1};
+  const cuuint64_t lines[3] = {line, gated ? line * n / 2 : line, 8 * line};
+  const cuuint64_t lines_x[3] = {each, each * (cuuint64_t)rows, each};
+  const cuuint32_t box[4] = {CUDA_FEW_DEEP, CUDA_FEW_ROWS, 1, 1};
+  const cuuint32_t box_pairs[4] = {CUDA_FEW_DEEP, 8, 2, CUDA_FEW_ROWS / 16};
+  const cuuint32_t box_x[4] = {CUDA_FEW_DEEP, (cuuint32_t)(columns / parts), (cuuint32_t)parts, 1};
+  cuda_map(d, &maps->w, w->type, w->data, 4, gated ? pairs : plain, lines, gated ? box_pairs : box);
+  cuda_map(d, &maps->x, w->type, x.data, 4, of_x, lines_x, box_x);
+}
+
+template <int N> static void cuda_few_launch(tfm_dev *d, const cuda_few_maps &maps,
+                                             const cuda_few_job &p, tfm_type type) {
+  const int most = cuda_of(d)->processors;
+  const int blocks = p.split > 1 || p.tiles < most ? p.tiles * p.split : most;
+  cuda_run_clusters(d, type == TFM_F16 ? cuda_few_kernel<N, false> : cuda_few_kernel<N, true>,
+                    p.split, dim3((unsigned)blocks), CUDA_FEW_CREW + 32, cuda_few_shape<N>::shared,
+                    maps, p);
+}
+
+/* y = x W^T and what e says; with a factor, x has all rows' first parts, then their second ones.
+   Up to CUDA_FEW rows of x. Clusters do not fill a GPU, as they stay within a part of it: three
+   quarters of the multiprocessors are asked for. */
+static void cuda_few_run(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
+                         const tfm_epilogue *e, const float *factor, bool gated) {
+  const int parts = factor ? 2 : 1, columns = y.rows * parts;
+  const int n = columns <= 16 ? 16 : columns <= 64 ? 64 : CUDA_FEW;
+  cuda_few_job p = {y, *e, factor, w->rows, (w->cols + CUDA_FEW_DEEP - 1) / CUDA_FEW_DEEP,
+                    (w->rows + CUDA_FEW_ROWS - 1) / CUDA_FEW_ROWS, 1, gated};
+  cuda_few_maps maps;
+  while (p.split < CUDA_FEW_SPLIT && p.steps >= 2 * (p.split + 1) &&
+         (p.split + 1) * p.tiles <= cuda_of(d)->processors * 3 / 4)
+    p.split++;
+  cuda_few_map(d, &maps, w, x, y.rows, parts, n, gated);
+  if (n == 16) cuda_few_launch<16>(d, maps, p, w->type);
+  else if (n == 64) cuda_few_launch<64>(d, maps, p, w->type);
+  else cuda_few_launch<CUDA_FEW>(d, maps, p, w->type);
 }
 
 /* ---- attn: tiles of a cache of 8 bits ----
@@ -5411,17 +5992,20 @@ static void cuda_wide_run(tfm_dev *d, const cuda_attn *wide, const tfm_kv *kv) {
 /* Tiles first, where they have been listed, then what is left. q and y have the same 16 bits. */
 static void cuda_attn_tiles(tfm_dev *d, cuda_attn *a) {
   cuda_attn t = *a;
+  const bool chained = cuda_of(d)->chained;
   bool hopper;
   t.kv = cuda_wide_of(d, a);
   hopper = cuda_hopper_knows(d, &t);
   if (cuda_tiles_fit(d, &a->rows) && t.kv.type == a->q.type && a->y.type == a->q.type &&
       (hopper || cuda_flash_knows(&t))) {
     a->tiles = t.tiles = cuda_tiles_of(d);
+    cuda_of(d)->chained = false; /* these do not wait by themselves */
     if (a->kv.type == TFM_Q8_0) cuda_wide_run(d, &t, &a->kv);
     if (hopper) cuda_hopper_run(d, &t);
     else if (t.kv.type == TFM_F16) cuda_flash_run<false>(d, &t);
     else cuda_flash_run<true>(d, &t);
   }
+  cuda_of(d)->chained = chained;
   cuda_attn_run(d, a);
 }
 
@@ -5440,6 +6024,7 @@ __global__ void cuda_append_kernel(tfm_mat qkv, const float *bias, tfm_rope p, t
   int2 pair = make_int2(2 * (i % half), 2 * (i % half) + 1);
   int64_t from = row * qkv.stride + head * kv.width, at;
   float2 v;
+  cuda_take_turn();
   if (i >= qkv.cols / 2 || seq < 0) return;
   if (is_k) pair = cuda_pair(p, i % half);
   v = make_float2(cuda_load(qkv.data, qkv.type, from + pair.x),
@@ -5483,11 +6068,13 @@ __global__ void __launch_bounds__(128) cuda_append16_kernel(tfm_mat qkv, const f
   __shared__ float2 turn[128];
   const int row = (int)blockIdx.x, seq = rows.seq[row], pos = rows.pos[row], each = kv.width / 16;
   uint16_t *from = (uint16_t *)qkv.data + row * qkv.stride;
-  int64_t at;
-  if (seq < 0) return;
+  int64_t at = 0;
+  cuda_launch_next();
+  if (seq >= 0) at = cuda_kv_at(kv, seq, pos, 0);
   for (int i = threadIdx.x; i < p.rot / 2; i += blockDim.x) turn[i] = cuda_turn(p, pos, i);
-  at = cuda_kv_at(kv, seq, pos, 0);
+  cuda_follow();
   __syncthreads();
+  if (seq < 0) return;
   for (int i = threadIdx.x; i < qkv.cols / 16; i += blockDim.x) {
     const int head = i / each, c = i % each, kv_head = head - heads;
     const bool is_k = kv_head < kv.heads, turned = is_k && c < p.rot / 16;
@@ -5521,6 +6108,13 @@ static size_t cuda_size(tfm_type type) { return type == TFM_F32 ? 4 : 2; }
 static tfm_mat cuda_columns(tfm_mat m, int32_t first, int32_t cols) {
   m.data = (char *)m.data + (size_t)first * cuda_size(m.type);
   m.cols = cols;
+  return m;
+}
+
+/* From row `first` on, `most` or what there is. */
+static tfm_mat cuda_rows_of(tfm_mat m, int32_t first, int32_t most) {
+  m.data = (char *)m.data + (size_t)first * (size_t)m.stride * cuda_size(m.type);
+  m.rows = m.rows - first < most ? m.rows - first : most;
   return m;
 }
 
@@ -5758,6 +6352,7 @@ static bool cuda_lt_choose(tfm_dev *d, const cuda_lt_job *j, const cuda_product_
 typedef struct cuda_pass { /* what a layer computes with, in tfm_dev.work */
   tfm_mat h, qkv, up, act; /* of 16 bits */
   tfm_type type;
+  bool few;                /* products are cuda_few_run's, kernels a chain */
   __half *wide;            /* widened weights */
   size_t wide_bytes;
   void *space;             /* cuBLAS's own */
@@ -5786,10 +6381,28 @@ static void cuda_lt_product(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_ma
   cuda_lt_forget(&job);
 }
 
+/* The same by cuda_few_run, act included; y is of 16 bits unless something is added. Of more rows,
+   where the bits must not depend on their number, as many at a time as it can. */
+static void cuda_few_rows(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w, const float *bias,
+                          tfm_act act, bool add, bool gated) {
+  int32_t first;
+  for (first = 0; first < y.rows && d->status == TFM_OK; first += CUDA_FEW) {
+    const tfm_mat part = cuda_rows_of(y, first, CUDA_FEW);
+    tfm_epilogue e = {};
+    e.bias = bias, e.act = act;
+    if (add) e.residual = part;
+    cuda_few_run(d, part, cuda_rows_of(x, first, CUDA_FEW), w, &e, NULL, gated);
+  }
+}
+
 /* The same for packed weights: quantised ones in stretches of rows. */
 static void cuda_gemm(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_mat x, const cuda_weight *w,
                       const float *bias, bool add) {
   int32_t first, n, most = (int32_t)(pass->wide_bytes / 2 / (size_t)w->cols) / 8 * 8;
+  if (pass->few) {
+    cuda_few_rows(d, y, x, w, bias, TFM_ACT_NONE, add, false);
+    return;
+  }
   if (!w->scale) {
     cuda_lt_product(d, pass, y, x, w->data, w->vectors * (128 / cuda_bits(w->type)), bias, add);
     return;
@@ -5813,14 +6426,13 @@ static tfm_mat cuda_take_mat(cuda_room *r, tfm_type type, int32_t rows, int32_t 
   return m;
 }
 
-static size_t cuda_least_of(size_t a, size_t b) { return a < b ? a : b; }
-
 static cuda_pass cuda_pass_lay_out(cuda_room *r, const tfm_net *net, tfm_type type, int32_t rows) {
   size_t inner = (size_t)(net->heads * net->head_width), c = (size_t)net->width;
   size_t widest = (size_t)net->ffn_width * (net->gated ? 2 : 1), wide = inner > c ? inner : c;
   cuda_pass p;
   if (widest < inner * 3) widest = inner * 3;
   p.type = type;
+  p.few = false;
   p.h = cuda_take_mat(r, type, rows, (int32_t)wide);
   p.qkv = cuda_take_mat(r, type, rows, (net->heads + 2 * net->kv_heads) * net->head_width);
   p.up = cuda_take_mat(r, type, rows, net->ffn_width * (net->gated ? 2 : 1));
@@ -5848,14 +6460,21 @@ static tfm_type cuda_layer_type(const tfm_layer *l) {
   return type;
 }
 
-static bool cuda_layer_knows(tfm_dev *d, tfm_mat x, const tfm_net *net, const tfm_layer *l,
+static bool cuda_layer_knows(const tfm_dev *d, const tfm_net *net, const tfm_layer *l,
                              const tfm_kv *kv) {
   const tfm_weight *w[4] = {&l->qkv, &l->out, &l->up, &l->down};
   int i;
   for (i = 0; i < 4; i++)
     if (w[i]->cols % 8 || w[i]->rows % 8) return false;
-  return d->work && cuda_of(d)->pass_at && x.rows > CUDA_COLUMNS && kv->table && !net->experts &&
-         kv->width % 2 == 0 && cuda_layer_plain(l);
+  return d->work && cuda_of(d)->pass_at && kv->table && !net->experts && kv->width % 2 == 0 &&
+         cuda_layer_plain(l);
+}
+
+static bool cuda_layer_few(const tfm_dev *d, const tfm_net *net, const tfm_layer *l) {
+  return cuda_few_knows(d, cuda_packed(&l->qkv), false) &&
+         cuda_few_knows(d, cuda_packed(&l->out), false) &&
+         cuda_few_knows(d, cuda_packed(&l->up), net->gated) &&
+         cuda_few_knows(d, cuda_packed(&l->down), false);
 }
 
 static bool cuda_lt_open(tfm_dev *d) {
@@ -5877,6 +6496,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_parts_kernel(tfm_mat parts, fl
   uint32_t *high = (uint32_t *)parts.data + row * pairs, *low = high + x.rows * pairs;
   float top = 0, by;
   int e = 0, k;
+  cuda_take_turn();
   for (k = threadIdx.x; k < x.cols; k += CUDA_CREW) top = fmaxf(top, fabsf(from[k]));
   top = cuda_crew_max(top, room);
   if (!BF && top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
@@ -5902,6 +6522,35 @@ __global__ void cuda_parts_end_kernel(tfm_mat y, tfm_mat sums, const float *fact
 
 enum { CUDA_SUMS = 32 << 20 }; /* bytes of sums at a time: the second cache holds them */
 
+/* In a chain of two kernels; of more rows, as many at a time as there are columns for. */
+static void cuda_matmul_parts(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
+                              const tfm_epilogue *e) {
+  cuda_room room = {(char *)cuda_align256((size_t)d->work + cuda_of(d)->parts_at), 0};
+  const tfm_mat both = cuda_take_mat(&room, w->type, CUDA_FEW, x.cols);
+  float *factor = (float *)cuda_take(&room, CUDA_FEW / 2, sizeof(float));
+  int32_t first;
+  cuda_of(d)->chained = true;
+  for (first = 0; first < x.rows && d->status == TFM_OK; first += CUDA_FEW / 2) {
+    const tfm_mat part = cuda_rows_of(x, first, CUDA_FEW / 2);
+    tfm_epilogue rest = *e;
+    if (e->residual.data) rest.residual = cuda_rows_of(e->residual, first, CUDA_FEW / 2);
+    cuda_run(d, w->type == TFM_BF16 ? cuda_parts_kernel<true> : cuda_parts_kernel<false>,
+             dim3((unsigned)part.rows), CUDA_CREW, 0, both, factor, part);
+    cuda_few_run(d, cuda_rows_of(y, first, CUDA_FEW / 2), both, w, &rest, factor, false);
+  }
+  cuda_of(d)->chained = false;
+}
+
+/* What is taken by x in two parts: large matrices of 16 bits, by more rows than cuda_dots takes; or
+   by any number where the bits must not depend on it. cuBLASLt is not asked for a few. */
+static bool cuda_parts_know(const tfm_dev *d, const tfm_mat &x, const cuda_weight *w) {
+  return d->work && (size_t)CUDA_FEW * (size_t)x.cols * 2 + 4096 <= cuda_of(d)->parts_bytes &&
+         (w->type == TFM_F16 || w->type == TFM_BF16) &&
+         (int64_t)w->rows * w->vectors >= 1 << 19 && x.cols % 8 == 0 &&
+         (cuda_few_knows(d, w, false) ? d->deterministic || x.rows > CUDA_COLUMNS
+                                      : !d->deterministic && x.rows >= 16);
+}
+
 static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
                              const tfm_epilogue *e) {
   cuda_state *s = cuda_of(d);
@@ -5911,10 +6560,9 @@ static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight
   cuda_pass pass;
   tfm_mat parts, sums;
   float *factor;
-  if (x.rows < 16 || w->scale || w->type == TFM_F32 || d->deterministic || !d->work ||
-      !s->parts_at || x.cols % 8 || e->residual.data == y.data ||
-      (int64_t)w->rows * w->vectors < 1 << 19)
-    return false;
+  if (!cuda_parts_know(d, x, w) || e->aux.data || e->dropout.rate > 0) return false;
+  if (cuda_few_knows(d, w, false)) return cuda_matmul_parts(d, y, x, w, e), true;
+  if (e->residual.data == y.data) return false;
   memset(&pass, 0, sizeof pass);
   parts = cuda_take_mat(&room, w->type, 2 * x.rows, x.cols);
   factor = (float *)cuda_take(&room, (size_t)x.rows, sizeof(float));
@@ -5935,45 +6583,75 @@ static bool cuda_matmul_many(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight
   return true;
 }
 
+static bool cuda_decode_alone(const tfm_dev *d, const tfm_net *net) {
+  const tfm_mat row = {NULL, TFM_F32, 1, net->width, net->width};
+  bool alone = cuda_parts_know(d, row, cuda_packed(&net->head));
+  int32_t i;
+  for (i = 0; i < net->layers; i++) alone |= cuda_layer_few(d, net, &net->layer[i]);
+  return alone;
+}
+
+static void cuda_layer_up(tfm_dev *d, const cuda_pass *p, tfm_mat act, tfm_mat h,
+                          const tfm_net *net, const tfm_layer *l) {
+  const tfm_mat up = cuda_columns(p->up, 0, l->up.rows);
+  if (p->few) {
+    cuda_few_rows(d, act, h, cuda_packed(&l->up), l->up_bias, net->act, false, net->gated);
+    return;
+  }
+  cuda_gemm(d, p, up, h, cuda_packed(&l->up), NULL, false);
+  cuda_run(d, p->type == TFM_F16 ? cuda_glu8_kernel<TFM_F16> : cuda_glu8_kernel<TFM_BF16>,
+           dim3((unsigned)h.rows, cuda_blocks(act.cols, 8 * 128)), 128, 0, act, up, l->up_bias,
+           net->act, net->gated);
+}
+
+/* chained: after a layer of the same pass. */
 static void cuda_layer_run(tfm_dev *d, cuda_pass *p, tfm_mat x, const tfm_net *net,
-                           const tfm_layer *l, const tfm_kv *kv, const tfm_rows *rows) {
+                           const tfm_layer *l, const tfm_kv *kv, const tfm_rows *rows,
+                           bool chained) {
   int32_t inner = net->heads * net->head_width;
   cuda_attn a = {cuda_columns(p->h, 0, inner), cuda_columns(p->qkv, 0, inner), *kv, *rows, NULL,
                  l->attn, net->heads / net->kv_heads, {}};
   cuda_norm norm1 = {l->norm1, l->norm1_bias, net->norm}, norm2 = {l->norm2, l->norm2_bias,
                                                                   net->norm};
   tfm_mat h = cuda_columns(p->h, 0, net->width), none = {};
-  tfm_mat up = cuda_columns(p->up, 0, l->up.rows), act = cuda_columns(p->act, 0, l->down.cols);
+  tfm_mat act = cuda_columns(p->act, 0, l->down.cols);
   norm1.p.groups = norm2.p.groups = 0;
+  cuda_of(d)->chained = p->few && chained;
   cuda_norm_run(d, h, x, none, NULL, &norm1);
+  cuda_of(d)->chained = p->few;
   cuda_gemm(d, p, p->qkv, h, cuda_packed(&l->qkv), NULL, false);
   cuda_append(d, p->qkv, l->qkv_bias, &l->rope, kv, rows, (int)net->heads);
-  cuda_attn_tiles(d, &a);
+  if (d->deterministic) cuda_attn_run(d, &a);
+  else cuda_attn_tiles(d, &a);
   cuda_gemm(d, p, x, a.y, cuda_packed(&l->out), l->out_bias, true);
   cuda_norm_run(d, h, x, none, NULL, &norm2);
-  cuda_gemm(d, p, up, h, cuda_packed(&l->up), NULL, false);
-  cuda_run(d, p->type == TFM_F16 ? cuda_glu8_kernel<TFM_F16> : cuda_glu8_kernel<TFM_BF16>,
-           dim3((unsigned)x.rows, cuda_blocks(act.cols, 8 * 128)), 128, 0, act, up, l->up_bias,
-           net->act, net->gated);
+  cuda_layer_up(d, p, act, h, net, l);
   cuda_gemm(d, p, x, act, cuda_packed(&l->down), l->down_bias, true);
+  cuda_of(d)->chained = false;
 }
 
 static bool cuda_layer_entry(tfm_dev *d, tfm_mat x, const tfm_net *net, int32_t index,
                              const tfm_kv *kv, const tfm_rows *rows) {
   const tfm_layer *l = &net->layer[index];
+  const bool chained = index > cuda_of(d)->tiles_layer;
+  bool few;
   cuda_room room;
   cuda_pass pass;
   tfm_type type;
   if (d->status != TFM_OK) return true; /* nothing is to be done any more */
-  if (!cuda_layer_knows(d, x, net, l, kv)) return false;
+  if (!cuda_layer_knows(d, net, l, kv)) return false;
   type = cuda_layer_type(l);
-  if (type == TFM_F32 || !cuda_enter(d) || !cuda_lt_open(d)) return false;
+  few = cuda_layer_few(d, net, l) && (d->deterministic || (x.rows > 1 && x.rows <= CUDA_FEW));
+  if (type == TFM_F32 || (!few && (d->deterministic || x.rows <= CUDA_COLUMNS)) ||
+      !cuda_enter(d) || (!few && !cuda_lt_open(d)))
+    return false;
   room.base = (char *)cuda_align256((size_t)d->work + cuda_of(d)->pass_at); /* cuBLAS wants that */
   room.used = 0;
   pass = cuda_pass_lay_out(&room, net, type, x.rows);
+  pass.few = few;
   if (index <= cuda_of(d)->tiles_layer && cuda_tiles_fit(d, rows)) cuda_tiles_list(d, rows);
   cuda_of(d)->tiles_layer = index;
-  cuda_layer_run(d, &pass, x, net, l, kv, rows);
+  cuda_layer_run(d, &pass, x, net, l, kv, rows, chained);
   return true;
 }
 

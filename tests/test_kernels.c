@@ -20,17 +20,21 @@ static bool in_tiles(const device *t, tfm_type type, int rows) {
          rows >= (type < TFM_Q8_0 ? 16 : 40);
 }
 
-/* What the tuned CPU table may be off by in products of so many rows. In tiles both factors are
-   rounded to BF16, each off by 2^-8 of itself at most; 6 deviations of a sum of these. Else it
-   multiplies quantised weights by activations rounded to 8 bits: 6 deviations of a sum whose terms
-   are off by up to half a step each. A group of 128 values has steps of a 127th of its largest. In
-   units of `tolerance`. */
+/* What products of so many rows may be off by, in units of `tolerance`. In the tuned CPU table's
+   tiles both factors are rounded to BF16, each off by 2^-8 of itself at most; 6 deviations of a sum
+   of these. Else it multiplies quantised weights by activations rounded to 8 bits: 6 deviations of
+   a sum whose terms are off by up to half a step each. A group of 128 values has steps of a 127th
+   of its largest. A GPU with a workspace may take x in two parts of 16 bits, off by 2^-16, or of
+   F16 by 2^-20 where a value is small beside the largest. */
 static double rounding(const device *t, tfm_type type, int rows, const float *x, const float *w,
                        int n) {
   double variance = 0, top = 0, squares = 0;
   int i;
   if (in_tiles(t, type, rows))
     return 6 * length_of_terms(x, w, n) * sqrt(2.0 / 3) / 256 / tolerance(t->b->activation);
+  if (!strcmp(t->b->name, "cuda") && t->d.work && (type == TFM_F16 || type == TFM_BF16))
+    return 6 * length_of_terms(x, w, n) / (type == TFM_F16 ? 1 << 20 : 1 << 16) /
+           tolerance(t->b->activation);
   if (type < TFM_Q8_0 || strcmp(t->b->name, "cpu")) return 0;
   for (i = 0; i < n; i++) {
     if (i % 128 == 0) top = squares = 0;
@@ -298,7 +302,7 @@ static void same_bits(device *t, tfm_type type, int k) {
 static void embed_plain(device *t, tfm_type type) {
   int32_t id[3] = {4, 0, 18}, at[3] = {0, 0, 0};
   tfm_rows rows = {3, (int32_t *)array(t, id, sizeof id), (int32_t *)array(t, at, sizeof at),
-                   (int32_t *)array(t, at, sizeof at)};
+                   (int32_t *)array(t, at, sizeof at), false};
   weight table = weight_new(t, 19, 512, 0, type, TFM_TYPE_DEFAULT, false, 2, 1);
   matrix y = matrix_new(t, 3, 512, 3);
   int i, j;
@@ -390,9 +394,9 @@ static void test_bits(device *t) {
 }
 TEST(matmul_rows_are_independent) { on_tables(test_bits); }
 
-/* What tiles make of rows: whatever the threads, and whatever other rows there are. */
-static void tiles_bits(device *t, tfm_type type, int rows, int n, int k) {
-  const int some = 43, first = rows - some;
+/* What is made of some rows, the last: whatever the threads, and whatever other rows there are. */
+static void some_bits(device *t, tfm_type type, int rows, int some, int n, int k) {
+  const int first = rows - some;
   weight w = weight_new(t, n, k, 0, type, TFM_TYPE_DEFAULT, false, 2, 0);
   matrix x = matrix_new(t, rows, k, 3), y = matrix_new(t, rows, n, 0),
          z = matrix_new(t, some, n, 0);
@@ -428,13 +432,39 @@ static void test_tiles(device *t) {
   for (i = 0; i < TFMI_COUNT(more_types); i++)
     matmul_plain(t, 40 + 3 * i, 45, 512, more_types[i], 3, i % 4);
   for (i = 2; i < 5; i++) matmul_plain(t, 290, 40, 160, types[i], 1, 1); /* rows in parts */
-  tiles_bits(t, TFM_F16, 290, 70, 83);
-  tiles_bits(t, TFM_Q6_K, 52, 70, 256);
+  some_bits(t, TFM_F16, 290, 43, 70, 83);
+  some_bits(t, TFM_Q6_K, 52, 43, 70, 256);
   matmul_plain(t, 19, 70, 2400, TFM_BF16, 1, 0); /* columns in parts, */
-  tiles_bits(t, TFM_Q8_0, 44, 1100, 1056);       /* and more panels than wait */
+  some_bits(t, TFM_Q8_0, 44, 43, 1100, 1056);       /* and more panels than wait */
   t->d.deterministic = true;
 }
 TEST(matmul_in_tiles) { on_tables(test_tiles); }
+
+/* What a GPU multiplies by few rows at a time, or by one; a row's bits do not depend on which. */
+static void test_few(device *t) {
+  static const int some[] = {1, 2, 8, 33, 64, 65};
+  enum { N = 4097, K = 1032 };
+  size_t bytes;
+  tfm_net net;
+  int i, j;
+  if (strcmp(t->b->name, "cuda")) return;
+  memset(&net, 0, sizeof net);
+  net.width = net.ffn_width = K;
+  bytes = t->b->work_bytes(&t->d, &net, 130, 1, 1);
+  t->d.work = t->b->alloc(&t->d, bytes);
+  for (i = 1; i < 3; i++) {
+    t->d.deterministic = true;
+    for (j = 0; j < TFMI_COUNT(some); j++) some_bits(t, types[i], 130, some[j], N, K);
+    matmul_plain(t, 2, N, K, types[i], 3, 1);
+    t->d.deterministic = false;
+    matmul_plain(t, 17, N, K, types[i], 1, 2);
+    matmul_plain(t, 70, N, K, types[i], 3, 3);
+  }
+  t->b->sync(&t->d);
+  t->b->release(&t->d, t->d.work, bytes);
+  t->d.work = NULL;
+}
+TEST(matmul_of_few_rows) { on_tables(test_few); }
 
 /* ---- cast, gather, embed ---- */
 
@@ -469,7 +499,7 @@ static void test_embed(device *t) {
   static const int32_t id[T] = {4, 0, -7, 18, 4}, pos[T] = {0, 1, -9, 5, 2};
   static const int32_t seq[T] = {0, 0, -1, 1, 2};
   tfm_rows rows = {T, (int32_t *)array(t, id, sizeof id), (int32_t *)array(t, pos, sizeof pos),
-                   (int32_t *)array(t, seq, sizeof seq)};
+                   (int32_t *)array(t, seq, sizeof seq), false};
   int i, j, k;
   for (k = 0; k < 5; k++) {
     weight table = weight_new(t, 19, C, 0, types[k], TFM_TYPE_DEFAULT, false, 2, 1);
@@ -860,7 +890,7 @@ static void test_attn_bits(device *t) {
     matrix_get(t, j ? &y : &first);
     if (j) CHECK(memcmp(y.v, first.v, sizeof(float) * N * H * D) == 0);
     for (i = 0; i < N; i += 9) { /* one row alone */
-      tfm_rows one = {1, b.rows.pos + i, b.rows.pos + i, b.rows.seq + i};
+      tfm_rows one = {1, b.rows.pos + i, b.rows.pos + i, b.rows.seq + i, true};
       tfm_mat qi = q.m, yi = y.m;
       qi.data = (uint8_t *)q.m.data + tfmi_span(q.m.type, i * q.m.stride);
       yi.data = (uint8_t *)y.m.data + tfmi_span(y.m.type, i * y.m.stride);
@@ -890,7 +920,7 @@ static void attn_long(device *t, int window, float softcap) {
          y = matrix_new(t, N, H * D, 0), one = matrix_new(t, 1, H * D, 0);
   int32_t pos[N], seq[N] = {0}, pages[N / PAGE + 1], threads = t->d.threads;
   const size_t bytes = sizeof(float) * D * PAGE * TFMI_COUNT(pages);
-  tfm_rows rows = {N, NULL, NULL, (int32_t *)array(t, seq, sizeof seq)};
+  tfm_rows rows = {N, NULL, NULL, (int32_t *)array(t, seq, sizeof seq), false};
   tfm_kv kv;
   tfm_attn p;
   int i, j, h;
@@ -917,7 +947,7 @@ static void attn_long(device *t, int window, float softcap) {
   matrix_get(t, &y);
   for (i = 0; i < TFMI_COUNT(at) * threads; i++) {
     const int r = at[i / threads];
-    tfm_rows alone = {1, rows.pos + r, rows.pos + r, rows.seq + r};
+    tfm_rows alone = {1, rows.pos + r, rows.pos + r, rows.seq + r, true};
     tfm_mat row = q.m;
     row.data = (float *)q.m.data + r * q.m.stride;
     row.rows = 1;

@@ -17,13 +17,15 @@ check() { # check TOOL PROGRAM TEST
     > "$logs/$1 $2 $3" 2>&1 &
 }
 
-for test in pack other_block matmul_epilogue matmul_rows cast embed norm rope attn glu experts \
-  sample top; do
+for test in pack other_block f8 becomes matmul_epilogue matmul_rows matmul_of_few cast embed norm \
+  rope attn glu experts sample top; do
   check memcheck test_kernels "$test"
 done
 check memcheck test_session a_batch_is_each_alone
 check memcheck test_session decoding_far
-for test in matmul_rows norm attn_rows sample; do check racecheck test_kernels "$test"; done
+for test in matmul_rows matmul_of_few norm attn_rows sample; do
+  check racecheck test_kernels "$test"
+done
 check racecheck test_session cache_types # the chain of decode
 wait
 

@@ -232,7 +232,9 @@ typedef struct tfm_model_config {
   tfm_host host;           /* zero: libc, silent, unlimited */
   tfm_device device;       /* 0: TFM_AUTO */
   int32_t device_index;    /* 0: the first GPU */
-  tfm_type weights;        /* 0: as in the file; else every matrix is converted while loading */
+  /* 0: as in the file; else every matrix is converted while loading, to F32, F16, BF16, Q8_0, Q4_0,
+     Q4_1, Q5_0, Q5_1 or, on a GPU, F8_E4M3 */
+  tfm_type weights;
   /* text of a config.json, for .safetensors from memory; NULL: look beside */
   const char *config_json;
   /* "attn,norm": these entries of the table run the reference; NULL: none */

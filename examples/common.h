@@ -89,7 +89,9 @@ static inline void tool_log(void *user, tfm_log_level level, const char *line) {
 static const struct argp_option tool_model_options[] = {
   {"device", 'd', "NAME", 0, "Compute on auto (the fastest there is), ref, cpu or cuda", 0},
   {"backend", 0, NULL, OPTION_ALIAS, NULL, 0},
-  {"weights", 'w', "TYPE", 0, "Convert matrices to f32, f16, bf16, q8_0 or q4_0 while loading", 0},
+  {"weights", 'w', "TYPE", 0,
+   "Convert matrices to f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1 or, on a GPU, f8_e4m3 while "
+   "loading", 0},
   {"threads", 'j', "N", 0, "Use N threads; 0, the default: one per core", 0},
   {"override", 'o' + 256, "LIST", 0, "Run these by the reference: \"attn,norm\" or \"all\"", 0},
   {"no-mmap", 'm' + 256, NULL, 0, "Read files instead of mapping them", 0},

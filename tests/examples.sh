@@ -114,12 +114,18 @@ same_seed() {
 }
 check "the same seed, the same text" same_seed
 
+until_there() { # until_there PID CONDITION...: or until the process has ended
+  local pid=$1
+  shift
+  until "$@" || ! kill -0 "$pid" 2> /dev/null; do sleep 0.05; done
+}
 interrupt() { # a model that is slow enough to be interrupted while it writes
   build/bench shape:stories15m --write "$work/slow.bin" || return 1
+  rm -f "$work/out"
   build/generate "$work/slow.bin" --tokenizer "$work/slow.bin.tokenizer" -n 0 -t 2 -s 1 \
     > "$work/out" 2> "$work/err" &
   local pid=$!
-  sleep 1.5
+  until_there $pid test -s "$work/out"
   kill -INT $pid
   wait $pid
   local found=$?
@@ -130,11 +136,18 @@ interrupt() { # a model that is slow enough to be interrupted while it writes
 }
 check "Ctrl-C" interrupt
 interrupt_answer() { # the answer ends, and the conversation goes on to the end of the input
-  (echo Hello && sleep 2.5 && echo /help) | build/generate "$work/slow.bin" --tokenizer \
-    "$work/slow.bin.tokenizer" --chat --template none -n 0 -t 2 > "$work/out" 2> "$work/err" &
+  rm -f "$work/in" "$work/out"
+  mkfifo "$work/in"
+  build/generate "$work/slow.bin" --tokenizer "$work/slow.bin.tokenizer" --chat --template none \
+    -n 0 -t 2 < "$work/in" > "$work/out" 2> "$work/err" &
   local pid=$!
-  sleep 1.5
+  exec 8> "$work/in"
+  echo Hello >&8
+  until_there $pid test -s "$work/out"
   kill -INT $pid
+  until_there $pid grep -q "stopped" "$work/err"
+  echo /help >&8
+  exec 8>&-
   wait $pid && grep -q "stopped" "$work/err" && grep -q "/reset" "$work/err" && return
   cat "$work/err"
   return 1
@@ -148,7 +161,7 @@ resumes() { # interrupted and resumed, as if nothing had happened
   rm -f "$work/err"
   "${small[@]}" -o "$work/again" > "$work/out" 2> "$work/err" &
   local pid=$!
-  until grep -sq "step 25" "$work/err" || ! kill -0 $pid 2> /dev/null; do sleep 0.05; done
+  until_there $pid grep -sq "step 25" "$work/err"
   kill -INT $pid
   wait $pid
   local found=$?

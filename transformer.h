@@ -2187,6 +2187,8 @@ TFM_API const char *tfm_type_name(tfm_type type) {
   return (int)type < 0 || type >= TFM_TYPE_COUNT ? "?" : tfmi_types[type].name;
 }
 
+static bool tfmi_is_f8(tfm_type type) { return type == TFM_F8_E4M3 || type == TFM_F8_E5M2; }
+
 /* Bytes of what has the machine's order in memory; those of blocks have the file's. */
 static size_t tfmi_word_bytes(tfm_type type) {
   return tfmi_types[type].block_values == 1 ? (size_t)tfmi_types[type].block_bytes : 1;
@@ -12375,7 +12377,7 @@ static tfm_type tfmi_widened(const tfmi_builder *b, const tfm_part *part, int n)
   int f8 = 0, e4m3 = 0, bf16 = 0, i;
   for (i = 0; i < n; i++) {
     e4m3 += part[i].type == TFM_F8_E4M3;
-    f8 += part[i].type == TFM_F8_E4M3 || part[i].type == TFM_F8_E5M2;
+    f8 += tfmi_is_f8(part[i].type);
     bf16 += part[i].type == TFM_BF16;
   }
   if (b->m->dev.table->f8 && !b->m->dev.override_mask && e4m3 == n) return TFM_TYPE_DEFAULT;
@@ -12413,7 +12415,7 @@ static void tfmi_scales_find(tfmi_builder *b, tfmi_tensor *t, int32_t rows, int3
   int32_t across;
   float *at;
   int i;
-  if (t->scales.at || (t->type != TFM_F8_E4M3 && t->type != TFM_F8_E5M2)) return;
+  if (t->scales.at || !tfmi_is_f8(t->type)) return;
   for (i = 0; i < 2 && !scale; i++) {
     tfmi_text text = {name, 0};
     if (t->name.n + strlen(suffix[i]) >= sizeof name) return;
@@ -18377,12 +18379,11 @@ static bool tfmi_pairs_there(const tfmi_conversion *c) {
 
 static tfm_type tfmi_item_type(const tfmi_conversion *c, const tfmi_tensor *t, uint64_t cols) {
   tfm_type type = c->config.type ? c->config.type : t->type;
-  bool f8 = type == TFM_F8_E4M3 || type == TFM_F8_E5M2;
   if (!c->gguf) return c->type;
   if (!tfmi_is_matrix(t) || t->slot == TFMI_POSITIONS || t->slot == TFMI_ROUTER ||
       t->slot == TFMI_SHARED_ROUTER) return TFM_F32; /* as llama.cpp expects them */
   if (cols % (uint64_t)tfmi_types[type].block_values) return TFM_F16; /* as llama.cpp does it */
-  return f8 ? TFM_BF16 : type;
+  return tfmi_is_f8(type) ? TFM_BF16 : type;
 }
 
 /* Patterns of names where it goes to. */

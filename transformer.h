@@ -11626,9 +11626,10 @@ static void tfmi_rule_check(const tfmi_source *s, const struct tfmi_rule *rule) 
 static void tfmi_quantization_check(const tfmi_source *s) {
   static const char *const known[] = {"fp8", "fbgemm_fp8", "compressed-tensors"};
   const char *key = "quantization_config.quant_method";
+  const tfmi_setting *v = tfmi_setting_find(&s->config, "quantization_config");
   tfmi_text method = {NULL, 0};
   int i;
-  if (!tfmi_setting_find(&s->config, "quantization_config")) return;
+  if (!v || v->kind == TFMI_JSON_FALSE) return;
   tfmi_setting_text(s, key, &method);
   for (i = 0; i < TFMI_COUNT(known); i++)
     if (tfmi_text_is(method, known[i])) return;

@@ -853,6 +853,7 @@ TEST(config_refusals) {
      TFM_E_FORMAT, "rope_scaling.low_freq_factor is missing"},
     {"\"silu\"", "\"silu\", \"quantization_config\": {\"quant_method\": \"gptq\"}",
      TFM_E_UNSUPPORTED, "quantization_config"},
+    {"\"silu\"", "\"silu\", \"quantization_config\": false", TFM_OK, ""},
     {"\"silu\"", "\"silu\", \"partial_rotary_factor\": 0.5", TFM_E_UNSUPPORTED,
      "partial_rotary_factor is 0.5"},
     {"\"silu\"", "\"silu\", \"sliding_window\": 4", TFM_E_UNSUPPORTED, "sliding_window is 4"},

@@ -31,8 +31,9 @@
 
    Where the processor has AMX, a device asks Linux once, for the whole process, to save its tiles.
    Then training in BF16 is multiplied by them, and so are prompts: many rows of x, by weights of
-   every type but F32. Both factors are rounded to BF16 for it, so the bits of a row depend on
-   whether it is one of many; while tfm_dev.deterministic is set, vectors multiply all. */
+   every type but F32, and then attention of 16 rows of a sequence and more. Factors are rounded to
+   BF16 for it, so the bits of a row depend on whether it is one of many: for attention, of its own
+   sequence. While tfm_dev.deterministic is set, vectors multiply all. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 

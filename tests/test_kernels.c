@@ -1478,6 +1478,27 @@ static void test_large_draws(device *t) {
 }
 TEST(draws_of_many_are_the_references) { on_tables(test_large_draws); }
 
+/* A row whose passes threads share has the token that one of them draws. */
+static void test_shared_draws(device *t) {
+  enum { N = 40001, ROUNDS = 12 };
+  float *values = (float *)malloc(sizeof(float) * N);
+  const int32_t threads = t->d.threads, seq = 0;
+  int32_t round, id, first = -1;
+  for (round = 0; round < ROUNDS * threads; round++) {
+    const int32_t i = round / threads, pos = i;
+    tfm_sampling how = {i % 4 ? 0.8f : 0, i % 3 ? 0 : 50, i % 2 ? 0.95f : 0, 0, 0, 7, (uint64_t)i};
+    int32_t j;
+    t->d.threads = 1 + round % threads;
+    for (j = 0; j < N && t->d.threads == 1; j++) values[j] = (float)(4 * uniform());
+    draw(t, &id, values, 1, N, &how, &pos, &seq);
+    if (t->d.threads == 1) first = id;
+    CHECK_EQ_INT(id, first);
+  }
+  t->d.threads = threads;
+  free(values);
+}
+TEST(draws_do_not_depend_on_threads) { on_tables(test_shared_draws); }
+
 /* NaN and infinity have an answer. */
 static int32_t sample_one(device *t, matrix *logits, float temperature) {
   tfm_sampling set = {temperature, 3, 0.9f, 0.1f, 1.2f, 1, 1};

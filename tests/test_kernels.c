@@ -863,11 +863,11 @@ static void test_attn_halves(device *t) {
 TEST(attn_of_halves) { on_tables(test_attn_halves); }
 
 /* The bits of a row: whatever the page size, the form, the batch and the threads. */
-static void test_attn_bits(device *t) {
+static void attn_bits_with(device *t, int kv_heads) {
   enum { N = 75, H = 4, D = 40 };
   static const int pages[] = {1, 5, 16, 32, MAX_T};
-  matrix q = matrix_new(t, N, H * D, 0), k = matrix_new(t, N, 2 * D, 0),
-         v = matrix_new(t, N, 2 * D, 0), y = matrix_new(t, N, H * D, 0),
+  matrix q = matrix_new(t, N, H * D, 0), k = matrix_new(t, N, kv_heads * D, 0),
+         v = matrix_new(t, N, kv_heads * D, 0), y = matrix_new(t, N, H * D, 0),
          first = matrix_new(t, N, H * D, 0);
   int32_t threads = t->d.threads;
   batch b;
@@ -880,7 +880,7 @@ static void test_attn_bits(device *t) {
   for (i = 0; i < N; i++) b.pos[i] = i, b.seq[i] = 1;
   batch_put(t, &b, N);
   for (j = 0; j < 5; j++) {
-    attention a = {H, 2, D, 0, 0, N, 0, t->b->activation, false, NONE};
+    attention a = {H, kv_heads, D, 0, 0, N, 0, t->b->activation, false, NONE};
     cache c;
     a.page = pages[j];
     c = cache_new(t, &a);
@@ -908,6 +908,11 @@ static void test_attn_bits(device *t) {
   matrix_free(t, &v);
   matrix_free(t, &y);
   matrix_free(t, &first);
+}
+
+static void test_attn_bits(device *t) {
+  attn_bits_with(t, 2);
+  attn_bits_with(t, 4); /* a query alone with its keys */
 }
 TEST(attn_rows_are_independent) { on_tables(test_attn_bits); }
 

@@ -850,9 +850,10 @@ typedef struct tfm_dev {
   void *work; /* an engine's or a trainer's: work_bytes for temporaries of entries; else NULL */
   void *state; /* the backend's own, from open to close */
   tfm_usage usage;
-  /* Training. `open` says whether products of BF16, summed up in F32, are faster here than of F32;
-     then the trainer may ask for them with BF16: of matmul and matmul_moe with weights that learn,
-     and of matmul_dx, matmul_dw, moe_dx and moe_dw. */
+  /* `open` says whether products of BF16, summed up in F32, are faster here than of F32; then they
+     may be asked for with BF16, before work_bytes. By the trainer: of attention, of matmul and
+     matmul_moe with weights that learn, of matmul_dx, matmul_dw, moe_dx and moe_dw. By an engine,
+     unless its weights are F32 or it is deterministic: of attention. */
   bool has_bf16;
   tfm_type products; /* TFM_BF16, or 0: of the operands as they are */
   tfm_type cache;    /* an engine's; set before work_bytes */
@@ -17034,6 +17035,8 @@ static void tfmi_lay_out_device(tfm_engine *e, tfmi_arena *a) {
     e->d_probs = (float *)tfmi_take(a, rows * context, (uint64_t)net->heads * sizeof(float));
   e->d_frequencies = (float *)tfmi_take(a, (uint64_t)net->head_width, sizeof(float));
   e->dev.cache = c->cache;
+  if (e->dev.has_bf16 && !c->deterministic && e->model->weights != TFM_F32)
+    e->dev.products = TFM_BF16;
   e->dev.work =
       tfmi_take(a, table->work_bytes(&e->dev, net, e->rows, c->sequences, c->context), 1);
   tfmi_take_cache(e, a);

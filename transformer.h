@@ -850,9 +850,10 @@ typedef struct tfm_dev {
   void *work; /* an engine's or a trainer's: work_bytes for temporaries of entries; else NULL */
   void *state; /* the backend's own, from open to close */
   tfm_usage usage;
-  /* Training. `open` says whether products of BF16, summed up in F32, are faster here than of F32;
-     then the trainer may ask for them with BF16: of matmul and matmul_moe with weights that learn,
-     and of matmul_dx, matmul_dw, moe_dx and moe_dw. */
+  /* `open` says whether products of BF16, summed up in F32, are faster here than of F32; then they
+     may be asked for with BF16, before work_bytes. By the trainer: of attention, of matmul and
+     matmul_moe with weights that learn, of matmul_dx, matmul_dw, moe_dx and moe_dw. By an engine,
+     unless its weights are F32 or it is deterministic: of attention. */
   bool has_bf16;
   tfm_type products; /* TFM_BF16, or 0: of the operands as they are */
   tfm_type cache;    /* an engine's; set before work_bytes */
@@ -13031,8 +13032,7 @@ TFM_API tfm_status tfm_plan_memory(const char *path, const tfm_model_config *mod
 
 static uint32_t tfmi_atomic_load(const uint32_t *p) { return __atomic_load_n(p, __ATOMIC_SEQ_CST); }
 static void tfmi_atomic_store(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_SEQ_CST); }
-static void tfmi_atomic_increment(uint32_t *p) { __atomic_add_fetch(p, 1, __ATOMIC_SEQ_CST); }
-static void tfmi_atomic_decrement(uint32_t *p) { __atomic_sub_fetch(p, 1, __ATOMIC_SEQ_CST); }
+static void tfmi_atomic_add(uint32_t *p, uint32_t n) { __atomic_add_fetch(p, n, __ATOMIC_SEQ_CST); }
 /* True if it was `from` and has become `to`. */
 static bool tfmi_atomic_exchange_if(uint32_t *p, uint32_t from, uint32_t to) {
   return __atomic_compare_exchange_n(p, &from, to, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
@@ -13124,9 +13124,9 @@ static void tfmi_share_await(const tfmi_share *s, bool (*still)(const tfmi_share
     tfmi_pause();
   }
   pthread_mutex_lock(&s->pool->lock);
-  tfmi_atomic_increment(asleep);
+  tfmi_atomic_add(asleep, 1);
   while (still(s)) pthread_cond_wait(signal, &s->pool->lock);
-  tfmi_atomic_decrement(asleep);
+  tfmi_atomic_add(asleep, (uint32_t)-1);
   pthread_mutex_unlock(&s->pool->lock);
 }
 
@@ -13529,14 +13529,15 @@ enum {
 };
 
 static float tfmi_max(const float *x, int64_t n) { /* NaN is passed over; -INFINITY when all are */
-  float t[16], best = -INFINITY;
+  enum { LANES = 32 }; /* gcc 12 makes 16 of them scalars */
+  float t[LANES], best = -INFINITY;
   int64_t i;
   int l;
-  for (l = 0; l < 16; l++) t[l] = -INFINITY;
-  for (i = 0; i + 16 <= n; i += 16)
-    for (l = 0; l < 16; l++) t[l] = x[i + l] > t[l] ? x[i + l] : t[l];
+  for (l = 0; l < LANES; l++) t[l] = -INFINITY;
+  for (i = 0; i + LANES <= n; i += LANES)
+    for (l = 0; l < LANES; l++) t[l] = x[i + l] > t[l] ? x[i + l] : t[l];
   for (; i < n; i++) best = x[i] > best ? x[i] : best;
-  for (l = 0; l < 16; l++) best = t[l] > best ? t[l] : best;
+  for (l = 0; l < LANES; l++) best = t[l] > best ? t[l] : best;
   return best;
 }
 
@@ -15071,56 +15072,24 @@ static void tfmi_ref_top(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logi
 /* ---- sample ----
    Everything happens on probabilities relative to the largest, p[i] = e^((l[i] - max) /
    temperature), in [0, 1]: top-k, top-p and min-p are each a threshold on p, and the highest one
-   counts. */
+   counts. Passes over a row go by stretches. What is found of these is put together in their
+   order, so nothing depends on how many threads share them. */
 
-/* p = logits after the repetition penalty, NaN as -infinity. */
+/* p = logits after the repetition penalty. */
 static void tfmi_penalise(float *p, const float *logits, int32_t n, float penalty,
                           const int32_t *history, int32_t past) {
   int32_t i;
-  for (i = 0; i < n; i++) p[i] = logits[i] == logits[i] ? logits[i] : -INFINITY;
-  if (penalty == 0 || penalty == 1) return;
+  memcpy(p, logits, (size_t)n * sizeof *p);
   for (i = 0; i < past; i++) { /* from the logits: a token that occurs twice is penalised once */
     float l = logits[history[i]];
-    if (l == l) p[history[i]] = l < 0 ? l * penalty : l / penalty;
+    p[history[i]] = l < 0 ? l * penalty : l / penalty;
   }
-}
-
-/* p = e^((p - top) / temperature) */
-static void tfmi_relative(float *p, int32_t n, float top, float temperature) {
-  int32_t i;
-  for (i = 0; i < n; i++) p[i] = tfmi_exp((p[i] - top) / temperature);
 }
 
 static int32_t tfmi_first_of(const float *x, int32_t n, float value) {
   int32_t i = 0;
   while (i < n - 1 && x[i] != value) i++;
   return i;
-}
-
-/* The sum of the elements that are >= least, of a stretch: halves added, and their halves. */
-static float tfmi_stretch_mass(const float *p, int32_t n, float least) {
-  float sum[TFMI_STRETCH];
-  int32_t half = 1, i;
-  while (half < n) half *= 2;
-  for (i = 0; i < n; i++) sum[i] = p[i] >= least ? p[i] : 0.0f;
-  for (; i < half; i++) sum[i] = 0;
-  for (half /= 2; half > 0; half /= 2)
-    for (i = 0; i < half; i++) sum[i] += sum[i + half];
-  return sum[0];
-}
-
-static double tfmi_mass(const float *p, int32_t n, float least) {
-  double sum = 0;
-  int32_t i;
-  for (i = 0; i < n; i += TFMI_STRETCH)
-    sum += (double)tfmi_stretch_mass(p + i, tfmi_min32(TFMI_STRETCH, n - i), least);
-  return sum;
-}
-
-static int32_t tfmi_count(const float *p, int32_t n, float least) {
-  int32_t kept = 0, i;
-  for (i = 0; i < n; i++) kept += p[i] >= least;
-  return kept;
 }
 
 static uint32_t tfmi_bits(float value) {
@@ -15135,40 +15104,158 @@ static float tfmi_from_bits(uint32_t bits) {
   return value;
 }
 
-/* to = the elements of x whose bits are in [low, high), in order; returns how many. */
-static int32_t tfmi_select(float *to, const float *x, int32_t n, uint32_t low, uint32_t high) {
-  int32_t kept = 0, i;
-  for (i = 0; i < n; i++) {
-    const float v = x[i];
-    to[kept] = v;
-    kept += tfmi_bits(v) - low < high - low;
+/* Passes leave an element of `sums` for each stretch of x: before `end`, see tfmi_choose. */
+typedef struct tfmi_sweep {
+  tfm_dev *d; /* whose threads share stretches; NULL: one does all */
+  const float *x;
+  int32_t n;
+  float *y, *end;
+  float top, temperature; /* of tfmi_relative */
+  float least;            /* of tfmi_masses */
+  uint32_t count;         /* atomic: elements that are >= least */
+  uint32_t low, high;     /* of tfmi_places and tfmi_selected: bits that are asked for */
+} tfmi_sweep;
+
+static int32_t tfmi_stretches(int32_t n) { return (n - 1) / TFMI_STRETCH + 1; }
+
+static float *tfmi_sums(const tfmi_sweep *t) { return t->end - tfmi_stretches(t->n); }
+
+static int32_t tfmi_sweep_part(const tfmi_sweep *t, int32_t i) { /* stretch i is so long */
+  return tfmi_min32(TFMI_STRETCH, t->n - i * TFMI_STRETCH);
+}
+
+static void tfmi_sweep_run(tfmi_sweep *t, tfm_job job) {
+  if (t->d) tfm_parallel_for(t->d, tfmi_stretches(t->n), 4, job, t);
+  else job(t, 0, tfmi_stretches(t->n), 0);
+}
+
+static void tfmi_maxima(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_sweep *t = (const tfmi_sweep *)context;
+  int32_t i;
+  (void)worker;
+  for (i = begin; i < end; i++)
+    tfmi_sums(t)[i] = tfmi_max(t->x + i * TFMI_STRETCH, tfmi_sweep_part(t, i));
+}
+
+/* y = e^((x - top) / temperature), 0 for NaN */
+static void tfmi_relative(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_sweep *t = (const tfmi_sweep *)context;
+  const float top = t->top, temperature = t->temperature;
+  int32_t i, first = begin * TFMI_STRETCH, n = tfmi_min32(end * TFMI_STRETCH, t->n) - first;
+  const float *x = t->x + first;
+  float *y = t->y + first;
+  (void)worker;
+  for (i = 0; i < n; i++) y[i] = x[i] == x[i] ? x[i] : -INFINITY;
+  for (i = 0; i < n; i++) y[i] = tfmi_exp((y[i] - top) / temperature);
+}
+
+static float tfmi_if_least(float p, float least) { return p >= least ? p : 0.0f; }
+
+/* The sum of the elements that are >= least, of a stretch: halves added, and their halves. */
+static float tfmi_stretch_mass(const float *p, int32_t n, float least) {
+  float sum[TFMI_STRETCH / 2];
+  int32_t half = 1, i;
+  while (2 * half < n) half *= 2;
+  for (i = 0; i < n - half; i++)
+    sum[i] = tfmi_if_least(p[i], least) + tfmi_if_least(p[i + half], least);
+  for (; i < half; i++) sum[i] = tfmi_if_least(p[i], least);
+  for (half /= 2; half > 0; half /= 2)
+    for (i = 0; i < half; i++) sum[i] += sum[i + half];
+  return sum[0];
+}
+
+static void tfmi_masses(void *context, int32_t begin, int32_t end, int32_t worker) {
+  tfmi_sweep *t = (tfmi_sweep *)context;
+  const float least = t->least;
+  uint32_t count = 0;
+  int32_t i, j, n;
+  (void)worker;
+  for (i = begin; i < end; i++) {
+    const float *x = t->x + i * TFMI_STRETCH;
+    n = tfmi_sweep_part(t, i);
+    for (j = 0; j < n; j++) count += x[j] >= least;
+    tfmi_sums(t)[i] = tfmi_stretch_mass(x, n, least);
   }
-  return kept;
+  tfmi_atomic_add(&t->count, count);
+}
+
+/* How many elements of a stretch are selected: their place among all is the sum of those before. */
+static void tfmi_places(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_sweep *t = (const tfmi_sweep *)context;
+  const uint32_t low = t->low, span = t->high - t->low;
+  int32_t i, j, n;
+  (void)worker;
+  for (i = begin; i < end; i++) {
+    const float *x = t->x + i * TFMI_STRETCH;
+    int32_t count = 0;
+    for (j = 0, n = tfmi_sweep_part(t, i); j < n; j++) count += tfmi_bits(x[j]) - low < span;
+    tfmi_sums(t)[i] = (float)count;
+  }
+}
+
+static void tfmi_selected(void *context, int32_t begin, int32_t end, int32_t worker) {
+  const tfmi_sweep *t = (const tfmi_sweep *)context;
+  const uint32_t low = t->low, span = t->high - t->low;
+  float some[TFMI_STRETCH], *y = t->y;
+  size_t kept, j, n;
+  int32_t i;
+  (void)worker;
+  for (i = 0; i < begin; i++) y += (int32_t)tfmi_sums(t)[i];
+  for (i = begin; i < end; i++, y += kept) {
+    const float *x = t->x + i * TFMI_STRETCH;
+    for (j = kept = 0, n = (size_t)tfmi_sweep_part(t, i); j < n; j++) {
+      some[kept] = x[j];
+      kept += tfmi_bits(x[j]) - low < span;
+    }
+    memcpy(y, some, kept * sizeof *some);
+  }
+}
+
+/* The sum of the elements that are >= least; t->count of them. */
+static double tfmi_mass(tfmi_sweep *t, float least) {
+  double sum = 0;
+  int32_t i;
+  t->least = least;
+  t->count = 0;
+  tfmi_sweep_run(t, tfmi_masses);
+  for (i = 0; i < tfmi_stretches(t->n); i++) sum += (double)tfmi_sums(t)[i];
+  return sum;
+}
+
+/* x becomes its elements whose bits are in [low, high), in order: at y, which moves on. */
+static void tfmi_select(tfmi_sweep *t, uint32_t low, uint32_t high) {
+  int32_t kept = 0, i;
+  t->low = low;
+  t->high = high;
+  tfmi_sweep_run(t, tfmi_places);
+  for (i = 0; i < tfmi_stretches(t->n); i++) kept += (int32_t)tfmi_sums(t)[i];
+  tfmi_sweep_run(t, tfmi_selected);
+  t->x = t->y;
+  t->y += kept;
+  t->n = kept;
 }
 
 /* The largest t >= least such that the elements >= t have at least `goal` of mass; mass is 1 each,
    or the value itself. Elements are in [0, 1], where floats are ordered as their bits are: a
-   bisection of the bits, which goes on with a selection, in `rest`, once few are left. */
-static float tfmi_threshold(const float *p, float *rest, int32_t n, double goal, float least,
-                            bool count) {
+   bisection of the bits, which goes on with a selection once few are left. */
+static float tfmi_threshold(tfmi_sweep t, double goal, float least, bool count) {
   uint32_t low = tfmi_bits(least), high = 0x3f800001; /* t is in [low, high) */
-  double above = 0, over = 0;      /* mass of elements that were left out from above; >= high */
-  int32_t at_low = n, at_high = 0; /* how many elements are >= low, at most; >= high */
-  while (high - low > 1 && n > 0) {
+  double above = 0, over = 0;        /* mass of elements that were left out from above; >= high */
+  int32_t at_low = t.n, at_high = 0; /* how many elements are >= low, at most; >= high */
+  while (high - low > 1 && t.n > 0) {
     const uint32_t middle = low + (high - low) / 2;
-    const int32_t at = tfmi_count(p, n, tfmi_from_bits(middle));
-    const double mass = count ? at : tfmi_mass(p, n, tfmi_from_bits(middle));
+    const double values = tfmi_mass(&t, tfmi_from_bits(middle)), mass = count ? t.count : values;
     if (above + mass >= goal) {
       low = middle;
-      at_low = at;
+      at_low = (int32_t)t.count;
     } else {
       high = middle;
-      at_high = at;
+      at_high = (int32_t)t.count;
       over = mass;
     }
-    if (at_low - at_high > n / 8) continue;
-    at_low = n = tfmi_select(rest, p, n, low, high);
-    p = rest;
+    if (at_low - at_high > t.n / 8) continue;
+    tfmi_select(&t, low, high);
+    at_low = t.n;
     above += over;
     over = 0;
     at_high = 0;
@@ -15176,14 +15263,14 @@ static float tfmi_threshold(const float *p, float *rest, int32_t n, double goal,
   return tfmi_from_bits(low);
 }
 
-/* The p below which nothing is drawn. `rest` is scratch of n elements. */
-static float tfmi_least(const float *p, float *rest, int32_t n, const tfm_sampling *s) {
+/* The p below which nothing is drawn. */
+static float tfmi_least(tfmi_sweep *t, const tfm_sampling *s) {
   float least = 0;
-  if (s->top_k > 0 && s->top_k < n) least = tfmi_threshold(p, rest, n, s->top_k, 0, true);
+  if (s->top_k > 0 && s->top_k < t->n) least = tfmi_threshold(*t, s->top_k, 0, true);
   if (s->top_p > 0 && s->top_p < 1) { /* all below (1 - top_p) mass / n together are not missed */
-    double mass = tfmi_mass(p, n, least), goal = mass * (double)s->top_p;
-    float cut = (float)((mass - goal) / n * 0.99);
-    least = tfmi_threshold(p, rest, n, goal, cut > least ? cut : least, false);
+    double mass = tfmi_mass(t, least), goal = mass * (double)s->top_p;
+    float cut = (float)((mass - goal) / t->n * 0.99);
+    least = tfmi_threshold(*t, goal, cut > least ? cut : least, false);
   }
   if (s->min_p > least) least = s->min_p < 1 ? s->min_p : 1.0f;
   return least;
@@ -15191,61 +15278,79 @@ static float tfmi_least(const float *p, float *rest, int32_t n, const tfm_sampli
 
 /* The first id, in id order, where the running sum of what is left exceeds u of the whole: first
    the stretch that it lies in, then the id. */
-static int32_t tfmi_draw(const float *p, int32_t n, float least, float u) {
-  double goal = tfmi_mass(p, n, least) * (double)u, sum = 0, more = 0;
+static int32_t tfmi_draw(tfmi_sweep *t, float least, float u) {
+  double goal = tfmi_mass(t, least) * (double)u, sum = 0, more = 0;
   int32_t i, first = 0, last = 0;
-  for (i = 0; i < n && sum + more <= goal; i += TFMI_STRETCH) {
+  for (i = 0; i < tfmi_stretches(t->n) && sum + more <= goal; i++) {
     sum += more;
-    first = i;
-    more = tfmi_mass(p + i, tfmi_min32(TFMI_STRETCH, n - i), least);
+    first = i * TFMI_STRETCH;
+    more = (double)tfmi_sums(t)[i];
   }
-  for (i = first; i < n && i < first + TFMI_STRETCH; i++) {
-    if (p[i] < least || p[i] == 0) continue;
-    sum += (double)p[i];
+  for (i = first; i < t->n && i < first + TFMI_STRETCH; i++) {
+    if (t->x[i] < least || t->x[i] == 0) continue;
+    sum += (double)t->x[i];
     last = i;
     if (sum > goal) break;
   }
   return last;
 }
 
-/* work: 2 n floats. */
-static int32_t tfmi_choose(const float *logits, float *work, int32_t n, const tfm_sampling *s,
-                           uint64_t position, const int32_t *history) {
-  bool penalised = s->repetition_penalty != 0 && s->repetition_penalty != 1;
-  float top = tfmi_max(logits, n), least;
+/* The first id whose logit is the largest; tfmi_maxima has found that of each stretch. */
+static int32_t tfmi_likeliest(const tfmi_sweep *t) {
+  int32_t i = tfmi_first_of(tfmi_sums(t), tfmi_stretches(t->n), t->top);
+  return i * TFMI_STRETCH +
+         tfmi_first_of(t->x + i * TFMI_STRETCH, tfmi_sweep_part(t, i), t->top);
+}
+
+/* work: 2 n floats. p, what is selected of it, an eighth at most of what there was each time, and
+   at the end the sums. d: see tfmi_sweep. */
+static int32_t tfmi_choose(tfm_dev *d, const float *logits, float *work, int32_t n,
+                           const tfm_sampling *s, uint64_t position, const int32_t *history) {
+  tfmi_sweep t = {d, logits, n, work, work + 2 * (int64_t)n, 0, s->temperature, 0, 0, 0, 0};
   int32_t i;
-  if (!(s->temperature > 0) && !penalised && top != -INFINITY) return tfmi_first_of(logits, n, top);
-  tfmi_penalise(work, logits, n, s->repetition_penalty, history, (int32_t)position);
-  if (penalised) top = tfmi_max(work, n);
-  if (top == -INFINITY) { /* nothing is possible: the first that at least is a number */
-    for (i = 0; i < n - 1 && logits[i] != logits[i]; i++) continue;
-    return logits[i] == logits[i] ? i : 0;
+  if (s->repetition_penalty != 0 && s->repetition_penalty != 1) {
+    tfmi_penalise(work, logits, n, s->repetition_penalty, history, (int32_t)position);
+    t.x = work;
   }
-  if (!(s->temperature > 0) || top == INFINITY) return tfmi_first_of(work, n, top);
-  tfmi_relative(work, n, top, s->temperature);
-  least = tfmi_least(work, work + n, n, s);
-  return tfmi_draw(work, n, least, tfmi_uniform(s->seed, s->sequence, position));
+  tfmi_sweep_run(&t, tfmi_maxima);
+  t.top = tfmi_max(tfmi_sums(&t), tfmi_stretches(n));
+  if (t.top == -INFINITY) { /* nothing is possible: the first that at least is a number */
+    for (i = 0; i < n - 1 && t.x[i] != t.x[i]; i++) continue;
+    return t.x[i] == t.x[i] ? i : 0;
+  }
+  if (!(s->temperature > 0) || t.top == INFINITY) return tfmi_likeliest(&t);
+  tfmi_sweep_run(&t, tfmi_relative);
+  t.x = work;
+  t.y = work + n;
+  return tfmi_draw(&t, tfmi_least(&t, s), tfmi_uniform(s->seed, s->sequence, position));
+}
+
+static void tfmi_sample_row(tfm_dev *d, const tfmi_choice_job *t, int32_t row) {
+  const tfm_sampler *s = t->sampler;
+  const float *logits = tfmi_row(t->logits, row);
+  const int32_t n = t->logits.cols;
+  if (s->seq[row] < 0) return;
+  t->ids[row] = tfmi_choose(d, logits, s->work + (int64_t)row * 2 * n, n, &s->params[row],
+                            (uint64_t)s->pos[row],
+                            s->history + (int64_t)s->seq[row] * s->history_stride);
+  if (t->logprobs) t->logprobs[row] = logits[t->ids[row]] - tfmi_log_sum_exp(logits, n);
 }
 
 static void tfmi_sample_rows(void *context, int32_t begin, int32_t end, int32_t worker) {
-  const tfmi_choice_job *t = (const tfmi_choice_job *)context;
-  const tfm_sampler *s = t->sampler;
-  int32_t row, n = t->logits.cols;
+  int32_t row;
   (void)worker;
-  for (row = begin; row < end; row++) {
-    const float *logits = tfmi_row(t->logits, row);
-    if (s->seq[row] < 0) continue;
-    t->ids[row] = tfmi_choose(logits, s->work + (int64_t)row * 2 * n, n, &s->params[row],
-                              (uint64_t)s->pos[row],
-                              s->history + (int64_t)s->seq[row] * s->history_stride);
-    if (t->logprobs) t->logprobs[row] = logits[t->ids[row]] - tfmi_log_sum_exp(logits, n);
-  }
+  for (row = begin; row < end; row++)
+    tfmi_sample_row(NULL, (const tfmi_choice_job *)context, row);
 }
 
+/* Threads have rows, or, where these are fewer, share each. */
 static void tfmi_ref_sample(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits,
                             const tfm_sampler *s) {
   tfmi_choice_job job = {logits, ids, 1, logprobs, s};
-  tfm_parallel_for(d, logits.rows, 1, tfmi_sample_rows, &job);
+  int32_t row;
+  if (logits.rows >= d->threads) tfm_parallel_for(d, logits.rows, 1, tfmi_sample_rows, &job);
+  else
+    for (row = 0; row < logits.rows; row++) tfmi_sample_row(d, &job, row);
 }
 
 /* ---- The device: the host itself ---- */
@@ -16931,6 +17036,8 @@ static void tfmi_lay_out_device(tfm_engine *e, tfmi_arena *a) {
     e->d_probs = (float *)tfmi_take(a, rows * context, (uint64_t)net->heads * sizeof(float));
   e->d_frequencies = (float *)tfmi_take(a, (uint64_t)net->head_width, sizeof(float));
   e->dev.cache = c->cache;
+  if (e->dev.has_bf16 && !c->deterministic && e->model->weights != TFM_F32)
+    e->dev.products = TFM_BF16;
   e->dev.work =
       tfmi_take(a, table->work_bytes(&e->dev, net, e->rows, c->sequences, c->context), 1);
   tfmi_take_cache(e, a);

@@ -31,8 +31,9 @@
 
    Where the processor has AMX, a device asks Linux once, for the whole process, to save its tiles.
    Then training in BF16 is multiplied by them, and so are prompts: many rows of x, by weights of
-   every type but F32. Both factors are rounded to BF16 for it, so the bits of a row depend on
-   whether it is one of many; while tfm_dev.deterministic is set, vectors multiply all. */
+   every type but F32, and then attention of 16 rows of a sequence and more. Factors are rounded to
+   BF16 for it, so the bits of a row depend on whether it is one of many: for attention, of its own
+   sequence. While tfm_dev.deterministic is set, vectors multiply all. */
 
 #ifndef CPU_LEVEL /* the file itself; further down, it is read again once per instruction set */
 
@@ -231,9 +232,10 @@ static size_t cpu_work_bytes(tfm_dev *d, const tfm_net *net, int32_t rows, int32
     bytes = rooms + cpu_tiled_bytes(tiled, cols[i]);
     if (bytes > most && d->state) most = bytes;
   }
-  if (net->embed.roles & TFM_ROLE_GRADIENT && most < (size_t)d->threads * CPU_TRAIN_BYTES)
-    most = (size_t)d->threads * CPU_TRAIN_BYTES;
-  if (d->products == TFM_BF16) most += 2 * CPU_SIDE;
+  if (net->embed.roles & TFM_ROLE_GRADIENT) {
+    if (most < (size_t)d->threads * CPU_TRAIN_BYTES) most = (size_t)d->threads * CPU_TRAIN_BYTES;
+    if (d->products == TFM_BF16) most += 2 * CPU_SIDE;
+  }
   return (size_t)d->threads * CPU_TILE_BYTES + most;
 }
 
@@ -1185,8 +1187,8 @@ typedef struct cpu_arena_job {
 
 typedef struct cpu_attn_bwd_job {
   cpu_attn_job attn;
-  tfm_mat dq, dk, dv, dy;
-  int32_t sequences;
+  tfm_mat dq, dk, dv, dy; /* absent: forward's */
+  int32_t items;          /* of a head of keys */
   uint8_t *work;
 } cpu_attn_bwd_job;
 
@@ -1694,28 +1696,32 @@ static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *g) {
   return true;
 }
 
-/* ---- Training: attention in tiles ----
-   As vectors compute it (see there), but scores, and what becomes of them, are [keys, queries]: a
-   softmax then runs down vectors of 16 queries, and what it leaves is an operand of the products
-   that follow with no more than rounding to bf16. So these give y and dq transposed. A block is 128
-   queries of one head; it meets 128 keys at a time, or 32 in backward. Scores, sums and the softmax
-   are F32. */
+/* ---- Attention in tiles ----
+   Of prompts and of training. As vectors compute it (see there), but scores, and what becomes of
+   them, are [keys, queries]: a softmax then runs down vectors of 16 queries, and what it leaves is
+   an operand of the products that follow with no more than rounding to bf16. So these give y and dq
+   transposed. A block is 128 queries: of some rows, all heads that share one of keys. It meets 128
+   keys at a time, from multiples of 128 on, or 32 in backward. Scores, sums and the softmax are
+   F32. What a query does not see adds zeros: its bits do not depend on its block. */
 
 enum {
   CPU_LOOK = 128,                        /* queries of a block, keys of forward's */
   CPU_LOOK_STEPS = CPU_LOOK / CPU_TERMS, /* where these are terms */
-  CPU_LOOK_ROWS = CPU_LOOK * CPU_WIDTH * 2 /* bytes that they take as tiles, at most */
+  CPU_LOOK_ROWS = CPU_LOOK * CPU_WIDTH * 2, /* bytes that they take as tiles, at most */
+  CPU_LOOK_FEW = 16 /* rows of a sequence in a pass; fewer are not worth it, and stay F32 */
 };
 
 typedef struct cpu_look { /* a thread's memory; heads have `wide` columns, whole tiles */
-  int32_t wide, n, at, begin;      /* queries of the block, the first's position, its first key */
+  int32_t wide, n, row, at, head, begin; /* queries of the block; the first's row and position; head
+                                            of keys, first key */
   uint8_t *queries, *dys;          /* [128 / 16][wide / 32] tiles: columns of scores, and of dp */
   uint8_t *query_terms, *dy_terms; /* [wide / 16][4]: columns of dk and dv */
   uint8_t *keys, *values;          /* [keys / 16][wide / 32]: rows of scores, and of dp */
   uint8_t *turned;                 /* [wide / 16][steps of keys]: values for y, keys for dq: rows */
-  uint8_t *p, *ds, *terms;         /* [32 / 16][4]: rows for dv, dk; [128 / 16][steps]: columns */
-  float *score, *dp;               /* [keys][128] */
-  float *out, *dk, *dv;            /* [wide][128] of y or dq; [32][wide] */
+  uint8_t *p, *ds, *terms; /* [32 / 16][4]: rows for dv, dk; [queries / 16][steps]: columns */
+  float *score, *dp;       /* [keys][32], of 32 queries at a time; in backward [32][128] */
+  float *out, *dk, *dv;    /* y or dq: [128 / 32][wide][32]; [32][wide] */
+  float *room;             /* [128][CPU_WIDTH]: keys or values of a cache that is not F32 */
   /* of each query: its largest score so far, or -lse; the sum so far, or -delta; keys it sees */
   float top[CPU_LOOK], sum[CPU_LOOK];
   int32_t first[CPU_LOOK], last[CPU_LOOK];
@@ -1727,53 +1733,73 @@ static cpu_look cpu_look_at(const cpu_attn_bwd_job *t, int32_t worker) {
   k.wide = cpu_panels(t->attn.kv->width) * CPU_ROWS;
   k.queries = at, k.dys = at += CPU_LOOK_ROWS;
   k.query_terms = at += CPU_LOOK_ROWS, k.dy_terms = at += CPU_LOOK_ROWS;
+  k.room = (float *)(void *)k.query_terms; /* forward has none of these */
   k.keys = at += CPU_LOOK_ROWS, k.values = k.keys + CPU_LOOK_ROWS / 2;
   k.turned = at += CPU_LOOK_ROWS;
-  k.terms = at += CPU_LOOK_ROWS, k.p = at += 2 * CPU_LOOK * CPU_LOOK;
+  k.terms = at += CPU_LOOK_ROWS, k.p = at += 2 * CPU_LOOK * CPU_ROWS;
   k.ds = at += 2 * CPU_ROWS * CPU_LOOK;
   k.score = (float *)(void *)(at += 2 * CPU_ROWS * CPU_LOOK);
   k.dp = k.score + CPU_ROWS * CPU_LOOK;
-  k.out = k.score + CPU_LOOK * CPU_LOOK;
+  k.out = k.dp + CPU_ROWS * CPU_LOOK;
   k.dk = k.out + CPU_WIDTH * CPU_LOOK, k.dv = k.dk + CPU_ROWS * CPU_WIDTH;
   return k;
 }
 
-typedef struct cpu_heads { /* rows of one head */
-  const float *at;
-  int64_t stride;
-  int32_t n, width;
-} cpu_heads;
+/* Where query j of the block lies in a matrix of rows of all heads. */
+static int64_t cpu_look_query(const cpu_look *k, const cpu_attn_job *t, tfm_mat m, int32_t j) {
+  const int32_t head = k->head * t->group + j % t->group;
+  return (k->row + j / t->group) * m.stride + head * t->kv->width;
+}
 
-static cpu_heads cpu_head_rows(tfm_mat m, int32_t row, int32_t n, int32_t head, int32_t width) {
-  cpu_heads x = {cpu_row(m, row) + head * width, m.stride, n, width};
+typedef struct cpu_lines { /* rows of a head, NULL where there are no more */
+  const float *at[CPU_LOOK];
+  int32_t n, width;
+} cpu_lines;
+
+static cpu_lines cpu_lines_of(int32_t n, int32_t width) {
+  cpu_lines x;
+  memset(x.at, 0, sizeof x.at);
+  x.n = n, x.width = width;
   return x;
 }
 
-static const float *cpu_line(const cpu_heads *x, int32_t i) {
-  return i < x->n ? x->at + i * x->stride : NULL;
+static cpu_lines cpu_query_lines(const cpu_look *k, const cpu_attn_job *t, tfm_mat m) {
+  cpu_lines x = cpu_lines_of(k->n, t->kv->width);
+  int32_t j;
+  for (j = 0; j < x.n; j++) x.at[j] = cpu_row(m, 0) + cpu_look_query(k, t, m, j);
+  return x;
+}
+
+/* n keys, or values, of a run's head from position `base` on. */
+static cpu_lines cpu_key_lines(const cpu_look *k, const cpu_attn_job *t, const cpu_run *run,
+                               int32_t base, int32_t n, bool value) {
+  const tfm_type type = cpu_kv_type(t->kv);
+  cpu_lines x = cpu_lines_of(n, t->kv->width);
+  int32_t i;
+  for (i = 0; i < n; i++) {
+    const uint8_t *from = cpu_kv_at(t->kv, run, base + i, value);
+    x.at[i] = type == TFM_F32 ? (const float *)(const void *)from : k->room + i * CPU_WIDTH;
+    if (type != TFM_F32) V(widen)(k->room + i * CPU_WIDTH, from, type, x.width);
+  }
+  return x;
 }
 
 /* Rows as rows, or turned as columns, of a product over a head's columns: whole pairs of tiles. */
-static void cpu_look_along(uint8_t *to, cpu_heads x, bool turn) {
-  const float *line[CPU_TILE_ROWS];
-  int32_t row, i;
-  for (row = 0; row < cpu_panels(x.n) * CPU_ROWS; row += CPU_TILE_ROWS) {
-    for (i = 0; i < CPU_TILE_ROWS; i++) line[i] = cpu_line(&x, row + i);
-    cpu_lines_along(to, line, x.width, turn);
-    to += cpu_panels(x.width) * CPU_TILE_SIZE;
+static void cpu_look_along(uint8_t *to, const cpu_lines *x, bool turn) {
+  int32_t row;
+  for (row = 0; row < cpu_panels(x->n) * CPU_ROWS; row += CPU_TILE_ROWS) {
+    cpu_lines_along(to, x->at + row, x->width, turn);
+    to += cpu_panels(x->width) * CPU_TILE_SIZE;
   }
 }
 
 /* Rows as terms of a product whose columns, or turned rows, are the head's: `steps` from group to
    group of 16 of these. */
-static void cpu_look_across(uint8_t *to, cpu_heads x, int32_t steps, bool turn) {
-  const float *line[CPU_TERMS];
-  int32_t row, i;
-  for (row = 0; row < x.n; row += CPU_TERMS, to += CPU_TILE_SIZE) {
-    for (i = 0; i < CPU_TERMS; i++) line[i] = cpu_line(&x, row + i);
-    cpu_lines_across(to, (int64_t)steps * CPU_TILE_SIZE, 2 * cpu_panels(x.width), line, x.width,
-                     turn);
-  }
+static void cpu_look_across(uint8_t *to, const cpu_lines *x, int32_t steps, bool turn) {
+  int32_t row;
+  for (row = 0; row < x->n; row += CPU_TERMS, to += CPU_TILE_SIZE)
+    cpu_lines_across(to, (int64_t)steps * CPU_TILE_SIZE, 2 * cpu_panels(x->width), x->at + row,
+                     x->width, turn);
 }
 
 typedef struct cpu_side { /* tiles of an operand: [groups of 16][stride], from some step on */
@@ -1804,59 +1830,87 @@ static int32_t cpu_look_all(const cpu_look *k, int32_t j, int32_t base, int32_t 
   return k->first[j + CPU_TILE_ROWS - 1] > base ? 0 : cpu_min(n, k->last[j] + 1 - base);
 }
 
-/* A block of n queries from row `row`, at position `at`, of a head. */
-static void cpu_look_begin(cpu_look *k, const cpu_attn_job *t, int32_t row, int32_t at, int32_t n,
-                           int32_t head) {
+/* Queries with those that fill whole tiles. */
+static int32_t cpu_look_cols(const cpu_look *k) { return cpu_panels(k->n) * CPU_ROWS; }
+
+/* A block of some rows of a run, from number `first` on. It will meet keys from a multiple on. */
+static void cpu_look_begin(cpu_look *k, const cpu_attn_job *t, const cpu_run *run, int32_t first,
+                           int32_t rows, int32_t multiple) {
+  cpu_lines queries;
   int32_t j;
-  k->n = n;
-  k->at = at;
-  k->begin = cpu_first_key(t->p, at) / CPU_ROWS * CPU_ROWS;
-  for (j = 0; j < cpu_panels(n) * CPU_ROWS; j++) {
-    k->last[j] = at + j;
-    k->first[j] = cpu_first_key(t->p, at + j);
+  k->n = rows * t->group;
+  k->row = run->row + first;
+  k->at = run->pos + first;
+  k->head = run->head;
+  k->begin = cpu_first_key(t->p, k->at) / multiple * multiple;
+  for (j = 0; j < cpu_look_cols(k); j++) {
+    k->last[j] = k->at + j / t->group;
+    k->first[j] = cpu_first_key(t->p, k->last[j]);
   }
-  memset(k->out, 0, (size_t)(k->wide * CPU_LOOK) * sizeof *k->out);
-  cpu_look_along(k->queries, cpu_head_rows(t->q, row, n, head, t->kv->width), true);
+  queries = cpu_query_lines(k, t, t->q);
+  cpu_look_along(k->queries, &queries, true);
 }
 
-/* Rows of y or dq become what lies transposed in `out`, over `divisor` or as it is. */
-static void cpu_look_end(const cpu_look *k, tfm_mat y, int32_t row, int32_t col, int32_t width,
+/* What lies transposed in `out`, of 32 queries from j on. */
+static float *cpu_look_out(const cpu_look *k, int32_t j) {
+  return k->out + j / CPU_ROWS * k->wide * CPU_ROWS;
+}
+
+/* Rows of y or dq become that, over `divisor` or as it is. */
+static void cpu_look_end(const cpu_look *k, const cpu_attn_job *t, tfm_mat y,
                          const float *divisor) {
+  const int32_t width = t->kv->width;
   int32_t j, d, i;
   for (j = 0; j < k->n; j += CPU_TILE_ROWS)
     for (d = 0; d < width; d += CPU_TILE_ROWS) {
+      const float *out = cpu_look_out(k, j) + d * CPU_ROWS + j % CPU_ROWS;
       __m512i v[CPU_TILE_ROWS];
       for (i = 0; i < CPU_TILE_ROWS; i++) {
-        __m512 x = V(load)(k->out + (d + i) * CPU_LOOK + j);
+        __m512 x = V(load)(out + i * CPU_ROWS);
         v[i] = _mm512_castps_si512(divisor ? V(div)(x, V(load)(divisor + j)) : x);
       }
       cpu_turn_pairs(v);
       for (i = 0; i < CPU_TILE_ROWS && j + i < k->n; i++)
-        V(store_some)(cpu_row(y, row + j + i) + col + d, _mm512_castsi512_ps(v[i]), width - d);
+        V(store_some)(cpu_row(y, 0) + cpu_look_query(k, t, y, j + i) + d,
+                      _mm512_castsi512_ps(v[i]), width - d);
     }
+}
+
+/* cap tanh(score scale / cap), of n keys and 32 queries. */
+static void cpu_look_cap(float *score, int32_t n, float scale, float cap) {
+  int32_t i;
+  for (i = 0; i < n * CPU_ROWS; i += CPU_TILE_ROWS) {
+    V(vec) e = V(sigmoid)(V(mul)(V(load)(score + i), V(all)(2 * scale / cap)));
+    V(store)(score + i, V(fma)(e, V(all)(2 * cap), V(all)(-cap)));
+  }
+}
+
+/* Score times `by` of key i from `base` on, or minus infinity where a query does not see it; all of
+   the first `all` are seen. */
+CPU_INLINE V(vec) cpu_look_score(const cpu_look *k, V(vec) by, int32_t j, int32_t base, int32_t i,
+                                 int32_t all) {
+  V(vec) s = V(mul)(V(load)(k->score + i * CPU_ROWS + j % CPU_ROWS), by);
+  if (i < all) return s;
+  return _mm512_mask_mov_ps(V(all)(-INFINITY), cpu_look_sees(k, j, base + i), s);
 }
 
 /* Scores of n keys from `base` on with 16 queries become exponentials, terms of y; what was summed
    up of y shrinks where a score is larger than those before. */
 static void cpu_look_softmax(cpu_look *k, float scale, int32_t j, int32_t base, int32_t n) {
-  const V(vec) masked = V(all)(-INFINITY), by = V(all)(scale);
-  V(vec) top[2] = {V(load)(k->top + j), V(load)(k->top + j)}, sum[2], shrink, minus, e[2];
-  float *score = k->score + j;
-  uint8_t *to = k->terms + j / CPU_TILE_ROWS * CPU_LOOK_STEPS * CPU_TILE_SIZE;
-  int32_t all = cpu_look_all(k, j, base, n), i, d;
-  for (i = 0; i < n; i++) {
-    V(vec) s = V(mul)(V(load)(score + i * CPU_LOOK), by);
-    if (i >= all) s = _mm512_mask_mov_ps(masked, cpu_look_sees(k, j, base + i), s);
-    V(store)(score + i * CPU_LOOK, s);
-    top[i % 2] = V(max)(s, top[i % 2]);
-  }
+  const int32_t all = cpu_look_all(k, j, base, n);
+  const V(vec) by = V(all)(scale), was = V(load)(k->top + j);
+  V(vec) top[2] = {was, was}, sum[2], shrink, minus, e[2];
+  uint8_t *to = k->terms + j % CPU_ROWS / CPU_TILE_ROWS * CPU_LOOK_STEPS * CPU_TILE_SIZE;
+  float *out = cpu_look_out(k, j) + j % CPU_ROWS;
+  int32_t i, d;
+  for (i = 0; i < n; i++) top[i % 2] = V(max)(cpu_look_score(k, by, j, base, i, all), top[i % 2]);
   top[0] = V(max)(top[0], top[1]);
-  shrink = V(exp)(_mm512_sub_ps(V(load)(k->top + j), top[0]));
   minus = V(mul)(top[0], V(all)(-1.0f));
+  shrink = V(exp)(V(add)(was, minus));
   sum[0] = V(mul)(V(load)(k->sum + j), shrink), sum[1] = V(all)(0.0f);
   for (i = 0; i < n; i += 2) {
     for (d = 0; d < 2; d++) {
-      e[d] = V(exp)(V(add)(V(load)(score + (i + d) * CPU_LOOK), minus));
+      e[d] = V(exp)(V(add)(cpu_look_score(k, by, j, base, i + d, all), minus));
       sum[d] = V(add)(sum[d], e[d]);
     }
     _mm512_store_si512(to + i / CPU_TERMS * CPU_TILE_SIZE + i % CPU_TERMS / 2 * 64,
@@ -1864,54 +1918,51 @@ static void cpu_look_softmax(cpu_look *k, float scale, int32_t j, int32_t base, 
   }
   V(store)(k->top + j, top[0]);
   V(store)(k->sum + j, V(add)(sum[0], sum[1]));
-  for (d = 0; d < k->wide && base > k->begin; d++)
-    V(store)(k->out + d * CPU_LOOK + j, V(mul)(V(load)(k->out + d * CPU_LOOK + j), shrink));
+  if (base == k->begin || !_mm512_cmp_ps_mask(was, top[0], _CMP_LT_OQ)) return;
+  for (d = 0; d < k->wide; d++, out += CPU_ROWS) V(store)(out, V(mul)(V(load)(out), shrink));
 }
 
 /* Of `keys` keys from `base` on, those, in whole tiles, that some of 32 queries from j on see. */
 static int32_t cpu_look_seen(const cpu_look *k, int32_t j, int32_t base, int32_t keys) {
-  return cpu_panels(cpu_min(keys, k->at + j / CPU_ROWS * CPU_ROWS + CPU_ROWS - base)) * CPU_ROWS;
+  return cpu_panels(cpu_min(keys, k->last[j + CPU_ROWS - 1] + 1 - base)) * CPU_ROWS;
 }
 
-/* A block meets keys from `base` on. */
+/* A block meets keys from `base` on: 32 queries after the other, whose scores stay near. */
 static void cpu_look_meet(const cpu_attn_job *t, cpu_look *k, const cpu_run *run, int32_t base) {
-  const int32_t width = t->kv->width, keys = cpu_min(CPU_LOOK, k->at + k->n - base);
-  const int32_t steps = cpu_panels(width), cols = cpu_panels(k->n) * CPU_ROWS;
-  cpu_side a = {k->keys, steps}, b = {k->queries, steps};
-  int32_t i, j;
-  cpu_look_along(k->keys, cpu_head_rows(t->kv->key_rows, run->row + base, keys, run->head, width),
-                 false);
-  cpu_look_across(k->turned, cpu_head_rows(t->kv->value_rows, run->row + base, keys, run->head,
-                                          width), CPU_LOOK_STEPS, true);
-  for (i = 0; i < keys; i += CPU_ROWS, a.at += 2 * steps * CPU_TILE_SIZE) {
-    j = base + i > k->at ? base + i - k->at : 0;
-    b.at = k->queries + j / CPU_TILE_ROWS * steps * CPU_TILE_SIZE;
-    cpu_look_product(k->score + i * CPU_LOOK + j, CPU_LOOK, CPU_ROWS, cols - j, a, b, steps, false);
-  }
-  a.at = k->turned, a.stride = b.stride = CPU_LOOK_STEPS;
-  for (j = base > k->at ? base - k->at : 0; j < cols; j += CPU_ROWS) {
-    int32_t seen = cpu_look_seen(k, j, base, keys);
-    cpu_look_softmax(k, t->p->scale, j, base, seen);
-    cpu_look_softmax(k, t->p->scale, j + CPU_TILE_ROWS, base, seen);
-    b.at = k->terms + j / CPU_TILE_ROWS * CPU_LOOK_STEPS * CPU_TILE_SIZE;
-    cpu_look_product(k->out + j, CPU_LOOK, k->wide, CPU_ROWS, a, b, seen / CPU_TERMS, true);
+  const int32_t keys = cpu_min(CPU_LOOK, k->last[k->n - 1] + 1 - base);
+  const int32_t steps = cpu_panels(t->kv->width);
+  const float cap = t->p->softcap;
+  const cpu_side rows = {k->keys, steps}, values = {k->turned, CPU_LOOK_STEPS};
+  const cpu_side terms = {k->terms, CPU_LOOK_STEPS};
+  cpu_side queries = {k->queries, steps};
+  cpu_lines lines = cpu_key_lines(k, t, run, base, keys, false);
+  int32_t j, seen;
+  cpu_look_along(k->keys, &lines, false);
+  lines = cpu_key_lines(k, t, run, base, keys, true);
+  cpu_look_across(k->turned, &lines, CPU_LOOK_STEPS, true);
+  for (j = 0; j < cpu_look_cols(k); j += CPU_ROWS, queries.at += 2 * steps * CPU_TILE_SIZE) {
+    seen = cpu_look_seen(k, j, base, keys);
+    if (seen <= 0) continue;
+    cpu_look_product(k->score, CPU_ROWS, seen, CPU_ROWS, rows, queries, steps, false);
+    if (cap != 0) cpu_look_cap(k->score, seen, t->p->scale, cap);
+    cpu_look_softmax(k, cap != 0 ? 1 : t->p->scale, j, base, seen);
+    cpu_look_softmax(k, cap != 0 ? 1 : t->p->scale, j + CPU_TILE_ROWS, base, seen);
+    cpu_look_product(cpu_look_out(k, j), CPU_ROWS, k->wide, CPU_ROWS, values, terms,
+                     seen / CPU_TERMS, base > k->begin);
   }
 }
 
-/* One sequence, one head of keys: y, and lse. */
-static void cpu_look_forward(const cpu_attn_bwd_job *t, cpu_look *k, const cpu_run *run) {
-  const cpu_attn_job *a = &t->attn;
-  int32_t g, pos, base, j;
-  for (g = 0; g < a->group; g++)
-    for (pos = 0; pos < run->rows; pos += k->n) {
-      const int32_t head = run->head * a->group + g, row = run->row + pos;
-      cpu_look_begin(k, a, row, pos, cpu_min(CPU_LOOK, run->rows - pos), head);
-      for (j = 0; j < CPU_LOOK; j++) k->top[j] = -3e38f, k->sum[j] = 0;
-      for (base = k->begin; base < pos + k->n; base += CPU_LOOK) cpu_look_meet(a, k, run, base);
-      cpu_look_end(k, a->y, row, head * a->kv->width, a->kv->width, k->sum);
-      for (j = 0; j < k->n && a->lse; j++)
-        a->lse[(int64_t)(row + j) * a->p->heads + head] = k->top[j] + logf(k->sum[j]);
-    }
+/* y, and lse, of some rows of a run, from number `first` on. */
+static void cpu_look_forward(const cpu_attn_job *t, cpu_look *k, const cpu_run *run, int32_t first,
+                             int32_t rows) {
+  int32_t base, j;
+  cpu_look_begin(k, t, run, first, rows, CPU_LOOK);
+  for (j = 0; j < CPU_LOOK; j++) k->top[j] = -3e38f, k->sum[j] = 0;
+  for (base = k->begin; base < k->at + rows; base += CPU_LOOK) cpu_look_meet(t, k, run, base);
+  cpu_look_end(k, t, t->y, k->sum);
+  for (j = 0; j < k->n && t->lse; j++)
+    t->lse[(int64_t)(k->row + j / t->group) * t->p->heads + k->head * t->group + j % t->group] =
+        k->top[j] + logf(k->sum[j]);
 }
 
 /* Scores and dp of 32 keys from `base` on with 16 queries become p and ds. */
@@ -1953,77 +2004,117 @@ static void cpu_look_back_at(const cpu_attn_bwd_job *t, cpu_look *k, const cpu_r
                              int32_t base) {
   const cpu_attn_job *a = &t->attn;
   const int32_t width = a->kv->width, keys = cpu_min(CPU_ROWS, run->rows - base), head = run->head;
-  const int32_t first = base > k->at ? base - k->at : 0, cols = cpu_panels(k->n) * CPU_ROWS;
-  const int32_t of_head = cpu_panels(width), steps = (cols - first) / CPU_TERMS;
+  const int32_t first = base > k->at ? (base - k->at) * a->group / CPU_ROWS * CPU_ROWS : 0;
+  const int32_t cols = cpu_look_cols(k), of_head = cpu_panels(width);
+  const int32_t steps = (cols - first) / CPU_TERMS;
   const int64_t from = first / CPU_TERMS * CPU_TILE_SIZE;
-  cpu_heads key = cpu_head_rows(a->kv->key_rows, run->row + base, keys, head, width);
+  cpu_lines key = cpu_key_lines(k, a, run, base, keys, false);
+  cpu_lines value = cpu_key_lines(k, a, run, base, keys, true);
   cpu_side q = {k->queries + from * 2 * of_head, of_head}, dy = q, rows = {k->keys, of_head};
   cpu_side p = {k->p + from, CPU_LOOK_STEPS}, ds = p, to_dv = p, to_dk = p, values = rows;
   cpu_side turned = {k->turned, 1}, to_dq = {k->terms + 2 * from, 1};
   int32_t j;
   values.at = k->values, dy.at = k->dys + from * 2 * of_head, ds.at = k->ds + from;
   to_dv.at = k->dy_terms + from, to_dk.at = k->query_terms + from;
-  cpu_look_along(k->keys, key, false);
-  cpu_look_along(k->values, cpu_head_rows(a->kv->value_rows, run->row + base, keys, head, width),
-                 false);
-  cpu_look_across(k->turned, key, 1, true);
+  cpu_look_along(k->keys, &key, false);
+  cpu_look_along(k->values, &value, false);
+  cpu_look_across(k->turned, &key, 1, true);
   cpu_look_product(k->score + first, CPU_LOOK, CPU_ROWS, cols - first, rows, q, of_head, false);
   cpu_look_product(k->dp + first, CPU_LOOK, CPU_ROWS, cols - first, values, dy, of_head, false);
   for (j = first; j < cols; j += CPU_TILE_ROWS) cpu_look_slopes(k, a->p->scale, j, base);
   cpu_look_product(k->dv, k->wide, CPU_ROWS, k->wide, p, to_dv, steps, false);
   cpu_look_product(k->dk, k->wide, CPU_ROWS, k->wide, ds, to_dk, steps, false);
-  cpu_look_product(k->out + first, CPU_LOOK, k->wide, cols - first, turned, to_dq, 1, true);
+  for (j = first; j < cols; j += CPU_ROWS, to_dq.at += 2 * CPU_TILE_SIZE)
+    cpu_look_product(cpu_look_out(k, j), CPU_ROWS, k->wide, CPU_ROWS, turned, to_dq, 1,
+                     base > k->begin);
   cpu_look_add(t->dk, run->row + base, keys, head * width, width, k->dk, k->wide);
   cpu_look_add(t->dv, run->row + base, keys, head * width, width, k->dv, k->wide);
 }
 
-/* A block of one query head: dq, and its parts of dk and dv. */
+/* A block of some rows: dq, and its parts of dk and dv. */
 static void cpu_look_back_block(const cpu_attn_bwd_job *t, cpu_look *k, const cpu_run *run,
-                                int32_t pos, int32_t head) {
+                                int32_t first, int32_t rows) {
   const cpu_attn_job *a = &t->attn;
-  const int32_t width = a->kv->width, n = cpu_min(CPU_LOOK, run->rows - pos), row = run->row + pos;
+  cpu_lines q, dy;
   int32_t j, base;
-  cpu_look_begin(k, a, row, pos, n, head);
-  cpu_look_along(k->dys, cpu_head_rows(t->dy, row, n, head, width), true);
-  cpu_look_across(k->query_terms, cpu_head_rows(a->q, row, n, head, width), CPU_LOOK_STEPS, false);
-  cpu_look_across(k->dy_terms, cpu_head_rows(t->dy, row, n, head, width), CPU_LOOK_STEPS, false);
-  for (j = 0; j < cpu_panels(n) * CPU_ROWS; j++) {
-    k->top[j] = j < n ? -a->lse[(int64_t)(row + j) * a->p->heads + head] : 0;
-    k->sum[j] = j < n ? -V(attn_delta)(t, row + j, head) : 0;
+  cpu_look_begin(k, a, run, first, rows, CPU_ROWS);
+  q = cpu_query_lines(k, a, a->q), dy = cpu_query_lines(k, a, t->dy);
+  cpu_look_along(k->dys, &dy, true);
+  cpu_look_across(k->query_terms, &q, CPU_LOOK_STEPS, false);
+  cpu_look_across(k->dy_terms, &dy, CPU_LOOK_STEPS, false);
+  for (j = 0; j < cpu_look_cols(k); j++) {
+    const int32_t row = k->row + j / a->group, head = k->head * a->group + j % a->group;
+    k->top[j] = j < k->n ? -a->lse[(int64_t)row * a->p->heads + head] : 0;
+    k->sum[j] = j < k->n ? -V(attn_delta)(t, row, head) : 0;
   }
-  for (base = k->begin; base < pos + n; base += CPU_ROWS) cpu_look_back_at(t, k, run, base);
-  cpu_look_end(k, t->dq, row, head * width, width, NULL);
+  for (base = k->begin; base < k->at + rows; base += CPU_ROWS) cpu_look_back_at(t, k, run, base);
+  cpu_look_end(k, a, t->dq, NULL);
+}
+
+/* Rows of a run that are worked off together. In backward they are all of one item. */
+static int32_t cpu_look_rows(const cpu_attn_bwd_job *t, const cpu_run *run) {
+  const bool few = t->attn.kv->table && run->rows < CPU_LOOK_FEW;
+  return (few ? CPU_QUERIES : CPU_LOOK) / t->attn.group;
+}
+
+static int32_t cpu_look_items_of(const cpu_attn_bwd_job *t, const cpu_run *run) {
+  const int32_t rows = cpu_look_rows(t, run);
+  return t->dy.data ? 1 : (run->rows + rows - 1) / rows;
 }
 
 static void cpu_look_backward(const cpu_attn_bwd_job *t, cpu_look *k, const cpu_run *run) {
-  int32_t g, pos;
+  const int32_t rows = cpu_look_rows(t, run);
+  int32_t first;
   V(attn_bwd_clear)(t, run);
-  for (g = 0; g < t->attn.group; g++)
-    for (pos = 0; pos < run->rows; pos += CPU_LOOK)
-      cpu_look_back_block(t, k, run, pos, run->head * t->attn.group + g);
+  for (first = 0; first < run->rows; first += rows)
+    cpu_look_back_block(t, k, run, first, cpu_min(rows, run->rows - first));
 }
 
-/* Items are (sequence, head of keys), heads running fastest. */
+/* Item `item` of a run's, by turns from the front and from the back: where they take longer. */
+static void cpu_look_item(const cpu_attn_bwd_job *t, cpu_look *k, const cpu_run *run, int32_t item,
+                          int32_t worker) {
+  const int32_t each = cpu_look_rows(t, run), last = cpu_look_items_of(t, run) - 1;
+  const int32_t first = (item % 2 ? last - item / 2 : item / 2) * each;
+  const int32_t rows = cpu_min(each, run->rows - first);
+  cpu_run part = *run;
+  if (t->dy.data) {
+    cpu_look_backward(t, k, run);
+  } else if (t->attn.kv->table && run->rows < CPU_LOOK_FEW) {
+    part.row += first, part.pos += first, part.rows = rows;
+    V(attn_run)(&t->attn, &part, worker);
+  } else cpu_look_forward(&t->attn, k, run, first, rows);
+}
+
+/* Items are (head of keys, some rows of a run), rows running fastest. */
 static void cpu_look_items(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_attn_bwd_job *t = (const cpu_attn_bwd_job *)context;
   const tfm_rows *rows = t->attn.rows;
-  int32_t heads = t->attn.kv->heads, item = 0, row = 0;
   cpu_look k = cpu_look_at(t, worker);
+  int32_t item, row, i;
   cpu_run run;
   cpu_tiles_begin();
-  for (; item < end && cpu_run_next(&run, rows, row, rows->n); row += run.rows)
-    for (run.head = 0; run.head < heads; run.head++, item++) {
-      if (item < begin || item >= end) continue;
-      if (t->dy.data) cpu_look_backward(t, &k, &run);
-      else cpu_look_forward(t, &k, &run);
-    }
+  for (run.head = begin / t->items; run.head * t->items < end; run.head++)
+    for (item = run.head * t->items, row = 0; item < end && cpu_run_next(&run, rows, row, rows->n);
+         row = run.row + run.rows)
+      for (i = 0; i < cpu_look_items_of(t, &run); i++, item++)
+        if (item >= begin && item < end) cpu_look_item(t, &k, &run, i, worker);
   _tile_release();
 }
 
-/* False: a cache holds the keys, or scores have a cap, which vectors know. */
+/* False: every sequence has few rows, of a cache; or they are trained with a cap on scores, whose
+   backward only vectors know. */
 static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t) {
-  if (t->attn.kv->table || t->attn.p->softcap != 0) return false;
-  tfm_parallel_for(d, t->sequences * t->attn.kv->heads, 1, cpu_look_items, t);
+  const tfm_rows *rows = t->attn.rows;
+  int32_t row = 0, longest = 0;
+  cpu_run run;
+  if (!t->attn.kv->table && t->attn.p->softcap != 0) return false;
+  for (t->items = 0; cpu_run_next(&run, rows, row, rows->n); row = run.row + run.rows) {
+    t->items += cpu_look_items_of(t, &run);
+    if (run.rows > longest) longest = run.rows;
+  }
+  if (t->attn.kv->table && longest < CPU_LOOK_FEW) return false;
+  t->work = cpu_quantised_at(d);
+  tfm_parallel_for(d, t->items * t->attn.kv->heads, 1, cpu_look_items, t);
   return true;
 }
 
@@ -3970,23 +4061,28 @@ static bool V(attn_item)(const cpu_attn_job *t, int32_t item, cpu_run *run, int3
   return cpu_run_next(run, t->rows, row, *last);
 }
 
+/* A run whose queries fit a tile of keys: all of it. */
+static void V(attn_run)(const cpu_attn_job *t, const cpu_run *run, int32_t worker) {
+  float *work = t->work + (size_t)worker * (CPU_TILE_BYTES / sizeof *t->work);
+  V(query) query[CPU_QUERIES];
+  const int32_t queries = V(attn_queries)(t, run, query, work + 2 * CPU_WIDTH * CPU_KEYS);
+  int32_t piece, pieces, i;
+  for (piece = V(attn_pieces)(t, run, &pieces); piece < pieces; piece++) {
+    V(attn_piece)(t, run, query, piece, work);
+    for (i = 0; i < queries; i++) V(attn_add)(&query[i], query[i].sums, t->kv->width);
+  }
+  V(attn_finish)(t, run, query);
+}
+
 static void V(attn_items)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_attn_job *t = (const cpu_attn_job *)context;
-  float *work = t->work + (size_t)worker * (CPU_TILE_BYTES / sizeof *t->work);
-  int32_t item, last, piece, pieces, i, queries;
-  V(query) query[CPU_QUERIES];
+  int32_t item, last;
   cpu_run run;
   bool more;
   for (item = begin; item < end; item++)
     for (more = V(attn_item)(t, item, &run, &last); more;
-         more = cpu_run_next(&run, t->rows, run.row + run.rows, last)) {
-      queries = V(attn_queries)(t, &run, query, work + 2 * CPU_WIDTH * CPU_KEYS);
-      for (piece = V(attn_pieces)(t, &run, &pieces); piece < pieces; piece++) {
-        V(attn_piece)(t, &run, query, piece, work);
-        for (i = 0; i < queries; i++) V(attn_add)(&query[i], query[i].sums, t->kv->width);
-      }
-      V(attn_finish)(t, &run, query);
-    }
+         more = cpu_run_next(&run, t->rows, run.row + run.rows, last))
+      V(attn_run)(t, &run, worker);
 }
 
 /* Where the sums of a piece of a run lie, when threads share the pieces of an item. */
@@ -4065,8 +4161,9 @@ static void V(attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tf
     return;
   }
   if (d->products == TFM_BF16) {
-    cpu_attn_bwd_job trains = {t, y, y, y, {NULL, TFM_F32, 0, 0, 0}, runs, cpu_quantised_at(d)};
-    if (cpu_tiles_attn(d, &trains)) return;
+    const tfm_mat none = {NULL, TFM_F32, 0, 0, 0};
+    cpu_attn_bwd_job tiled = {t, none, none, none, none, 0, NULL};
+    if (cpu_tiles_attn(d, &tiled)) return;
   }
   /* rows of one sequence share its keys; others might as well be apart */
   t.tile = cpu_min(CPU_QUERIES / t.group, runs ? (rows->n + runs - 1) / runs : 1);
@@ -4744,7 +4841,7 @@ static void V(attn_bwd)(tfm_dev *d, tfm_mat dq, tfm_mat dk, tfm_mat dv, tfm_mat 
     return;
   }
   if (d->products == TFM_BF16 && cpu_tiles_attn(d, &t)) return;
-  tfm_parallel_for(d, t.sequences * kv->heads, 1, V(attn_bwd_items), &t);
+  tfm_parallel_for(d, t.items * kv->heads, 1, V(attn_bwd_items), &t);
 }
 
 /* ---- Training: loss ---- */

@@ -471,13 +471,22 @@ static unsigned cuda_blocks(int64_t n, int64_t each) { return (unsigned)((n + ea
 
 /* ---- Number formats ---- */
 
-__host__ __device__ static int cuda_bits(tfm_type type) { /* a value's, without scales */
-  return type == TFM_F32 ? 32 : type == TFM_Q8_0 || type == TFM_F8_E4M3 ? 8
-                              : type == TFM_Q4_0 ? 4 : 16;
+/* How values of a type lie here: bits of one, and how many share a scale; 0: there are none. */
+typedef struct cuda_shape { int bits, group; } cuda_shape;
+
+__host__ __device__ static constexpr cuda_shape cuda_shape_of(tfm_type type) {
+  switch (type) {
+    case TFM_F32: return {32, 0};
+    case TFM_F16: case TFM_BF16: return {16, 0};
+    case TFM_F8_E4M3: return {8, 64};
+    case TFM_Q8_0: return {8, 32};
+    case TFM_Q4_0: return {4, 32};
+    default: return {0, 0}; /* does not lie here */
+  }
 }
 
-static bool cuda_known(tfm_type type) {
-  return (type >= TFM_F32 && type <= TFM_Q4_0) || type == TFM_F8_E4M3;
+__host__ __device__ static constexpr int cuda_vector_values(tfm_type type) { /* in 16 bytes */
+  return 128 / cuda_shape_of(type).bits;
 }
 
 /* Two values of E4M3 as halves, which have them all; of one, the upper half is nothing. */
@@ -560,12 +569,7 @@ typedef struct cuda_weight {
 static const cuda_weight *cuda_packed(const tfm_weight *w) { return (cuda_weight *)w->host; }
 
 __host__ __device__ static bool cuda_blocked(tfm_type type) {
-  return type == TFM_Q8_0 || type == TFM_Q4_0 || type == TFM_F8_E4M3;
-}
-
-/* Values that a scale belongs to. */
-__host__ __device__ static int cuda_group(tfm_type type) {
-  return type == TFM_F8_E4M3 ? 64 : cuda_blocked(type) ? 32 : 1;
+  return cuda_shape_of(type).group > 0;
 }
 
 __host__ __device__ static int cuda_pieces(const cuda_weight &w) { return (w.vectors + 3) / 4; }
@@ -583,7 +587,7 @@ __host__ __device__ static int64_t cuda_vector_at(const cuda_weight &w, int64_t 
 
 /* Which scale is that of a vector, by cuda_vector_at. */
 __host__ __device__ static int64_t cuda_scale_at(const cuda_weight &w, int64_t vector) {
-  return w.type == TFM_F8_E4M3 ? vector / 4 : w.type == TFM_Q8_0 ? vector / 2 : vector;
+  return vector / (cuda_shape_of(w.type).group / cuda_vector_values(w.type));
 }
 
 #define CUDA_F8_SCALE 256.0f /* what scales of F8 are multiplied by */
@@ -655,22 +659,22 @@ static tfm_type cuda_target(const tfm_weight_source *s) {
 static bool cuda_part_check(tfm_dev *d, const tfm_weight_source *s, const tfm_part *p) {
   tfm_type type = cuda_target(s);
   cuda_format from = cuda_format_of(p->type);
-  int group = cuda_group(type);
+  int group = cuda_shape_of(type).group;
   if (!from.here)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: this table does not know it",
                  tfm_type_name(p->type));
-  else if (!cuda_known(type))
+  else if (!cuda_shape_of(type).bits)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED,
                  "weights of type %s: expected F32, F16, BF16, Q8_0, Q4_0 or F8_E4M3",
                  tfm_type_name(type));
   else if (s->transposed && from.values > 1)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a transposed matrix of type %s: expected a float type",
                  tfm_type_name(p->type));
-  else if (s->cols % group || s->cols % from.values)
+  else if ((group && s->cols % group) || s->cols % from.values)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED,
                  "a matrix with %d columns cannot be %s, whose blocks have %d; choose a float type",
-                 (int)s->cols, tfm_type_name(s->cols % group ? type : p->type),
-                 s->cols % group ? group : from.values);
+                 (int)s->cols, tfm_type_name(group && s->cols % group ? type : p->type),
+                 group && s->cols % group ? group : from.values);
   else if (s->on_device || s->roles & TFM_ROLE_GRADIENT)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights that are trained: this table has no backward");
   return d->status == TFM_OK;
@@ -682,7 +686,8 @@ static cuda_weight cuda_weight_of(const tfm_weight_source *s) {
   w.type = cuda_target(s);
   w.rows = s->rows;
   w.cols = s->cols;
-  w.vectors = (int32_t)(((int64_t)s->cols * cuda_bits(w.type) + 127) / 128);
+  w.vectors = (int32_t)(((int64_t)s->cols + cuda_vector_values(w.type) - 1) /
+                        cuda_vector_values(w.type));
   return w;
 }
 
@@ -746,22 +751,27 @@ __device__ static int cuda_q5(const uint8_t *high, int j) {
   return cuda_q4(high + 4, j) | (high[j / 8] >> j % 8 & 1) << 4;
 }
 
+/* A value of a block: scale * q + offset. */
+typedef struct cuda_number { float scale, offset; int q; } cuda_number;
+
+__device__ static float cuda_value_of(const cuda_number &n) {
+  return __fadd_rn(__fmul_rn(n.scale, (float)n.q), n.offset);
+}
+
 /* Value j of a block of 32. */
-__device__ static float cuda_value_of_32(const uint8_t *block, tfm_type type, int j) {
-  float scale = cuda_half_at(block);
+__device__ static cuda_number cuda_number_of_32(const uint8_t *block, tfm_type type, int j) {
+  const float scale = cuda_half_at(block);
   switch (type) {
-    case TFM_Q8_0: return scale * (float)(int8_t)block[2 + j];
-    case TFM_Q4_0: return scale * (float)(cuda_q4(block + 2, j) - 8);
-    case TFM_Q5_0: return scale * (float)(cuda_q5(block + 2, j) - 16);
-    case TFM_Q4_1:
-      return __fadd_rn(__fmul_rn(scale, (float)cuda_q4(block + 4, j)), cuda_half_at(block + 2));
-    default: /* Q5_1 */
-      return __fadd_rn(__fmul_rn(scale, (float)cuda_q5(block + 4, j)), cuda_half_at(block + 2));
+    case TFM_Q8_0: return {scale, 0, (int8_t)block[2 + j]};
+    case TFM_Q4_0: return {scale, 0, cuda_q4(block + 2, j) - 8};
+    case TFM_Q5_0: return {scale, 0, cuda_q5(block + 2, j) - 16};
+    case TFM_Q4_1: return {scale, cuda_half_at(block + 2), cuda_q4(block + 4, j)};
+    default: /* Q5_1 */ return {scale, cuda_half_at(block + 2), cuda_q5(block + 4, j)};
   }
 }
 
 /* Value j of a block of 256: of eight groups, or, in Q6_K, of sixteen. */
-__device__ static float cuda_value_of_256(const uint8_t *block, tfm_type type, int j) {
+__device__ static cuda_number cuda_number_of_256(const uint8_t *block, tfm_type type, int j) {
   const uint8_t *six = block + 4, *high = block + 16;
   const uint8_t *nibbles = high + (type == TFM_Q5_K ? 32 : 0);
   int g = j / 32, k = j % 32, q, scale, least;
@@ -769,59 +779,61 @@ __device__ static float cuda_value_of_256(const uint8_t *block, tfm_type type, i
     int n = j / 128, part = j / 32 % 4;
     q = block[64 * n + part % 2 * 32 + k] >> part / 2 * 4 & 15;
     q |= (block[128 + 32 * n + k] >> 2 * part & 3) << 4;
-    return __fmul_rn(__fmul_rn(cuda_half_at(block + 208), (float)(int8_t)block[192 + j / 16]),
-                     (float)(q - 32));
+    return {__fmul_rn(cuda_half_at(block + 208), (float)(int8_t)block[192 + j / 16]), 0, q - 32};
   }
   scale = g < 4 ? six[g] & 63 : (six[g + 4] & 15) | six[g - 4] >> 6 << 4;
   least = g < 4 ? six[g + 4] & 63 : six[g + 4] >> 4 | six[g] >> 6 << 4;
   q = nibbles[g / 2 * 32 + k] >> g % 2 * 4 & 15;
   if (type == TFM_Q5_K) q |= (high[k] >> g & 1) << 4;
-  return __fsub_rn(__fmul_rn(__fmul_rn(cuda_half_at(block), (float)scale), (float)q),
-                   __fmul_rn(cuda_half_at(block + 2), (float)least));
+  return {__fmul_rn(cuda_half_at(block), (float)scale),
+          -__fmul_rn(cuda_half_at(block + 2), (float)least), q};
+}
+
+/* Number i of a line in a file's format in blocks. */
+__device__ static cuda_number cuda_number_of(const uint8_t *line, tfm_type type, int64_t i) {
+  const cuda_format f = cuda_format_of(type);
+  const uint8_t *block = line + i / f.values * f.bytes;
+  return f.values == 256 ? cuda_number_of_256(block, type, (int)(i % 256))
+                         : cuda_number_of_32(block, type, (int)(i % 32));
 }
 
 /* Value i of a line in a file's format, at any alignment. */
 __device__ static float cuda_file_value(const uint8_t *line, tfm_type type, int64_t i) {
-  cuda_format f = cuda_format_of(type);
-  const uint8_t *block = line + i / f.values * f.bytes;
+  const uint8_t *value = line + i * cuda_format_of(type).bytes; /* where each stands by itself */
   switch (type) {
-    case TFM_F32: return __uint_as_float(cuda_u16(block) | cuda_u16(block + 2) << 16);
-    case TFM_BF16: return __uint_as_float(cuda_u16(block) << 16);
-    case TFM_F16: return cuda_half_at(block);
-    case TFM_F8_E5M2: return __half2float(__ushort_as_half((unsigned short)(block[0] << 8)));
-    case TFM_F8_E4M3: return cuda_e4m3_value(block[0]);
-    default: break;
+    case TFM_F32: return __uint_as_float(cuda_u16(value) | cuda_u16(value + 2) << 16);
+    case TFM_BF16: return __uint_as_float(cuda_u16(value) << 16);
+    case TFM_F16: return cuda_half_at(value);
+    case TFM_F8_E5M2: return __half2float(__ushort_as_half((unsigned short)(value[0] << 8)));
+    case TFM_F8_E4M3: return cuda_e4m3_value(value[0]);
+    default: return cuda_value_of(cuda_number_of(line, type, i));
   }
-  return f.values == 256 ? cuda_value_of_256(block, type, (int)(i % 256))
-                         : cuda_value_of_32(block, type, (int)(i % 32));
 }
 
 /* Bit position of value j of a block in its 16 bytes. */
 __device__ static int cuda_nibble(int j) { return j % 16 * 8 + j / 16 * 4; }
 
+/* 32 numbers go to their place: a byte each, or nibbles, cuda_nibble. */
+template <typename NUMBER>
+__device__ __forceinline__ void cuda_put_numbers(uint8_t *to, int bits, NUMBER number) {
+#pragma unroll 1
+  for (int j = 0; j < 4 * bits; j++)
+    to[j] = (uint8_t)(bits == 8 ? number(j) : (number(j) & 15) | number(j + 16) << 4);
+}
+
 /* 32 values become a block, with ggml's arithmetic. */
-__device__ static void cuda_quantise(const float *x, tfm_type type, uint8_t *to, __half *scale) {
+__device__ static void cuda_quantise(const float *x, int bits, uint8_t *to, __half *scale) {
   float extreme = 0, d, inverse;
-  uint32_t word[4] = {0, 0, 0, 0};
-  int j;
-  for (j = 0; j < 32; j++)
+  for (int j = 0; j < 32; j++)
     if (fabsf(x[j]) > fabsf(extreme)) extreme = x[j];
-  d = type == TFM_Q8_0 ? fabsf(extreme) / 127.0f : extreme / -8.0f;
+  d = bits == 8 ? fabsf(extreme) / 127.0f : extreme / -8.0f;
   inverse = d != 0 ? 1.0f / d : 0.0f;
   *scale = __float2half_rn(d);
-  for (j = 0; j < 32; j++) {
-    float q = __fmul_rn(x[j], inverse);
-    if (type == TFM_Q8_0) {
-      q = roundf(q);
-      ((int8_t *)to)[j] = (int8_t)(q >= -127.0f && q <= 127.0f ? q : 0.0f);
-    } else {
-      q = __fadd_rn(q, 8.5f);
-      word[cuda_nibble(j) / 32] |=
-          ((q >= 15.0f ? 15u : q >= 0.0f ? (uint32_t)q : q < 0.0f ? 0u : 8u) ^ 8u)
-          << cuda_nibble(j) % 32;
-    }
-  }
-  if (type == TFM_Q4_0) *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
+  cuda_put_numbers(to, bits, [&](int j) {
+    const float q = __fmul_rn(x[j], inverse), whole = roundf(q), above = __fadd_rn(q, 8.5f);
+    if (bits == 8) return whole >= -127.0f && whole <= 127.0f ? (int)whole : 0;
+    return above >= 15.0f ? 7 : above >= 0.0f ? (int)above - 8 : above < 0.0f ? -8 : 0;
+  });
 }
 
 /* 64 values become a block of F8. */
@@ -833,19 +845,6 @@ __device__ static void cuda_quantise_f8(const float *x, uint8_t *to, __half *sca
   inverse = __half2float(*scale) != 0 ? CUDA_F8_SCALE / __half2float(*scale) : 0.0f;
   for (j = 0; j < 64; j++)
     to[j] = __nv_cvt_float_to_fp8(x[j] * inverse, __NV_SATFINITE, __NV_E4M3);
-}
-
-/* A block as it is, but in its place; Q5_0 as Q8_0. */
-__device__ static void cuda_keep(const uint8_t *from, tfm_type type, uint8_t *to, __half *scale) {
-  uint32_t word[4] = {0, 0, 0, 0};
-  int j;
-  *scale = __ushort_as_half((unsigned short)cuda_u16(from));
-  for (j = 0; j < 32 && type == TFM_Q8_0; j++) to[j] = from[2 + j];
-  for (j = 0; j < 32 && type == TFM_Q5_0; j++) to[j] = (uint8_t)(cuda_q5(from + 2, j) - 16);
-  if (type != TFM_Q4_0) return;
-  for (j = 0; j < 4; j++)
-    word[j] = (cuda_u16(from + 2 + 4 * j) | cuda_u16(from + 4 + 4 * j) << 16) ^ 0x88888888u;
-  *(uint4 *)to = make_uint4(word[0], word[1], word[2], word[3]);
 }
 
 /* Scales beside each other. */
@@ -869,39 +868,46 @@ __device__ static float cuda_piece_value(const cuda_piece &p, int64_t bytes, int
 
 /* Values of a row that a thread packs. */
 __host__ __device__ static int cuda_pack_values(tfm_type type) {
-  return type == TFM_F8_E4M3 ? 64 : 32;
+  return cuda_shape_of(type).group > 32 ? cuda_shape_of(type).group : 32;
+}
+
+/* The numbers of a row from `col` on, as they are in the file, and their scale. */
+__device__ static void cuda_keep(const cuda_weight &w, const cuda_piece &p, const uint8_t *line,
+                                 int row, int col, uint8_t *to, __half *scale) {
+  if (w.type == TFM_F8_E4M3) {
+#pragma unroll 1
+    for (int j = 0; j < 64; j++) to[j] = line[col + j];
+    *scale = __float2half_rn(cuda_piece_scale(p, w.cols, row, col) * CUDA_F8_SCALE);
+  } else {
+    cuda_put_numbers(to, cuda_shape_of(w.type).bits,
+                     [&](int j) { return cuda_number_of(line, p.type, col + j).q; });
+    *scale = __float2half_rn(cuda_number_of(line, p.type, col).scale);
+  }
 }
 
 /* A thread for so many values of a row (transposed: rows run fastest, as they do in the file). */
 __global__ void cuda_pack_kernel(cuda_weight w, cuda_piece p, int64_t bytes) {
   const int each = cuda_pack_values(w.type), blocks = (w.cols + each - 1) / each;
+  const int values = cuda_vector_values(w.type);
   int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, at;
-  int row, block, j, n;
+  int row, col, j;
+  uint8_t *to;
   float x[64];
-  if (p.transposed) row = (int)(i % p.rows), block = (int)(i / p.rows) + p.first / each;
-  else row = (int)(i / blocks) + p.first, block = (int)(i % blocks);
-  if (p.transposed ? block * each >= p.first + p.lines : row >= p.first + p.lines) return;
-  n = min(each, w.cols - block * each);
+  if (p.transposed) row = (int)(i % p.rows), col = (int)(i / p.rows) * each + p.first;
+  else row = (int)(i / blocks) + p.first, col = (int)(i % blocks) * each;
+  if ((p.transposed ? col : row) >= p.first + p.lines) return;
   for (j = 0; j < each && !p.keep; j++)
-    x[j] = j < n ? cuda_piece_value(p, bytes, w.cols, row, block * each + j) : 0.0f;
-  at = cuda_vector_at(w, cuda_line_of(w, p.row + row), block * each * cuda_bits(w.type) / 128);
-  if (p.keep && p.type == TFM_F8_E4M3) {
-#pragma unroll 1
-    for (j = 0; j < 64; j++) w.data[at * 16 + j] = p.data[(row - p.first) * bytes + block * 64 + j];
-    w.scale[cuda_scale_at(w, at)] =
-        __float2half_rn(cuda_piece_scale(p, w.cols, row, block * 64) * CUDA_F8_SCALE);
-  } else if (p.keep) {
-    cuda_keep(p.data + (row - p.first) * bytes + block * cuda_format_of(p.type).bytes, p.type,
-              w.data + at * 16, w.scale + cuda_scale_at(w, at));
-  } else if (w.type == TFM_F8_E4M3) {
-    cuda_quantise_f8(x, w.data + at * 16, w.scale + cuda_scale_at(w, at));
-  } else if (w.scale) {
-    cuda_quantise(x, w.type, w.data + at * 16, w.scale + cuda_scale_at(w, at));
-  } else {
-    int64_t row_values = (int64_t)w.vectors * 128 / cuda_bits(w.type);
-    for (j = 0; j < 32 && block * 32 + j < row_values; j++)
-      cuda_store(w.data, w.type, (p.row + row) * row_values + block * 32 + j, x[j]);
-  }
+    x[j] = col + j < w.cols ? cuda_piece_value(p, bytes, w.cols, row, col + j) : 0.0f;
+  at = cuda_vector_at(w, cuda_line_of(w, p.row + row), col / values);
+  to = w.data + at * 16;
+  if (!w.scale)
+    for (j = 0; j < each && col + j < w.vectors * values; j++) cuda_store(to, w.type, j, x[j]);
+  else if (p.keep)
+    cuda_keep(w, p, p.data + (row - p.first) * bytes, row, col, to, w.scale + cuda_scale_at(w, at));
+  else if (w.type == TFM_F8_E4M3)
+    cuda_quantise_f8(x, to, w.scale + cuda_scale_at(w, at));
+  else
+    cuda_quantise(x, cuda_shape_of(w.type).bits, to, w.scale + cuda_scale_at(w, at));
 }
 
 typedef struct cuda_memcpy_job { char *to; const char *from; size_t bytes; } cuda_memcpy_job;
@@ -1009,7 +1015,7 @@ static void cuda_pack(tfm_dev *d, tfm_weight *w, const tfm_weight_source *s, voi
 
 /* Value (row, col) of a packed weight. */
 __device__ static float cuda_value(const cuda_weight &w, int64_t row, int col) {
-  const int values = 128 / cuda_bits(w.type);
+  const int values = cuda_vector_values(w.type);
   const int64_t at = cuda_vector_at(w, cuda_line_of(w, row), col / values);
   const uint8_t *data = w.data + at * 16;
   float scale;
@@ -1433,16 +1439,16 @@ enum { CUDA_AHEAD = 8, CUDA_BLOCKS_AHEAD = 4 }; /* pieces; at most the first */
 /* values: in 16 bytes of W. parts: of a value of x. columns: over which a row's sum is spread. */
 template <int TYPE> struct cuda_operand {
   static constexpr bool f8 = TYPE == TFM_F8_E4M3, halves = TYPE == TFM_F16 || f8;
-  static constexpr bool digits = TYPE == TFM_Q8_0 || TYPE == TFM_Q4_0, blocks = digits || f8;
-  static constexpr int values = TYPE == TFM_F32 ? 4 : TYPE == TFM_Q8_0 || f8 ? 16
-                                                : TYPE == TFM_Q4_0           ? 32 : 8;
+  static constexpr int group = cuda_shape_of((tfm_type)TYPE).group;
+  static constexpr bool blocks = group > 0, digits = blocks && !f8;
+  static constexpr int values = cuda_vector_values((tfm_type)TYPE);
   static constexpr int parts = TYPE == TFM_F32 ? 1 : halves ? 2 : TYPE == TFM_BF16 ? 3 : 4;
   static constexpr int columns = halves ? 4 : 8;
   static constexpr int size = TYPE == TFM_F32 ? 4 : digits ? 1 : 2;
   static constexpr int pad = size == 2 ? 32 : 0; /* puts parts of four pieces into all banks */
   static constexpr int bytes = 4 * values * parts * size + pad; /* of x, beside a piece */
   static constexpr int stride = blocks ? 32 : 4; /* vectors from a piece of a row to the next */
-  static constexpr int shared = f8 ? 4 : TYPE == TFM_Q8_0 ? 2 : 1; /* vectors that share a scale */
+  static constexpr int shared = blocks ? group / values : 1; /* vectors that share a scale */
   static constexpr int ahead = blocks ? CUDA_BLOCKS_AHEAD : CUDA_AHEAD; /* what registers hold */
 };
 
@@ -1452,7 +1458,7 @@ static int cuda_piece_bytes(tfm_type type) {
 
 /* Values of a row, filled up to whole pieces. */
 __host__ __device__ static int cuda_values(const cuda_weight &w) {
-  return cuda_pieces(w) * (512 / cuda_bits(w.type));
+  return cuda_pieces(w) * 4 * cuda_vector_values(w.type);
 }
 
 enum { CUDA_NORMED = 32 * CUDA_CREW }; /* wider rows of x are not kept, and not normalised */
@@ -6538,7 +6544,7 @@ static void cuda_gemm(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_mat x, c
     return;
   }
   if (!w->scale) {
-    cuda_lt_product(d, pass, y, x, w->data, w->vectors * (128 / cuda_bits(w->type)), bias, add);
+    cuda_lt_product(d, pass, y, x, w->data, w->vectors * cuda_vector_values(w->type), bias, add);
     return;
   }
   for (first = 0; first < w->rows && d->status == TFM_OK; first += n) {

@@ -699,31 +699,48 @@ static void batch_free(device *t, batch *b) {
   t->b->release(&t->d, (void *)(uintptr_t)b->rows.seq, sizeof b->seq);
 }
 
-/* One row and head, in double. */
-static void attend(const attention *a, const matrix *q, const matrix *k, const matrix *v,
-                   const batch *b, int row, int head, float scale, double *out, double *prob,
-                   double *lse) {
+typedef struct attended { /* one row and head, in double; and what rounding to BF16 makes of it */
+  double out[256], prob[MAX_T], lse;
+  double about_out[256], about_lse; /* variances */
+} attended;
+
+/* product: the variance of a product of two numbers that are rounded, as a share of its square. */
+static void attend(attended *to, const attention *a, const matrix *q, const matrix *k,
+                   const matrix *v, const batch *b, int row, int head, float scale,
+                   double product) {
   int kh = head / (a->heads / a->kv_heads), r, j, width = a->width;
-  double top = -INFINITY, sum = 0, s[MAX_ROWS];
+  double top = -INFINITY, sum = 0, s[MAX_ROWS], about[MAX_ROWS];
+  const float *query = q->v + row * q->m.cols + head * width;
+  memset(to, 0, sizeof *to);
   for (r = 0; r < b->rows.n; r++) {
+    const float *key = k->v + r * k->m.cols + kh * width;
     bool seen = b->seq[r] == b->seq[row] && b->pos[r] <= b->pos[row] &&
                 (!a->window || b->pos[r] > b->pos[row] - a->window);
     s[r] = -INFINITY;
     if (!seen) continue;
-    s[r] = (double)scale * dot(q->v + row * q->m.cols + head * width,
-                               k->v + r * k->m.cols + kh * width, width);
+    s[r] = (double)scale * dot(query, key, width);
+    about[r] = product * pow((double)scale * length_of_terms(query, key, width), 2);
     if (a->softcap != 0) s[r] = (double)a->softcap * tanh(s[r] / (double)a->softcap);
     if (s[r] > top) top = s[r];
   }
   for (r = 0; r < b->rows.n; r++) sum += exp(s[r] - top);
-  for (j = 0; j < width; j++) out[j] = 0;
-  for (j = 0; j < MAX_T; j++) prob[j] = 0;
   for (r = 0; r < b->rows.n; r++) {
     double p = exp(s[r] - top) / sum;
-    if (p > 0) prob[b->pos[r]] = p;
-    for (j = 0; j < width; j++) out[j] += p * (double)v->v[r * v->m.cols + kh * width + j];
+    if (p > 0) to->prob[b->pos[r]] = p, to->about_lse += p * p * about[r];
+    for (j = 0; j < width; j++) to->out[j] += p * (double)v->v[r * v->m.cols + kh * width + j];
   }
-  *lse = top + log(sum);
+  for (r = 0; r < b->rows.n; r++)
+    for (j = 0; j < width && s[r] > -INFINITY; j++) {
+      double p = exp(s[r] - top) / sum, value = (double)v->v[r * v->m.cols + kh * width + j];
+      to->about_out[j] += p * p * (pow(value - to->out[j], 2) * about[r] +
+                                   value * value * product);
+    }
+  to->lse = top + log(sum);
+}
+
+/* 6 deviations, in units of `tolerance`. */
+static double deviations(const device *t, double variance) {
+  return 6 * sqrt(variance) / tolerance(t->b->activation);
 }
 
 static void round_to(matrix *x, tfm_type type) { /* as the cache will hold it */
@@ -743,6 +760,8 @@ static void attn_with(device *t, attention a, bool plain, int sequences) {
   batch b;
   int n = 0, s, i, j, h, inner = a.kv_heads * a.width;
   tfm_type type = a.halves ? a.halves : t->b->activation;
+  const double product = t->d.products == TFM_BF16 ? 2.0 / 3 / 65536 : 0; /* as `rounding` */
+  bool wants_lse = !plain || !a.halves;
   matrix q, k, v, y, probs, lse;
   for (i = 0; i < a.longest && !plain; i++) /* sequences of different lengths, interleaved */
     for (s = 0; s < sequences; s++)
@@ -773,18 +792,19 @@ static void attn_with(device *t, attention a, bool plain, int sequences) {
     c.kv.key_rows = k.m;
     c.kv.value_rows = v.m;
   }
-  t->b->attn(&t->d, y.m, q.m, &c.kv, &b.rows, plain ? NULL : (float *)lse.m.data, &p);
+  t->b->attn(&t->d, y.m, q.m, &c.kv, &b.rows, wants_lse ? (float *)lse.m.data : NULL, &p);
   matrix_get(t, &y);
   matrix_get(t, &probs);
   matrix_get(t, &lse);
   for (i = 0; i < n - 1; i++)
     for (h = 0; h < a.heads; h++) {
-      double out[256], prob[MAX_T], log_sum;
-      attend(&a, &q, &k, &v, &b, i, h, p.scale, out, prob, &log_sum);
-      for (j = 0; j < a.width; j++) expect(&y, i, h * a.width + j, out[j], 1);
+      attended to;
+      attend(&to, &a, &q, &k, &v, &b, i, h, p.scale, product);
+      for (j = 0; j < a.width; j++)
+        expect(&y, i, h * a.width + j, to.out[j], 1 + deviations(t, to.about_out[j]));
       for (j = 0; j < MAX_T && !plain; j++)
-        expect(&probs, i * a.heads + h, j, prob[j], prob[j] > 0 ? 1 : 0);
-      if (!plain) expect(&lse, i, h, log_sum, 10);
+        expect(&probs, i * a.heads + h, j, to.prob[j], to.prob[j] > 0 ? 1 : 0);
+      if (wants_lse) expect(&lse, i, h, to.lse, 10 + deviations(t, to.about_lse));
     }
   batch_free(t, &b);
   if (c.kv.table) cache_free(t, &c);
@@ -862,8 +882,32 @@ static void test_attn_halves(device *t) {
 }
 TEST(attn_of_halves) { on_tables(test_attn_halves); }
 
-/* The bits of a row: whatever the page size, the form, the batch and the threads. */
-static void test_attn_bits(device *t) {
+/* In the tuned CPU table's tiles of BF16, where an engine asks for them: blocks of 128 queries and
+   keys, or fewer, and sequences of few rows, which are left to vectors. */
+static void test_attn_tiles(device *t) {
+  static const attention cases[] = {
+    {4, 4, 48, 16, 0, 200, 0, TFM_F32, false, NONE}, {6, 2, 17, 5, 0, 90, 0, TFM_F32, false, NONE},
+    {9, 1, 33, 64, 0, 35, 0, TFM_F16, false, NONE},
+    {4, 2, 64, MAX_T, 0, 215, 0, TFM_BF16, false, NONE},
+    {8, 1, 32, 7, 11, 180, 0, TFM_F32, false, NONE},
+    {2, 1, 256, 33, 0, 150, 1.5f, TFM_F32, false, NONE},
+    {64, 1, 20, 1, 1, 20, 0, TFM_F16, false, NONE}, {6, 2, 24, 8, 0, 140, 0, TFM_F32, true, NONE},
+    {3, 3, 80, 8, 130, 220, 2, TFM_F32, false, NONE},
+    {4, 2, 64, 9, 0, 150, 0, TFM_Q8_0, false, NONE},
+    {5, 1, 128, 16, 70, 219, 0, TFM_Q8_0, false, NONE},
+    {2, 1, 256, 7, 0, 17, 2, TFM_Q8_0, false, NONE}};
+  int i;
+  if (!t->d.has_bf16) return;
+  t->d.products = TFM_BF16;
+  for (i = 0; i < TFMI_COUNT(cases); i++) attn_with(t, cases[i], true, 1 + i % SEQS);
+  attn_with(t, cases[0], false, SEQS);
+  t->d.products = TFM_TYPE_DEFAULT;
+}
+TEST(attn_in_tiles) { on_tables(test_attn_tiles); }
+
+/* The bits of a row: whatever the page size, the form, the batch and the threads. `some` rows are
+   taken by themselves. */
+static void attn_bits(device *t, int some) {
   enum { N = 75, H = 4, D = 40 };
   static const int pages[] = {1, 5, 16, 32, MAX_T};
   matrix q = matrix_new(t, N, H * D, 0), k = matrix_new(t, N, 2 * D, 0),
@@ -889,15 +933,16 @@ static void test_attn_bits(device *t) {
     t->b->attn(&t->d, j ? y.m : first.m, q.m, &c.kv, &b.rows, NULL, &p);
     matrix_get(t, j ? &y : &first);
     if (j) CHECK(memcmp(y.v, first.v, sizeof(float) * N * H * D) == 0);
-    for (i = 0; i < N; i += 9) { /* one row alone */
-      tfm_rows one = {1, b.rows.pos + i, b.rows.pos + i, b.rows.seq + i, true};
+    for (i = 0; i + some <= N; i += 9) {
+      tfm_rows alone = {some, b.rows.pos + i, b.rows.pos + i, b.rows.seq + i, some == 1};
       tfm_mat qi = q.m, yi = y.m;
       qi.data = (uint8_t *)q.m.data + tfmi_span(q.m.type, i * q.m.stride);
       yi.data = (uint8_t *)y.m.data + tfmi_span(y.m.type, i * y.m.stride);
-      qi.rows = yi.rows = 1;
-      t->b->attn(&t->d, yi, qi, &c.kv, &one, NULL, &p);
+      qi.rows = yi.rows = some;
+      t->b->attn(&t->d, yi, qi, &c.kv, &alone, NULL, &p);
       matrix_get(t, &y);
-      CHECK(memcmp(y.v + i * H * D, first.v + i * H * D, sizeof(float) * H * D) == 0);
+      CHECK(memcmp(y.v + i * H * D, first.v + i * H * D,
+                   sizeof(float) * H * D * (size_t)some) == 0);
     }
     cache_free(t, &c);
   }
@@ -908,6 +953,16 @@ static void test_attn_bits(device *t) {
   matrix_free(t, &v);
   matrix_free(t, &y);
   matrix_free(t, &first);
+}
+
+/* In tiles, too, if 16 of a sequence are together: fewer are left to vectors. */
+static void test_attn_bits(device *t) {
+  attn_bits(t, 1);
+  if (!t->d.has_bf16) return;
+  t->d.products = TFM_BF16;
+  attn_bits(t, 16);
+  attn_bits(t, 23);
+  t->d.products = TFM_TYPE_DEFAULT;
 }
 TEST(attn_rows_are_independent) { on_tables(test_attn_bits); }
 
@@ -1422,6 +1477,27 @@ static void test_large_draws(device *t) {
   free(values);
 }
 TEST(draws_of_many_are_the_references) { on_tables(test_large_draws); }
+
+/* A row whose passes threads share has the token that one of them draws. */
+static void test_shared_draws(device *t) {
+  enum { N = 40001, ROUNDS = 12 };
+  float *values = (float *)malloc(sizeof(float) * N);
+  const int32_t threads = t->d.threads, seq = 0;
+  int32_t round, id, first = -1;
+  for (round = 0; round < ROUNDS * threads; round++) {
+    const int32_t i = round / threads, pos = i;
+    tfm_sampling how = {i % 4 ? 0.8f : 0, i % 3 ? 0 : 50, i % 2 ? 0.95f : 0, 0, 0, 7, (uint64_t)i};
+    int32_t j;
+    t->d.threads = 1 + round % threads;
+    for (j = 0; j < N && t->d.threads == 1; j++) values[j] = (float)(4 * uniform());
+    draw(t, &id, values, 1, N, &how, &pos, &seq);
+    if (t->d.threads == 1) first = id;
+    CHECK_EQ_INT(id, first);
+  }
+  t->d.threads = threads;
+  free(values);
+}
+TEST(draws_do_not_depend_on_threads) { on_tables(test_shared_draws); }
 
 /* NaN and infinity have an answer. */
 static int32_t sample_one(device *t, matrix *logits, float temperature) {

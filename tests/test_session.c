@@ -1145,13 +1145,15 @@ TEST(decimal_commas_change_nothing) {
   free(want);
 }
 
-TEST(the_hosts_arithmetic_is_its_own) { /* rounding and flushing: a little off, and left as set */
+/* Rounding and flushing: a little off, and left as set. The range of the logits is 19; what tiles
+   round to BF16 may fall to the other side. */
+TEST(the_hosts_arithmetic_is_its_own) {
   static const int modes[] = {FE_UPWARD, FE_DOWNWARD, FE_TOWARDZERO};
   float *want = usual();
   int i;
   for (i = 0; i < 3; i++) {
     fesetround(modes[i]);
-    CHECK(farthest(want) < 1e-3f);
+    CHECK(farthest(want) < 2e-2f);
     CHECK_EQ_INT(fegetround(), modes[i]);
   }
   fesetround(FE_TONEAREST);

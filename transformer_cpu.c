@@ -23,8 +23,8 @@
    nothing but the two rows multiplied: not on how many rows of x share a tile, nor on threads.
 
    Quantised weights are multiplied by activations quantised to 8 bits, in groups of 128 columns
-   with a scale each, as exact integers within a block of W. Up to four rows of x take the numbers
-   of W as they are packed. More share what is unpacked, a chunk of a panel at a time, to numbers of
+   with a scale each, as exact integers within a block of W. Some rows of x take the numbers of W
+   as they are packed. More share what is unpacked, a chunk of a panel at a time, to numbers of
    a byte and scales in floats: three forms for all types, and the same bits, as integers are exact.
    Nothing mutable is static: quantised activations, chunks, and the tiles of keys and values that
    attention works on, lie in tfm_dev.work.
@@ -1040,6 +1040,16 @@ static const uint8_t *cpu_kv_at(const tfm_kv *kv, const cpu_run *run, int32_t po
 }
 
 static tfm_type cpu_kv_type(const tfm_kv *kv) { return kv->table ? kv->type : TFM_F32; }
+
+/* How many of positions pos .. end-1 have their keys, or values, equally far apart in memory: the
+   first is at *at, the next *apart bytes further. */
+static int32_t cpu_kv_rows(const tfm_kv *kv, const cpu_run *run, int32_t pos, int32_t end,
+                           bool value, const uint8_t **at, size_t *apart) {
+  *at = cpu_kv_at(kv, run, pos, value);
+  *apart = kv->table ? cpu_span(kv->type, kv->width)
+                     : (size_t)(value ? kv->value_rows : kv->key_rows).stride * sizeof(float);
+  return kv->table ? cpu_min(end - pos, kv->page_tokens - pos % kv->page_tokens) : end - pos;
+}
 
 /* Every sequence lies in one piece, from position 0 on, and nothing is padding. */
 static bool cpu_rows_are_whole(const tfm_rows *rows) {
@@ -3443,7 +3453,7 @@ CPU_BLOCK_TILES(CPU_TILE_OF, TFM_Q8_0)
 CPU_BLOCK_TILES(CPU_TILE_OF, CPU_UNPACKED)
 CPU_BLOCK_TILES(CPU_TILE_OF, CPU_UNPACKED_LOW)
 CPU_BLOCK_TILES(CPU_TILE_OF, CPU_UNPACKED_HALVES)
-CPU_LINE_TILES(CPU_TILE_OF, TFM_Q4_0)
+CPU_BLOCK_TILES(CPU_TILE_OF, TFM_Q4_0)
 CPU_LINE_TILES(CPU_TILE_OF, TFM_Q4_1)
 CPU_LINE_TILES(CPU_TILE_OF, TFM_Q5_0)
 CPU_LINE_TILES(CPU_TILE_OF, TFM_Q5_1)
@@ -3457,7 +3467,7 @@ static const cpu_tile_row *V(tile_for)(int type, int32_t rows, int32_t panels) {
     {{0, 0, NULL}},
     {CPU_FLOAT_TILES(CPU_TILE_ROW, TFM_F32)}, {CPU_FLOAT_TILES(CPU_TILE_ROW, TFM_F16)},
     {CPU_FLOAT_TILES(CPU_TILE_ROW, TFM_BF16)}, {CPU_BLOCK_TILES(CPU_TILE_ROW, TFM_Q8_0)},
-    {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q4_0)}, {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q4_1)},
+    {CPU_BLOCK_TILES(CPU_TILE_ROW, TFM_Q4_0)}, {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q4_1)},
     {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q5_0)}, {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q5_1)},
     {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q4_K)}, {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q5_K)},
     {CPU_LINE_TILES(CPU_TILE_ROW, TFM_Q6_K)}, {{0, 0, NULL}}, {{0, 0, NULL}},
@@ -3546,6 +3556,9 @@ static void V(panels)(const cpu_product *t, const cpu_slots *s, const cpu_stripe
   }
 }
 
+/* Up to so many rows of x multiply a type as it is packed: to unpack it for them does not pay. */
+CPU_INLINE int32_t V(packed)(int type) { return type == TFM_Q4_0 && CPU_LANES == 16 ? 16 : 4; }
+
 /* The tiles that a chunk's next one is asked for by: those of the first rows of x. */
 static int32_t V(asking)(int type, int32_t n) {
   int32_t tiles = 0, i, rows;
@@ -3561,7 +3574,7 @@ static int32_t V(asking)(int type, int32_t n) {
 static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, const cpu_slots *s,
                            int32_t slot, int32_t n, const cpu_stripe *stripe, int32_t panel) {
   const uint8_t *from = stripe->data + (size_t)panel * stripe->bytes, *w;
-  const int form = n > 4 ? V(form)((int)stripe->type) : 0; /* fewer: not worth unpacking */
+  const int form = n > V(packed)((int)stripe->type) ? V(form)((int)stripe->type) : 0;
   const int type = form ? form : (int)stripe->type;
   const int32_t asking = V(asking)(type, n);
   const bool bytes = t->bytes && stripe->type == TFM_Q8_0;
@@ -3863,16 +3876,25 @@ static void V(widen)(float *to, const uint8_t *from, tfm_type type, int32_t n) {
 static void V(pack_keys)(float *panel, float *rows, const cpu_attn_job *t, const cpu_run *run,
                          int32_t base, int32_t first, int32_t end, bool value) {
   const int32_t width = t->kv->width, stride = (width + 7) / 8 * 8;
-  const float *row[8];
-  int32_t i, j, k;
+  const tfm_type type = cpu_kv_type(t->kv);
+  const bool there = type == TFM_F32 && stride == width; /* as floats: `rows` is one, of zeros */
+  const float *row[CPU_ROWS], *eight[8];
+  const uint8_t *at;
+  size_t apart;
+  int32_t i, j, k, n;
+  for (i = 0; i < CPU_ROWS; i++) row[i] = rows + (there ? 0 : i * stride);
   if (first > 0 || end < CPU_ROWS || stride > width)
-    memset(rows, 0, (size_t)(CPU_ROWS * stride) * sizeof *rows);
-  for (i = first; i < end; i++)
-    V(widen)(rows + i * stride, cpu_kv_at(t->kv, run, base + i, value), cpu_kv_type(t->kv), width);
+    memset(rows, 0, (size_t)(there ? stride : CPU_ROWS * stride) * sizeof *rows);
+  for (i = first; i < end; i += n) {
+    n = cpu_kv_rows(t->kv, run, base + i, base + end, value, &at, &apart);
+    for (j = i; j < i + n; j++, at += apart)
+      if (there) row[j] = (const float *)(const void *)at;
+      else V(widen)(rows + j * stride, at, type, width);
+  }
   for (i = 0; i < CPU_ROWS; i += 8)
     for (k = 0; k < stride; k += 8) {
-      for (j = 0; j < 8; j++) row[j] = rows + (i + j) * stride + k;
-      V(transpose)(panel + CPU_ROWS * k + i, CPU_ROWS, row);
+      for (j = 0; j < 8; j++) eight[j] = row[i + j] + k;
+      V(transpose)(panel + CPU_ROWS * k + i, CPU_ROWS, eight);
     }
 }
 
@@ -3881,14 +3903,44 @@ static void V(pack_values)(float *panel, const cpu_attn_job *t, const cpu_run *r
                            int32_t first, int32_t end, int32_t n, bool value) {
   const tfm_type type = cpu_kv_type(t->kv);
   const int32_t width = t->kv->width;
-  int32_t i, col;
+  const uint8_t *from;
+  size_t apart;
+  int32_t i, j, col, next;
   if (first > 0 || end < n || width % CPU_ROWS)
     memset(panel, 0, (size_t)(cpu_panels(width) * n * CPU_ROWS) * sizeof *panel);
-  for (i = first; i < end; i++) {
-    const uint8_t *from = cpu_kv_at(t->kv, run, base + i, value);
-    for (col = 0; col < width; col += CPU_ROWS)
-      V(widen)(panel + (col / CPU_ROWS * n + i) * CPU_ROWS, from + cpu_span(type, col), type,
-               cpu_min(CPU_ROWS, width - col));
+  for (i = first; i < end; i = next) {
+    next = i + cpu_kv_rows(t->kv, run, base + i, base + end, value, &from, &apart);
+    for (j = i; j < next; j++, from += apart)
+      for (col = 0; col < width; col += CPU_ROWS)
+        V(widen)(panel + (col / CPU_ROWS * n + j) * CPU_ROWS, from + cpu_span(type, col), type,
+                 cpu_min(CPU_ROWS, width - col));
+  }
+}
+
+/* out = values of positions first .. end-1 times weight: where they lie, which for one query is
+   less than to pack them, and with the bits of tiles. Only for floats of one vector at least; the
+   last vectors of four may overlap. */
+static void V(sum_values)(float *out, const cpu_attn_job *t, const cpu_run *run,
+                          const float *weight, int32_t base, int32_t first, int32_t end) {
+  const int32_t width = t->kv->width;
+  const uint8_t *from;
+  V(vec) sum[4], w;
+  size_t apart;
+  int32_t at[4], i, j, k, col, next;
+  for (col = 0; col < width; col += 4 * CPU_LANES) {
+    for (k = 0; k < 4; k++) {
+      at[k] = cpu_min(col + k * CPU_LANES, width - CPU_LANES);
+      sum[k] = V(all)(0.0f);
+    }
+    for (i = first; i < end; i = next) {
+      next = i + cpu_kv_rows(t->kv, run, base + i, base + end, true, &from, &apart);
+      for (j = i; j < next; j++, from += apart) {
+        w = V(all)(weight[j]);
+        CPU_UNROLL for (k = 0; k < 4; k++)
+          sum[k] = V(fma)(V(load)((const float *)(const void *)from + at[k]), w, sum[k]);
+      }
+    }
+    for (k = 0; k < 4; k++) V(store)(out + at[k], sum[k]);
   }
 }
 
@@ -3935,9 +3987,9 @@ static void V(carry)(float *y, const float *v, int32_t n, float correction) {
 }
 
 /* As many queries as a tile of matmul has rows see the keys from `base` on, in so many panels;
-   returns how many. */
-static int32_t V(attn_tile)(const cpu_attn_job *t, V(query) *q, int32_t queries, int32_t base,
-                            int32_t panels, const float *keys, const float *values) {
+   returns how many. values NULL: a query alone, which takes them as they lie. */
+static int32_t V(attn_tile)(const cpu_attn_job *t, const cpu_run *run, V(query) *q, int32_t queries,
+                            int32_t base, int32_t panels, const float *keys, const float *values) {
   const int32_t width = t->kv->width, of_keys = (width + 7) / 8 * 8 * CPU_ROWS;
   const size_t panel = CPU_KEYS * CPU_ROWS * sizeof *values;
   float score[CPU_TILE * CPU_OUT], out[CPU_TILE * CPU_OUT], correction[CPU_TILE];
@@ -3958,7 +4010,12 @@ static int32_t V(attn_tile)(const cpu_attn_job *t, V(query) *q, int32_t queries,
     correction[i] =
         V(softmax)(q[i].sums, score + i * CPU_OUT, panels * CPU_ROWS, first, end, t->p);
   }
-  for (col = 0; col < width; col += n * CPU_ROWS) {
+  if (!values) {
+    const int32_t first = q->first > base ? q->first - base : 0;
+    V(sum_values)(out, t, run, score, base, first, cpu_min(CPU_KEYS, q->last + 1 - base));
+    V(carry)(q->sums + CPU_SUMS, out, width, *correction);
+  }
+  for (col = 0; values && col < width; col += n * CPU_ROWS) {
     n = width - col >= V(wide) * CPU_ROWS ? V(wide) : 1;
     V(tile_for)(TFM_F32, rows, n)
         ->run(out, x, (const uint8_t *)(values + col * CPU_KEYS), panel, panels * CPU_ROWS,
@@ -3994,6 +4051,7 @@ static void V(attn_piece)(const cpu_attn_job *t, const cpu_run *run, V(query) *q
   float *keys = work, *values = work + CPU_WIDTH * CPU_KEYS;
   const int32_t queries = run->rows * t->group, width = t->kv->width;
   const int32_t last = cpu_min(run->pos + run->rows, (piece + 1) * CPU_PIECE) - 1;
+  const bool alone = queries == 1 && cpu_kv_type(t->kv) == TFM_F32 && width >= CPU_LANES;
   int32_t first = cpu_first_key(t->p, run->pos), base, i;
   if (first < piece * CPU_PIECE) first = piece * CPU_PIECE;
   for (i = 0; i < queries; i++) {
@@ -4005,10 +4063,11 @@ static void V(attn_piece)(const cpu_attn_job *t, const cpu_run *run, V(query) *q
     for (i = 0; i < end; i += CPU_ROWS)
       V(pack_keys)(keys + i * ((width + 7) / 8 * 8), values, t, run, base + i,
                    begin > i ? cpu_min(CPU_ROWS, begin - i) : 0, cpu_min(CPU_ROWS, end - i), false);
-    V(pack_values)(values, t, run, base, begin, end, CPU_KEYS, true);
+    if (!alone) V(pack_values)(values, t, run, base, begin, end, CPU_KEYS, true);
     for (i = 0; i < queries && query[i].last < base;) i++;
     while (i < queries)
-      i += V(attn_tile)(t, query + i, queries - i, base, cpu_panels(end), keys, values);
+      i += V(attn_tile)(t, run, query + i, queries - i, base, cpu_panels(end), keys,
+                        alone ? NULL : values);
   }
 }
 

@@ -907,11 +907,11 @@ TEST(attn_in_tiles) { on_tables(test_attn_tiles); }
 
 /* The bits of a row: whatever the page size, the form, the batch and the threads. `some` rows are
    taken by themselves. */
-static void attn_bits(device *t, int some) {
+static void attn_bits(device *t, int kv_heads, int some) {
   enum { N = 75, H = 4, D = 40 };
   static const int pages[] = {1, 5, 16, 32, MAX_T};
-  matrix q = matrix_new(t, N, H * D, 0), k = matrix_new(t, N, 2 * D, 0),
-         v = matrix_new(t, N, 2 * D, 0), y = matrix_new(t, N, H * D, 0),
+  matrix q = matrix_new(t, N, H * D, 0), k = matrix_new(t, N, kv_heads * D, 0),
+         v = matrix_new(t, N, kv_heads * D, 0), y = matrix_new(t, N, H * D, 0),
          first = matrix_new(t, N, H * D, 0);
   int32_t threads = t->d.threads;
   batch b;
@@ -924,7 +924,7 @@ static void attn_bits(device *t, int some) {
   for (i = 0; i < N; i++) b.pos[i] = i, b.seq[i] = 1;
   batch_put(t, &b, N);
   for (j = 0; j < 5; j++) {
-    attention a = {H, 2, D, 0, 0, N, 0, t->b->activation, false, NONE};
+    attention a = {H, kv_heads, D, 0, 0, N, 0, t->b->activation, false, NONE};
     cache c;
     a.page = pages[j];
     c = cache_new(t, &a);
@@ -957,11 +957,12 @@ static void attn_bits(device *t, int some) {
 
 /* In tiles, too, if 16 of a sequence are together: fewer are left to vectors. */
 static void test_attn_bits(device *t) {
-  attn_bits(t, 1);
+  attn_bits(t, 2, 1);
+  attn_bits(t, 4, 1); /* a query alone with its keys */
   if (!t->d.has_bf16) return;
   t->d.products = TFM_BF16;
-  attn_bits(t, 16);
-  attn_bits(t, 23);
+  attn_bits(t, 2, 16);
+  attn_bits(t, 2, 23);
   t->d.products = TFM_TYPE_DEFAULT;
 }
 TEST(attn_rows_are_independent) { on_tables(test_attn_bits); }

@@ -5674,9 +5674,11 @@ static void cuda_lone_run(tfm_dev *d, const cuda_attn *a) {
    the other; where there are few tiles, a cluster of up to four shares one, each block a stretch of
    its columns. A warp brings units, 64 columns of W's rows and of x, by the copy engine into a ring
    of shared memory, W's first ones before what the kernel follows is complete; two warpgroups
-   multiply. Then every block has some columns of y, adds up what the blocks of the cluster have of
-   them, in order, and stores them: the bits depend on the shape of W alone, not on the number of
-   rows. A gate and what it opens come eight rows by eight, so that a thread has both. */
+   multiply. Their sums lie in shared memory then, a column of y after the other; every block has
+   some columns, adds up what the blocks of the cluster have of them, in order, and finishes them,
+   four rows of W at a time: the bits depend on the shape of W alone, not on the number of rows. A
+   gate and what it opens, and the halves of a head that is rotated, come eight rows by eight, so
+   that a thread has both. */
 
 enum {
   CUDA_FEW = 128,
@@ -5781,9 +5783,8 @@ __device__ __forceinline__ void cuda_few_fetch(const cuda_few_maps &maps, const 
   }
 }
 
-/* What is done after a product goes by quads: four rows of W that lie together, of a column of y,
-   and the four that belong to them, in half a warp's rows. A block of a cluster has every split-th
-   column. */
+/* Quads of sums: of a column of y and four rows of W; those of the four rows `apart` lie eight
+   further. A block of a cluster has every split-th column. */
 typedef struct cuda_few_quads {
   int m, at, row; /* column; where the sums are; row of W */
 } cuda_few_quads;

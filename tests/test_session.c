@@ -263,8 +263,9 @@ static void decode_and_feed(tfm_type weights) {
 }
 
 TEST(decoding_far_has_the_bits_of_feeding) {
-  decode_and_feed(TFM_F32);
   decode_and_feed(TFM_F16);
+  if (getenv("QUICK")) return; /* under a GPU's sanitizer a type takes minutes */
+  decode_and_feed(TFM_F32);
   decode_and_feed(TFM_BF16);
 }
 

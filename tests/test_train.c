@@ -865,11 +865,14 @@ TEST(bad_arguments_are_told) {
 /* ---- Export ---- */
 
 
-/* Logits of the model in a folder for some ids. */
+/* Logits of the model in a folder for some ids, whatever type its weights have. */
 static float *logits_of(const tfm_model *m, const int32_t *ids, int32_t n) {
-  tfm_session *s = tfm_session_create(m, NULL);
+  tfm_engine_config c = {0};
   tfm_model_info info = {0};
+  tfm_session *s;
   float *out;
+  c.deterministic = true;
+  s = tfm_session_create(m, &c);
   CHECK_EQ_INT(tfm_model_describe(m, &info), TFM_OK);
   out = (float *)calloc((size_t)n * (size_t)info.vocabulary, sizeof *out);
   CHECK_EQ_INT(tfm_eval(s, ids, (size_t)n, out), TFM_OK);

@@ -16816,6 +16816,7 @@ struct tfm_session {
   int32_t slot;          /* row of the page table and of the history */
   int32_t *tokens;       /* [context] */
   int32_t length, done;  /* tokens so far; of these, in the cache */
+  int32_t told;          /* ... and in the device's history, which only a penalty reads */
   int32_t pages;         /* taken */
   bool chosen;           /* the last token came from tfm_next: its logits are one position back */
   int32_t last_at;       /* the stream has the residual row after this many tokens; 0: it has not */
@@ -17319,11 +17320,13 @@ static tfmi_pass tfmi_engine_pass(tfm_engine *e, int32_t rows) {
   return p;
 }
 
-static void tfmi_put_history(tfm_session *s, int32_t first) { /* tokens from `first` on */
+static void tfmi_put_history(tfm_session *s) { /* what the device has not been told */
   tfm_engine *e = s->engine;
-  size_t at = (size_t)s->slot * (size_t)e->config.context + (size_t)first;
-  e->dev.table->put(&e->dev, e->d_history + at, s->tokens + first,
-                    (size_t)(s->length - first) * sizeof *s->tokens);
+  size_t at = (size_t)s->slot * (size_t)e->config.context + (size_t)s->told;
+  if (s->told >= s->length) return;
+  e->dev.table->put(&e->dev, e->d_history + at, s->tokens + s->told,
+                    (size_t)(s->length - s->told) * sizeof *s->tokens);
+  s->told = s->length;
 }
 
 /* Waits; the device's first failure becomes the error sentence, and what it holds is forgotten. */
@@ -17334,9 +17337,8 @@ static tfm_status tfmi_engine_sync(tfm_engine *e) {
   e->epoch++;
   for (i = 0; i < e->config.sequences; i++) {
     tfm_session *s = &e->sessions[i];
-    s->done = s->last_at = 0;
+    s->done = s->last_at = s->told = 0;
     tfmi_put_pages(s);
-    tfmi_put_history(s, 0);
   }
   return tfmi_report(status, "device %s: %s", e->dev.table->name, e->dev.message);
 }
@@ -17617,7 +17619,8 @@ static tfm_status tfmi_session_append(tfm_session *s, const int32_t *ids, size_t
   if (!tfmi_pages_grow(s, first + (int32_t)n)) return tfmi_out_of_pages(s);
   memmove(s->tokens + first, ids, n * sizeof *ids);
   s->length += (int32_t)n;
-  if (!e->ahead.session) tfmi_put_history(s, first); /* else the device has chosen it */
+  if (!e->ahead.session) s->told = tfmi_min32(s->told, first);
+  else if (s->told == first) s->told = s->length; /* the device has chosen it */
   return TFM_OK;
 }
 
@@ -17795,8 +17798,12 @@ static tfm_sampler tfmi_sampler_fixed(tfm_engine *e) {
   return sampler;
 }
 
-/* ... with these parameters. */
-static tfm_sampler tfmi_sampler_of(tfm_engine *e, size_t n, const tfm_sampling *sampling) {
+/* ... with these parameters, of which a penalty wants the history. */
+static tfm_sampler tfmi_sampler_of(tfm_engine *e, tfm_session *const *sessions, size_t n,
+                                   const tfm_sampling *sampling) {
+  size_t i;
+  for (i = 0; sampling && i < n; i++)
+    if (sampling[i].repetition_penalty != 0) tfmi_put_history(sessions[i]);
   memset(e->params, 0, n * sizeof *e->params);
   if (sampling) memcpy(e->params, sampling, n * sizeof *sampling);
   e->dev.table->put(&e->dev, e->d_params, e->params, n * sizeof *e->params);
@@ -17804,8 +17811,9 @@ static tfm_sampler tfmi_sampler_of(tfm_engine *e, size_t n, const tfm_sampling *
 }
 
 /* Samples rows 0 .. n-1 of the logits that tfmi_logits_of has just computed into e->chosen. */
-static tfm_status tfmi_sample(tfm_engine *e, size_t n, const tfm_sampling *sampling) {
-  tfm_sampler sampler = tfmi_sampler_of(e, n, sampling);
+static tfm_status tfmi_sample(tfm_engine *e, tfm_session *const *sessions, size_t n,
+                              const tfm_sampling *sampling) {
+  tfm_sampler sampler = tfmi_sampler_of(e, sessions, n, sampling);
   tfmi_mark(&e->dev, TFM_WORK_SAMPLE);
   TFMI_OP(&e->dev, sample)(&e->dev, e->d_chosen, NULL, tfmi_rows_of(e->logits, 0, (int32_t)n),
                            &sampler);
@@ -17860,7 +17868,7 @@ static bool tfmi_ahead_start(tfm_engine *e, tfm_session *s, const tfm_sampling *
   table->put(&e->dev, e->d_pass, e->id, (2 * (size_t)e->rows + 1) * sizeof *e->id);
   table->put(&e->dev, e->d_pick, e->pick, pick);
   e->ahead.queued = e->ahead.taken = 0;
-  return tfmi_ahead_queue(e, s, tfmi_sampler_of(e, 1, how));
+  return tfmi_ahead_queue(e, s, tfmi_sampler_of(e, &s, 1, how));
 }
 
 /* Whether the next token of these sessions runs ahead, or can be made to; else nothing does. */
@@ -17965,7 +17973,7 @@ static tfm_status tfmi_choose_next(tfm_engine *e, tfm_session *const *sessions, 
   asked = e->ahead;
   status = tfmi_logits_of(e, sessions, n);
   e->ahead.last = asked.last; /* which the passes have forgotten */
-  return status == TFM_OK ? tfmi_sample(e, n, sampling) : status;
+  return status == TFM_OK ? tfmi_sample(e, sessions, n, sampling) : status;
 }
 
 static void tfmi_time_call(tfm_engine *e, double start, double end) {

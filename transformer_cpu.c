@@ -73,7 +73,8 @@ enum {
   CPU_CHUNK = 512,        /* columns of a panel that are multiplied by several rows of x, */
   CPU_MANY = 64,          /* these at most, while they stay in the first cache */
   CPU_AHEAD = 1024,       /* bytes: how far ahead of its use a weight is asked for, */
-  CPU_ASKING = 16,        /* or, of rows of x, while so many are multiplied by the chunk before */
+  CPU_ASKING = 16,        /* or, of rows of x, while so many are multiplied by the chunk before; */
+  CPU_BYTES_ASKED = 8,    /* in tiles of bytes so many times with a block of half a panel */
   CPU_SCRATCH = TFM_CPU_SCRATCH, /* for quantised activations; rows are worked off in parts of it */
   CPU_WIDTH = 256,        /* widest head of attention here */
   CPU_QUERIES = 64,       /* query heads that share a tile of keys, */
@@ -1251,7 +1252,7 @@ static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t wo
 static void cpu_bytes_begin(void);
 static void cpu_bytes_end(void);
 static void cpu_bytes_panel(float *out, int32_t *dots, const cpu_group *x, size_t x_bytes,
-                            const uint8_t *w, int32_t cols);
+                            const uint8_t *w, int32_t cols, cpu_coming *coming);
 #elif defined(CPU_X86) || defined(CPU_ARM)
 static bool cpu_tiles_gemm(tfm_dev *d, const cpu_gemm *t) {
   (void)d, (void)t;
@@ -1271,8 +1272,8 @@ static void cpu_tiles_of_x(void *context, int32_t begin, int32_t end, int32_t wo
 static void cpu_bytes_begin(void) {}
 static void cpu_bytes_end(void) {}
 static void cpu_bytes_panel(float *out, int32_t *dots, const cpu_group *x, size_t x_bytes,
-                            const uint8_t *w, int32_t cols) {
-  (void)out, (void)dots, (void)x, (void)x_bytes, (void)w, (void)cols;
+                            const uint8_t *w, int32_t cols, cpu_coming *coming) {
+  (void)out, (void)dots, (void)x, (void)x_bytes, (void)w, (void)cols, (void)coming;
 }
 #endif
 
@@ -2425,30 +2426,30 @@ CPU_INLINE void cpu_bytes_dots(int32_t *dots, const int8_t *x, size_t x_bytes, c
 CPU_INLINE void cpu_bytes_group(int32_t *dots, const cpu_group *x, size_t x_bytes,
                                 const uint8_t *w, int32_t block, int32_t blocks) {
   const int32_t n = cpu_min(CPU_GROUP / 32, blocks - block);
+  const uint8_t *front;
   int32_t k;
-  int i;
-  for (k = 0; k < n; k++, dots += CPU_DOTS) {
-    const uint8_t *front, *at = cpu_piece_at(&front, w, TFM_Q8_0, block + k);
-    cpu_bytes_dots(dots, x->value + 32 * k, x_bytes, at);
-    for (i = 0; i <= cpu_piece_bytes(TFM_Q8_0); i += CPU_ALIGN)
-      __builtin_prefetch(at + 8 * CPU_AHEAD + i);
-  }
+  for (k = 0; k < n; k++, dots += CPU_DOTS)
+    cpu_bytes_dots(dots, x->value + 32 * k, x_bytes,
+                   cpu_piece_at(&front, w, TFM_Q8_0, block + k));
 }
 
-/* Sums of half a panel += a block's: as V(block). x: the first row's group, block k of it. */
+/* Sums of half a panel += a block's: as V(block). x: the first row's group, block k of it. What is
+   coming is asked for meanwhile, CPU_BYTES_ASKED times. */
 CPU_INLINE void cpu_bytes_add(__m512 *sum, const int32_t *dots, const uint8_t *x, size_t x_bytes,
-                              int32_t k, __m512 scale) {
+                              int32_t k, __m512 scale, cpu_coming *coming) {
   int i;
   for (i = 0; i < CPU_TILE_ROWS; i++, x += x_bytes, dots += CPU_TILE_ROWS) {
     const __m512i first = V(first_sum)((const cpu_group *)(const void *)x, k, TFM_Q8_0, 0);
     const __m512i dot = _mm512_add_epi32(_mm512_load_si512(dots), first);
     sum[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), scale, sum[i]);
+    if (i % (CPU_TILE_ROWS / CPU_BYTES_ASKED) == 0) cpu_ask(coming, 1);
   }
 }
 
 /* out [16][32] += a group's dots, scaled: as V(block_tile). */
 CPU_INLINE void cpu_bytes_scale(float *out, const int32_t *dots, const uint8_t *x, size_t x_bytes,
-                                const uint8_t *w, int32_t block, int32_t blocks) {
+                                const uint8_t *w, int32_t block, int32_t blocks,
+                                cpu_coming *coming) {
   const int32_t n = cpu_min(CPU_GROUP / 32, blocks - block);
   const uint8_t *front;
   int32_t k;
@@ -2459,7 +2460,7 @@ CPU_INLINE void cpu_bytes_scale(float *out, const int32_t *dots, const uint8_t *
     for (k = 0; k < n; k++) {
       cpu_piece_at(&front, w, TFM_Q8_0, block + k);
       cpu_bytes_add(sum, dots + k * CPU_DOTS + j * (CPU_DOTS / 2), x, x_bytes, k,
-                    V(scales)(front, NULL, TFM_Q8_0, 0, j));
+                    V(scales)(front, NULL, TFM_Q8_0, 0, j), coming);
     }
     for (i = 0; i < CPU_TILE_ROWS; i++) {
       const cpu_group *group = (const cpu_group *)(const void *)(x + (size_t)i * x_bytes);
@@ -2470,17 +2471,15 @@ CPU_INLINE void cpu_bytes_scale(float *out, const int32_t *dots, const uint8_t *
   }
 }
 
-/* out [16][32] += 16 rows of x, x_bytes apart, times columns of a panel of Q8_0. While vectors
-   scale a group, tiles multiply the next. dots: [2][4][CPU_DOTS]. */
+/* out [16][32] += 16 rows of x, x_bytes apart, times columns of a panel of Q8_0, a group of x after
+   the other. dots: [4][CPU_DOTS]. */
 static void cpu_bytes_panel(float *out, int32_t *dots, const cpu_group *x, size_t x_bytes,
-                            const uint8_t *w, int32_t cols) {
-  enum { EACH = CPU_GROUP / 32, SIDE = EACH * CPU_DOTS };
+                            const uint8_t *w, int32_t cols, cpu_coming *coming) {
   const int32_t blocks = cols / 32;
-  int32_t block, side = 0;
-  cpu_bytes_group(dots, x, x_bytes, w, 0, blocks);
-  for (block = 0; block < blocks; block += EACH, x++, side = SIDE - side) {
-    cpu_bytes_group(dots + SIDE - side, x + 1, x_bytes, w, block + EACH, blocks);
-    cpu_bytes_scale(out, dots + side, (const uint8_t *)x, x_bytes, w, block, blocks);
+  int32_t block;
+  for (block = 0; block < blocks; block += CPU_GROUP / 32, x++) {
+    cpu_bytes_group(dots, x, x_bytes, w, block, blocks);
+    cpu_bytes_scale(out, dots, (const uint8_t *)x, x_bytes, w, block, blocks, coming);
   }
 }
 
@@ -3577,7 +3576,7 @@ static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, cons
   const int form = n > V(packed)((int)stripe->type) ? V(form)((int)stripe->type) : 0;
   const int type = form ? form : (int)stripe->type;
   const int32_t asking = V(asking)(type, n);
-  const bool bytes = t->bytes && stripe->type == TFM_Q8_0;
+  const bool bytes = t->bytes && stripe->type == TFM_Q8_0 && n >= 16;
   const void *x[CPU_TILE];
   const cpu_tile_row *tile;
   int32_t k, i, j, cols, span;
@@ -3589,11 +3588,13 @@ static void V(block_panel)(float *out, uint8_t *room, const cpu_product *t, cons
     w = form ? room : from;
     if (form) V(unpack)(room, from, cols, stripe->type);
     next.at = from + span;
-    next.step = span / (asking * (cols / 4));
-    for (i = 0; bytes && i + 16 <= n; i += 16)
+    next.step = span / (bytes ? cols / 16 * CPU_BYTES_ASKED : asking * (cols / 4));
+    for (i = 0; bytes && i + 16 <= n; i += 16) {
       cpu_bytes_panel(out + i * CPU_ROWS, (int32_t *)(void *)room,
                       (const cpu_group *)cpu_row_of_x(t, stripe, s, slot + i) + k / CPU_GROUP,
-                      t->quantised_bytes, from, cols);
+                      t->quantised_bytes, from, cols, &next);
+      next.at = from, next.step = 0;
+    }
     for (; i < n; i += tile->rows) {
       tile = V(tile_for)(type, n - i, 1);
       if (i >= CPU_ASKING) next.at = w, next.step = 0;

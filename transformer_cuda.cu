@@ -465,6 +465,8 @@ __device__ __forceinline__ void cuda_take_turn() {
   cuda_follow();
 }
 
+static size_t cuda_size(tfm_type type) { return type == TFM_F32 ? 4 : 2; }
+
 static unsigned cuda_blocks(int64_t n, int64_t each) { return (unsigned)((n + each - 1) / each); }
 
 /* ---- Number formats ---- */
@@ -1291,12 +1293,16 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat
   const float *beside = (const float *)residual.data + row * residual.stride + g * n;
   const bool plain = !residual.data && ((to | n) & 3) == 0 && (uintptr_t)y.data % 16 == 0;
   cuda_row<Q> r;
+  float4 first[Q]; /* of the weights: there before x is */
   float2 s;
-  cuda_take_turn();
+  cuda_launch_next();
+  cuda_quads<CUDA_CREW>(first, t.w, (int)threadIdx.x, n);
+  cuda_follow();
   cuda_row_fetch(r, from, n, (n + 3) / 4);
   s = cuda_row_stats(r, t.p, 1.0f / (float)n, room);
   cuda_each(r, [&](int k, float4 &v) {
-    const float4 w = cuda_quad_const(t.w, k, n);
+    const float4 w = r.kept() ? first[(k - (int)threadIdx.x) / CUDA_CREW]
+                              : cuda_quad_const(t.w, k, n);
     const float4 b = t.b ? cuda_quad_const(t.b, k, n) : make_float4(0, 0, 0, 0);
     const float4 u = cuda_normed(v, n - 4 * k, s, w, b, t.p.offset);
     const float f[4] = {u.x, u.y, u.z, u.w};
@@ -5352,7 +5358,7 @@ static bool cuda_hopper_knows(const tfm_dev *d, const cuda_attn *a) {
    dimensions but the first. */
 static void cuda_map(tfm_dev *d, CUtensorMap *map, tfm_type type, void *data, int rank,
                      const cuuint64_t *dims, const cuuint64_t *lines, const cuuint32_t *box) {
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   CUresult result = cuda_of(d)->encode(
       map, type == TFM_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
       (cuuint32_t)rank, data, dims, lines, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -5594,7 +5600,7 @@ cuda_lone_kernel(const __grid_constant__ cuda_maps maps, const __grid_constant__
                           CUDA_CREW_WARPS * slots * shape::item);
   const int rows = CUDA_CREW_WARPS * a.group;
   const cuda_lone_merge merge = {rest, rest + rows * (D + 8), rest + rows * (D + 9)};
-  cuda_lone_items ask, t;
+  cuda_lone_items ask, t, next;
   uint32_t q[D / 16][2];
   int asked = 0, use = 0;
   cuda_launch_next();
@@ -5614,11 +5620,12 @@ cuda_lone_kernel(const __grid_constant__ cuda_maps maps, const __grid_constant__
   while (asked < slots && more(true)) continue;
   cuda_follow();
   while (asked < slots && more(false)) continue;
-  for (int piece = (int)blockIdx.x; piece < pieces; piece += (int)gridDim.x) {
+  cuda_lone_open(t, a, pieces, (int)blockIdx.x);
+  if (t.piece < pieces) cuda_lone_queries<D>(q, a, t);
+  for (; t.piece < pieces; t = next) {
     cuda_lone<D> f = {};
     f.top = -INFINITY;
-    cuda_lone_open(t, a, pieces, piece);
-    cuda_lone_queries<D>(q, a, t);
+    cuda_lone_open(next, a, pieces, t.piece + (int)gridDim.x);
     for (int i = 0; i < t.count; i++, use++) {
       const int slot = use % slots;
       cuda_barrier_wait(barrier + slot * 8, use / slots & 1);
@@ -5626,6 +5633,7 @@ cuda_lone_kernel(const __grid_constant__ cuda_maps maps, const __grid_constant__
       __syncwarp();
       more(false);
     }
+    if (next.piece < pieces) cuda_lone_queries<D>(q, a, next); /* while this one is merged */
     cuda_lone_merged<D>(f, a, merge, t);
   }
 #endif
@@ -5666,13 +5674,17 @@ static void cuda_lone_run(tfm_dev *d, const cuda_attn *a) {
    the other; where there are few tiles, a cluster of up to four shares one, each block a stretch of
    its columns. A warp brings units, 64 columns of W's rows and of x, by the copy engine into a ring
    of shared memory, W's first ones before what the kernel follows is complete; two warpgroups
-   multiply. Then every block has some columns of y, adds up what the blocks of the cluster have of
-   them, in order, and stores them: the bits depend on the shape of W alone, not on the number of
-   rows. A gate and what it opens come eight rows by eight, so that a thread has both. */
+   multiply. Their sums lie in shared memory then, a column of y after the other; every block has
+   some columns, adds up what the blocks of the cluster have of them, in order, and finishes them,
+   four rows of W at a time: the bits depend on the shape of W alone, not on the number of rows. A
+   gate and what it opens, and the halves of a head that is rotated, come eight rows by eight, so
+   that a thread has both. */
 
 enum {
   CUDA_FEW = 128,
   CUDA_FEW_ROWS = 128,  /* of W in a tile */
+  CUDA_FEW_GROUPS = CUDA_FEW_ROWS / 16, /* of a warp's rows: eight, and eight that lie apart */
+  CUDA_FEW_LINE = CUDA_FEW_ROWS + 4, /* floats, of a column's sums: all banks are met */
   CUDA_FEW_DEEP = 64,   /* columns of W and x in a unit */
   CUDA_FEW_CREW = 256,  /* threads that multiply */
   CUDA_FEW_SPLIT = 4    /* blocks that share a tile, at most */
@@ -5681,12 +5693,19 @@ enum {
 template <int N> struct cuda_few_shape { /* of N columns */
   static constexpr int w_bytes = CUDA_FEW_ROWS * CUDA_FEW_DEEP * 2;
   static constexpr int unit = w_bytes + N * CUDA_FEW_DEEP * 2;
-  static constexpr int sums = (N < 64 ? 8 : N == 64 ? 12 : 18) * CUDA_FEW_CREW * 16; /* at most */
+  static constexpr int sums = N * CUDA_FEW_LINE * 4;
   static constexpr int units = (CUDA_SHARED - 1024 - sums) / unit; /* 1024: to align them */
   static constexpr int shared = 1024 + units * unit + sums;
 };
 
 typedef struct cuda_few_maps { CUtensorMap w, x; } cuda_few_maps;
+
+typedef struct cuda_few_heads { /* what q, k and v become: cuda_append */
+  tfm_rope rope;
+  tfm_kv kv;
+  tfm_rows rows;
+  int count; /* heads of q; 0: W's rows are something else */
+} cuda_few_heads;
 
 typedef struct cuda_few_job {
   tfm_mat y;           /* of 16 bits, or F32 */
@@ -5694,7 +5713,10 @@ typedef struct cuda_few_job {
   const float *factor; /* of rows in two parts, else NULL */
   int rows, steps;     /* of W; units of a tile */
   int tiles, split;    /* blocks that share one */
+  int apart;           /* from a row to the other that a thread has: 8; of pairs, cuda_few_map */
   bool gated;          /* the later half of W's rows is opened by the earlier one's act */
+  bool aligned;        /* four values of y, and of what is added, are one vector */
+  cuda_few_heads heads;
 } cuda_few_job;
 
 #if CUDA_HOPPER
@@ -5721,13 +5743,13 @@ __device__ __forceinline__ uint64_t cuda_policy(bool once) {
   return policy;
 }
 
-__device__ __forceinline__ void cuda_copy_box4(uint32_t to, const CUtensorMap *map,
-                                               uint32_t barrier, int x, int y, int z,
+__device__ __forceinline__ void cuda_copy_box5(uint32_t to, const CUtensorMap *map,
+                                               uint32_t barrier, int x, int y, int z, int t,
                                                uint64_t policy) {
-  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-               ".L2::cache_hint [%0], [%1, {%3, %4, %6, %5}], [%2], %7;"
-               : : "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(0), "l"(policy)
-               : "memory");
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+               ".L2::cache_hint [%0], [%1, {%3, %4, %7, %5, %6}], [%2], %8;"
+               : : "r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(t), "r"(0),
+                   "l"(policy) : "memory");
 }
 
 /* One thread's work. */
@@ -5740,15 +5762,16 @@ __device__ __forceinline__ void cuda_few_fetch(const cuda_few_maps &maps, const 
   const int ahead = min(share.units, S);
   const uint64_t once = cuda_policy(true), stays = cuda_policy(false);
   auto ask_w = [&](int i) {
-    const int row = (share.tile + i / share.steps * share.apart) * CUDA_FEW_ROWS;
+    const int group = (share.tile + i / share.steps * share.apart) * CUDA_FEW_GROUPS;
+    const int each = p.apart / 8;
     cuda_barrier_expect(barriers + i % S * 8, shape::unit);
-    cuda_copy_box4(room + i % S * shape::unit, &maps.w, barriers + i % S * 8,
-                   (share.begin + i % share.steps) * CUDA_FEW_DEEP, p.gated ? 0 : row,
-                   p.gated ? row / 16 : 0, once);
+    cuda_copy_box5(room + i % S * shape::unit, &maps.w, barriers + i % S * 8,
+                   (share.begin + i % share.steps) * CUDA_FEW_DEEP, each > 1 ? 0 : 16 * group,
+                   group % each, each > 1 ? group / each : 0, once);
   };
   auto ask_x = [&](int i) {
-    cuda_copy_box4(room + i % S * shape::unit + shape::w_bytes, &maps.x, barriers + i % S * 8,
-                   (share.begin + i % share.steps) * CUDA_FEW_DEEP, 0, 0, stays);
+    cuda_copy_box5(room + i % S * shape::unit + shape::w_bytes, &maps.x, barriers + i % S * 8,
+                   (share.begin + i % share.steps) * CUDA_FEW_DEEP, 0, 0, 0, stays);
   };
   for (int i = 0; i < ahead; i++) ask_w(i);
   cuda_follow();
@@ -5760,85 +5783,174 @@ __device__ __forceinline__ void cuda_few_fetch(const cuda_few_maps &maps, const 
   }
 }
 
-/* Four sums of a thread are of columns m and m + 1 of y, and `row` of W; and of the same, and a row
-   `below`: eight further, or what the gate opens. What is read is of places that exist. */
-template <bool BF>
-__device__ __forceinline__ void cuda_few_store(const cuda_few_job &p, float4 v, int tile, int m,
-                                               int most) {
-  const int at = tile * CUDA_FEW_ROWS + (int)threadIdx.x / 32 * 16, lane = threadIdx.x % 32;
-  const int row = (p.gated ? at / 2 : at) + lane / 4, below = p.gated ? p.rows / 2 : 8;
-  const bool there[2] = {row < (p.gated ? below : p.rows), row + below < p.rows && !p.gated};
-  const int from[2] = {min(row, p.rows - 1), min(row + below, p.rows - 1)};
-  float f[4] = {v.x, v.y, v.z, v.w}, old[4] = {0, 0, 0, 0};
-  m += lane % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < 4 && p.e.residual.data; i++)
-    old[i] = __ldcg(cuda_at(p.e.residual, min(m + i % 2, most - 1), from[i / 2]));
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    if (p.e.bias) f[i] += __ldg(p.e.bias + from[i / 2]);
-    if (i < 2 || !p.gated) f[i] = cuda_cap(cuda_act(f[i], p.e.act), p.e.softcap) + old[i];
-  }
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const int64_t to = (m + i % 2) * p.y.stride + row + i / 2 * 8;
-    const float u = p.gated ? f[i % 2] * f[i % 2 + 2] : f[i];
-    if (m + i % 2 >= most || !there[i / 2]) continue;
-    if (p.y.type == TFM_F32) ((float *)p.y.data)[to] = u;
-    else if (BF) ((__nv_bfloat16 *)p.y.data)[to] = __float2bfloat16_rn(u);
-    else ((__half *)p.y.data)[to] = __float2half_rn(u);
+/* Quads of sums: of a column of y and four rows of W; those of the four rows `apart` lie eight
+   further. A block of a cluster has every split-th column. */
+typedef struct cuda_few_quads {
+  int m, at, row; /* column; where the sums are; row of W */
+} cuda_few_quads;
+
+__device__ __forceinline__ cuda_few_quads cuda_few_quads_of(const cuda_few_job &p, int tile,
+                                                            int i) {
+  const int group = tile * CUDA_FEW_GROUPS + i % 16 / 2, each = p.apart / 8;
+  const int m = i / 16 * p.split + (int)blockIdx.x % p.split;
+  return {m, m * CUDA_FEW_LINE + i % 16 / 2 * 16 + i % 2 * 4,
+          group / each * 2 * p.apart + group % each * 8 + i % 2 * 4};
+}
+
+/* use(q, number) for those of a thread. */
+template <typename USE>
+__device__ __forceinline__ void cuda_few_each(const cuda_few_job &p, int tile, USE use) {
+  for (int i = threadIdx.x, n = 0;; i += CUDA_FEW_CREW, n++) {
+    const cuda_few_quads q = cuda_few_quads_of(p, tile, i);
+    if (q.m >= p.y.rows) return;
+    use(q, n);
   }
 }
 
-/* Of a thread's N / 8 vectors, which are eight columns each, the block with rank k has numbers k,
-   k + split, ... of both halves: of parts both. sums: [rank, vector, thread]. */
-template <int N, bool BF>
-__device__ __forceinline__ void cuda_few_finish(const float (&c)[N / 2], const cuda_few_job &p,
-                                                float4 *sums, int tile) {
-  constexpr int H = N / 16;
-  const int rank = (int)blockIdx.x % p.split, each = (H + p.split - 1) / p.split;
-  const int most = min(p.y.rows, p.factor ? N / 2 : N);
-  float4 *mine = sums + threadIdx.x;
+__device__ __forceinline__ float4 cuda_plus(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+/* The sums of all blocks of a cluster, in order, all asked for before one is used. */
+__device__ __forceinline__ float4 cuda_few_sum(const cuda_few_job &p, float *sums) {
+  float4 v[CUDA_FEW_SPLIT];
 #pragma unroll
-  for (int i = 0; i < 2 * H; i++) {
-    const int which = (rank * 2 + i / H) * each + i % H / p.split;
-    float4 *to = mine + which * CUDA_FEW_CREW;
-    if (p.split > 1) to = cuda_in_block(to, i % H % p.split);
-    *to = make_float4(c[4 * i], c[4 * i + 1], c[4 * i + 2], c[4 * i + 3]);
+  for (int k = 0; k < CUDA_FEW_SPLIT; k++)
+    if (k < p.split) v[k] = *(const float4 *)(p.split > 1 ? cuda_in_block(sums, k) : sums);
+#pragma unroll
+  for (int k = 1; k < CUDA_FEW_SPLIT; k++)
+    if (k < p.split) v[0] = cuda_plus(v[0], v[k]);
+  return v[0];
+}
+
+__device__ __forceinline__ float4 cuda_few_act(const cuda_few_job &p, float4 v) {
+  if (p.e.act != TFM_ACT_NONE)
+    v = make_float4(cuda_act(v.x, p.e.act), cuda_act(v.y, p.e.act), cuda_act(v.z, p.e.act),
+                    cuda_act(v.w, p.e.act));
+  if (p.e.softcap != 0)
+    v = make_float4(cuda_cap(v.x, p.e.softcap), cuda_cap(v.y, p.e.softcap),
+                    cuda_cap(v.z, p.e.softcap), cuda_cap(v.w, p.e.softcap));
+  return v;
+}
+
+/* To four places, as far as they are y's. */
+__device__ __forceinline__ void cuda_few_store(const cuda_few_job &p, int m, int row, float4 v) {
+  const int64_t to = m * p.y.stride + row;
+  const float f[4] = {v.x, v.y, v.z, v.w};
+  if (row + 4 <= p.y.cols && p.aligned) return cuda_store4(p.y.data, p.y.type, to, v);
+  for (int i = 0; i < 4 && row + i < p.y.cols; i++) cuda_store(p.y.data, p.y.type, to + i, f[i]);
+}
+
+/* What follows the product, but for the gate's. */
+__device__ __forceinline__ void cuda_few_end(const cuda_few_job &p, int m, int row, float4 v) {
+  v = cuda_few_act(p, v);
+  if (p.e.residual.data && row < p.rows) {
+    const float *old = cuda_at(p.e.residual, m, row);
+    v = cuda_plus(v, p.aligned && row + 4 <= p.rows ? __ldcg((const float4 *)old)
+                                                    : cuda_quad_slow<false>(old, 0, p.rows - row));
+  }
+  cuda_few_store(p, m, row, v);
+}
+
+typedef struct cuda_few_place { /* of quads of q, k and v */
+  float2 turn[4];
+  int64_t at; /* in the cache; below zero: nowhere */
+} cuda_few_place;
+
+/* Looked up before it is needed, as that takes time. */
+__device__ __forceinline__ cuda_few_place cuda_few_look(const cuda_few_job &p,
+                                                        const cuda_few_quads &q) {
+  const cuda_few_heads &h = p.heads;
+  const int kv_head = q.row / h.kv.width - h.count, within = q.row % h.kv.width;
+  const int seq = __ldg(h.rows.seq + q.m), pos = __ldg(h.rows.pos + q.m);
+  cuda_few_place place = {{{1, 0}, {1, 0}, {1, 0}, {1, 0}}, -1};
+  for (int i = 0; i < 4 && kv_head < h.kv.heads && h.rope.rot; i++)
+    place.turn[i] = cuda_turn(h.rope, pos, within + i);
+  if (kv_head >= 0 && seq >= 0 && q.row < p.rows)
+    place.at = cuda_kv_at(h.kv, seq, pos, kv_head % h.kv.heads) + within;
+  return place;
+}
+
+/* Halves of heads, rotated, to where attention reads them. */
+__device__ __forceinline__ void cuda_few_append(const cuda_few_job &p, const cuda_few_quads &q,
+                                                float4 a, float4 b, const cuda_few_place &place) {
+  const int kv_head = q.row / p.heads.kv.width - p.heads.count;
+  const float2 x = cuda_rotate(a.x, b.x, place.turn[0]), y = cuda_rotate(a.y, b.y, place.turn[1]);
+  const float2 z = cuda_rotate(a.z, b.z, place.turn[2]), w = cuda_rotate(a.w, b.w, place.turn[3]);
+  void *to = p.y.data;
+  int64_t at = q.row < p.rows ? q.m * p.y.stride + q.row : -1;
+  if (kv_head >= 0) to = kv_head < p.heads.kv.heads ? p.heads.kv.k : p.heads.kv.v, at = place.at;
+  if (at < 0) return;
+  cuda_store4(to, p.y.type, at, make_float4(x.x, y.x, z.x, w.x));
+  cuda_store4(to, p.y.type, at + p.apart, make_float4(x.y, y.y, z.y, w.y));
+}
+
+/* Those who multiply, and nobody else. */
+__device__ __forceinline__ void cuda_few_meet() {
+  asm volatile("bar.sync 1, %0;" : : "n"((int)CUDA_FEW_CREW) : "memory");
+}
+
+/* A tile's sums to shared memory, and from there, with what follows them, to y. */
+template <int N>
+__device__ __forceinline__ void cuda_few_finish(const float (&c)[N / 2], const cuda_few_job &p,
+                                                float *sums, int tile,
+                                                const cuda_few_place *place) {
+  float *to = sums + (int)threadIdx.x % 4 * 2 * CUDA_FEW_LINE + (int)threadIdx.x / 32 * 16 +
+              (int)threadIdx.x % 32 / 4;
+  cuda_few_meet(); /* the last tile's are no longer read */
+#pragma unroll
+  for (int i = 0; i < N / 8; i++, to += 8 * CUDA_FEW_LINE) {
+    to[0] = c[4 * i], to[CUDA_FEW_LINE] = c[4 * i + 1];
+    to[8] = c[4 * i + 2], to[CUDA_FEW_LINE + 8] = c[4 * i + 3];
   }
   if (p.split > 1) cuda_meet();
-#pragma unroll 1
-  for (int i = rank; i < H; i += p.split) {
-    float4 v[2] = {};
-    for (int other = 0; other < p.split; other++)
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        const float4 u = mine[((other * 2 + k) * each + i / p.split) * CUDA_FEW_CREW];
-        v[k].x += u.x, v[k].y += u.y, v[k].z += u.z, v[k].w += u.w;
-      }
-    if (p.factor) {
-      const int m = i * 8 + (int)threadIdx.x % 4 * 2;
-      const float a = __ldcg(p.factor + min(m, most - 1));
-      const float b = __ldcg(p.factor + min(m + 1, most - 1));
-      v[0] = make_float4((v[0].x + v[1].x) * a, (v[0].y + v[1].y) * b, (v[0].z + v[1].z) * a,
-                         (v[0].w + v[1].w) * b);
+  else cuda_few_meet();
+  cuda_few_each(p, tile, [&](const cuda_few_quads &q, int n) {
+    float4 a = cuda_few_sum(p, sums + q.at), b = cuda_few_sum(p, sums + q.at + 8);
+    if (p.factor) { /* the rows' other parts */
+      const float by = __ldcg(p.factor + q.m);
+      a = cuda_plus(a, cuda_few_sum(p, sums + q.at + N / 2 * CUDA_FEW_LINE));
+      b = cuda_plus(b, cuda_few_sum(p, sums + q.at + 8 + N / 2 * CUDA_FEW_LINE));
+      a = make_float4(a.x * by, a.y * by, a.z * by, a.w * by);
+      b = make_float4(b.x * by, b.y * by, b.z * by, b.w * by);
     }
-    cuda_few_store<BF>(p, v[0], tile, i * 8, most);
-    if (!p.factor) cuda_few_store<BF>(p, v[1], tile, (i + H) * 8, most);
-  }
+    if (p.e.bias) {
+      a = cuda_plus(a, cuda_quad_const(p.e.bias, q.row / 4, p.rows));
+      b = cuda_plus(b, cuda_quad_const(p.e.bias, (q.row + p.apart) / 4, p.rows));
+    }
+    if (p.heads.count) return cuda_few_append(p, q, a, b, place[n]);
+    if (!p.gated) return cuda_few_end(p, q.m, q.row, a), cuda_few_end(p, q.m, q.row + p.apart, b);
+    a = cuda_few_act(p, a);
+    cuda_few_store(p, q.m, q.row, make_float4(a.x * b.x, a.y * b.y, a.z * b.z, a.w * b.w));
+  });
+  if (p.split > 1) cuda_meet(); /* nobody reads here any more */
+}
+
+/* Before the wait: where a tile's quads go; after it: what is added to, to the second cache. */
+__device__ __forceinline__ void cuda_few_prepare(const cuda_few_job &p, int tile,
+                                                 cuda_few_place *place) {
+  if (p.heads.count)
+    cuda_few_each(p, tile, [&](const cuda_few_quads &q, int n) { place[n] = cuda_few_look(p, q); });
+  cuda_follow();
+  if (p.e.residual.data)
+    cuda_few_each(p, tile, [&](const cuda_few_quads &q, int) {
+      if (q.row < p.rows)
+        asm volatile("prefetch.global.L2 [%0];" : : "l"(cuda_at(p.e.residual, q.m, q.row)));
+    });
 }
 
 template <int N, bool BF>
 __device__ __forceinline__ void cuda_few_multiply(const cuda_few_job &p, uint32_t room,
-                                                  uint32_t barriers, float4 *sums,
+                                                  uint32_t barriers, float *sums,
                                                   const cuda_few_share &share) {
   typedef cuda_few_shape<N> shape;
   constexpr int S = shape::units;
   const uint32_t half = (uint32_t)__shfl_sync(~0u, (int)threadIdx.x / 128, 0);
   float c[N / 2];
+  cuda_few_place place[N / 16];
   int use = 0;
-  cuda_follow();
   for (int tile = share.tile; tile < p.tiles; tile += share.apart) {
+    cuda_few_prepare(p, tile, place);
     for (int i = 0; i < share.steps; i++, use++) {
       const uint32_t w = room + use % S * shape::unit, x = w + shape::w_bytes;
       cuda_barrier_wait(barriers + use % S * 8, use / S & 1);
@@ -5854,7 +5966,7 @@ __device__ __forceinline__ void cuda_few_multiply(const cuda_few_job &p, uint32_
     cuda_products_wait<0>();
     cuda_settle(c);
     cuda_barrier_arrive(barriers + (S + (use - 1) % S) * 8);
-    cuda_few_finish<N, BF>(c, p, sums, tile);
+    cuda_few_finish<N>(c, p, sums, tile, place);
   }
 }
 #endif
@@ -5880,7 +5992,7 @@ cuda_few_kernel(const __grid_constant__ cuda_few_maps maps,
   if (p.split > 1) cuda_meet(); /* their shared memory is there */
   else __syncthreads();
   if (__shfl_sync(~0u, threadIdx.x / 32, 0) < CUDA_FEW_CREW / 32)
-    cuda_few_multiply<N, BF>(p, room, at, (float4 *)tiles, share);
+    cuda_few_multiply<N, BF>(p, room, at, (float *)tiles, share);
   else if (threadIdx.x % 32 == 0)
     cuda_few_fetch<N>(maps, p, room, at, share);
 #endif
@@ -5891,21 +6003,34 @@ static bool cuda_few_knows(const tfm_dev *d, const cuda_weight *w, bool gated) {
          (w->type == TFM_F16 || w->type == TFM_BF16) && (!gated || w->rows % 16 == 0);
 }
 
-/* What wgmma is to read of W: 128 rows as they lie, or eight gates and the eight rows that they
-   open by turns; and of x, rows' first parts and then their others. */
+/* Halves of heads that are turned as a whole are brought together. */
+static bool cuda_few_turns(const cuda_few_heads *h, tfm_type type) {
+  const int width = h->kv.width, each = width / 16;
+  return h->kv.type == type && width % 16 == 0 && !h->rope.interleaved &&
+         ((uintptr_t)h->kv.k | (uintptr_t)h->kv.v) % 8 == 0 &&
+         (h->rope.rot == 0 || h->rope.rot == width) &&
+         (each % CUDA_FEW_GROUPS == 0 || CUDA_FEW_GROUPS % each == 0);
+}
+
+/* What wgmma is to read of W: 128 rows as they lie, or eight rows and those `apart` from them by
+   turns, of stretches of twice as many rows; and of x, rows' first parts and then their others. */
 static void cuda_few_map(tfm_dev *d, cuda_few_maps *maps, const cuda_weight *w, tfm_mat x, int rows,
-                         int parts, int columns, bool gated) {
+                         int parts, int columns, int apart) {
   const cuuint64_t cols = (cuuint64_t)w->cols, line = (cuuint64_t)w->vectors * 16;
-  const cuuint64_t n = (cuuint64_t)w->rows, each = (cuuint64_t)x.stride * 2;
-  const cuuint64_t plain[4] = {cols, n, 1, 1}, pairs[4] = {cols, 8, 2, n / 16};
-  const cuuint64_t of_x[4] = {cols, (cuuint64_t)rows, (cuuint64_t)parts, 1};
-  const cuuint64_t lines[3] = {line, gated ? line * n / 2 : line, 8 * line};
-  const cuuint64_t lines_x[3] = {each, each * (cuuint64_t)rows, each};
-  const cuuint32_t box[4] = {CUDA_FEW_DEEP, CUDA_FEW_ROWS, 1, 1};
-  const cuuint32_t box_pairs[4] = {CUDA_FEW_DEEP, 8, 2, CUDA_FEW_ROWS / 16};
-  const cuuint32_t box_x[4] = {CUDA_FEW_DEEP, (cuuint32_t)(columns / parts), (cuuint32_t)parts, 1};
-  cuda_map(d, &maps->w, w->type, w->data, 4, gated ? pairs : plain, lines, gated ? box_pairs : box);
-  cuda_map(d, &maps->x, w->type, x.data, 4, of_x, lines_x, box_x);
+  const cuuint64_t n = (cuuint64_t)w->rows, far = (cuuint64_t)apart, lx = (cuuint64_t)x.stride * 2;
+  const cuuint64_t plain[5] = {cols, n, 1, 1, 1}, pairs[5] = {cols, 8, 2, far / 8, n / far / 2};
+  const cuuint64_t of_x[5] = {cols, (cuuint64_t)rows, (cuuint64_t)parts, 1, 1};
+  const cuuint64_t lines[4] = {line, line * far, line * 8, line * far * 2};
+  const cuuint64_t lines_x[4] = {lx, lx * (cuuint64_t)rows, lx, lx};
+  const cuuint32_t each = (cuuint32_t)apart / 8, groups = CUDA_FEW_GROUPS;
+  const cuuint32_t together = groups % each ? groups : each;
+  const cuuint32_t box[5] = {CUDA_FEW_DEEP, CUDA_FEW_ROWS, 1, 1, 1};
+  const cuuint32_t box_pairs[5] = {CUDA_FEW_DEEP, 8, 2, together, groups / together};
+  const cuuint32_t box_x[5] = {CUDA_FEW_DEEP, (cuuint32_t)(columns / parts), (cuuint32_t)parts, 1,
+                               1};
+  cuda_map(d, &maps->w, w->type, w->data, 5, each > 1 ? pairs : plain, lines,
+           each > 1 ? box_pairs : box);
+  cuda_map(d, &maps->x, w->type, x.data, 5, of_x, lines_x, box_x);
 }
 
 template <int N> static void cuda_few_launch(tfm_dev *d, const cuda_few_maps &maps,
@@ -5917,20 +6042,29 @@ template <int N> static void cuda_few_launch(tfm_dev *d, const cuda_few_maps &ma
                     maps, p);
 }
 
-/* y = x W^T and what e says; with a factor, x has all rows' first parts, then their second ones.
-   Up to CUDA_FEW rows of x. Clusters do not fill a GPU, as they stay within a part of it: three
-   quarters of the multiprocessors are asked for. */
+/* Rows of a matrix, if it is there, are whole vectors of four values. */
+static bool cuda_quads_in(const tfm_mat *m) {
+  return m->stride % 4 == 0 && (uintptr_t)m->data % (4 * cuda_size(m->type)) == 0;
+}
+
+/* y = x W^T and what e says, or heads; with a factor, x has all rows' first parts, then their
+   second ones. Up to CUDA_FEW rows of x. Clusters do not fill a GPU, as they stay within a part of
+   it: three quarters of the multiprocessors are asked for. */
 static void cuda_few_run(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
-                         const tfm_epilogue *e, const float *factor, bool gated) {
+                         const tfm_epilogue *e, const float *factor, bool gated,
+                         const cuda_few_heads *heads) {
   const int parts = factor ? 2 : 1, columns = y.rows * parts;
   const int n = columns <= 16 ? 16 : columns <= 64 ? 64 : CUDA_FEW;
   cuda_few_job p = {y, *e, factor, w->rows, (w->cols + CUDA_FEW_DEEP - 1) / CUDA_FEW_DEEP,
-                    (w->rows + CUDA_FEW_ROWS - 1) / CUDA_FEW_ROWS, 1, gated};
+                    (w->rows + CUDA_FEW_ROWS - 1) / CUDA_FEW_ROWS, 1,
+                    gated ? w->rows / 2 : heads ? heads->kv.width / 2 : 8, gated,
+                    cuda_quads_in(&y) && cuda_quads_in(&e->residual), {}};
   cuda_few_maps maps;
   while (p.split < CUDA_FEW_SPLIT && p.steps >= 2 * (p.split + 1) &&
          (p.split + 1) * p.tiles <= cuda_of(d)->processors * 3 / 4)
     p.split++;
-  cuda_few_map(d, &maps, w, x, y.rows, parts, n, gated);
+  if (heads) p.heads = *heads;
+  cuda_few_map(d, &maps, w, x, y.rows, parts, n, p.apart);
   if (n == 16) cuda_few_launch<16>(d, maps, p, w->type);
   else if (n == 64) cuda_few_launch<64>(d, maps, p, w->type);
   else cuda_few_launch<CUDA_FEW>(d, maps, p, w->type);
@@ -6108,8 +6242,6 @@ __global__ void __launch_bounds__(128) cuda_append16_kernel(tfm_mat qkv, const f
     *(uint4 *)(to + high) = cuda_narrow<TYPE>(b);
   }
 }
-
-static size_t cuda_size(tfm_type type) { return type == TFM_F32 ? 4 : 2; }
 
 static tfm_mat cuda_columns(tfm_mat m, int32_t first, int32_t cols) {
   m.data = (char *)m.data + (size_t)first * cuda_size(m.type);
@@ -6390,14 +6522,17 @@ static void cuda_lt_product(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_ma
 /* The same by cuda_few_run, act included; y is of 16 bits unless something is added. Of more rows,
    where the bits must not depend on their number, as many at a time as it can. */
 static void cuda_few_rows(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w, const float *bias,
-                          tfm_act act, bool add, bool gated) {
+                          tfm_act act, bool add, bool gated, const cuda_few_heads *heads) {
+  cuda_few_heads here;
   int32_t first;
   for (first = 0; first < y.rows && d->status == TFM_OK; first += CUDA_FEW) {
     const tfm_mat part = cuda_rows_of(y, first, CUDA_FEW);
     tfm_epilogue e = {};
     e.bias = bias, e.act = act;
     if (add) e.residual = part;
-    cuda_few_run(d, part, cuda_rows_of(x, first, CUDA_FEW), w, &e, NULL, gated);
+    if (heads) here = *heads, here.rows.pos += first, here.rows.seq += first;
+    cuda_few_run(d, part, cuda_rows_of(x, first, CUDA_FEW), w, &e, NULL, gated,
+                 heads ? &here : NULL);
   }
 }
 
@@ -6406,7 +6541,7 @@ static void cuda_gemm(tfm_dev *d, const cuda_pass *pass, tfm_mat y, tfm_mat x, c
                       const float *bias, bool add) {
   int32_t first, n, most = (int32_t)(pass->wide_bytes / 2 / (size_t)w->cols) / 8 * 8;
   if (pass->few) {
-    cuda_few_rows(d, y, x, w, bias, TFM_ACT_NONE, add, false);
+    cuda_few_rows(d, y, x, w, bias, TFM_ACT_NONE, add, false, NULL);
     return;
   }
   if (!w->scale) {
@@ -6542,7 +6677,8 @@ static void cuda_matmul_parts(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weigh
     if (e->residual.data) rest.residual = cuda_rows_of(e->residual, first, CUDA_FEW / 2);
     cuda_run(d, w->type == TFM_BF16 ? cuda_parts_kernel<true> : cuda_parts_kernel<false>,
              dim3((unsigned)part.rows), CUDA_CREW, 0, both, factor, part);
-    cuda_few_run(d, cuda_rows_of(y, first, CUDA_FEW / 2), both, w, &rest, factor, false);
+    cuda_few_run(d, cuda_rows_of(y, first, CUDA_FEW / 2), both, w, &rest, factor, false,
+                 NULL);
   }
   cuda_of(d)->chained = false;
 }
@@ -6601,13 +6737,27 @@ static void cuda_layer_up(tfm_dev *d, const cuda_pass *p, tfm_mat act, tfm_mat h
                           const tfm_net *net, const tfm_layer *l) {
   const tfm_mat up = cuda_columns(p->up, 0, l->up.rows);
   if (p->few) {
-    cuda_few_rows(d, act, h, cuda_packed(&l->up), l->up_bias, net->act, false, net->gated);
+    cuda_few_rows(d, act, h, cuda_packed(&l->up), l->up_bias, net->act, false, net->gated,
+                  NULL);
     return;
   }
   cuda_gemm(d, p, up, h, cuda_packed(&l->up), NULL, false);
   cuda_run(d, p->type == TFM_F16 ? cuda_glu8_kernel<TFM_F16> : cuda_glu8_kernel<TFM_BF16>,
            dim3((unsigned)h.rows, cuda_blocks(act.cols, 8 * 128)), 128, 0, act, up, l->up_bias,
            net->act, net->gated);
+}
+
+/* q, rotated, in p->qkv; keys and values in the cache. */
+static void cuda_layer_qkv(tfm_dev *d, const cuda_pass *p, tfm_mat h, const tfm_net *net,
+                           const tfm_layer *l, const tfm_kv *kv, const tfm_rows *rows) {
+  const cuda_few_heads heads = {l->rope, *kv, *rows, (int)net->heads};
+  if (p->few && cuda_few_turns(&heads, p->type)) {
+    cuda_few_rows(d, p->qkv, h, cuda_packed(&l->qkv), l->qkv_bias, TFM_ACT_NONE, false, false,
+                  &heads);
+    return;
+  }
+  cuda_gemm(d, p, p->qkv, h, cuda_packed(&l->qkv), NULL, false);
+  cuda_append(d, p->qkv, l->qkv_bias, &l->rope, kv, rows, (int)net->heads);
 }
 
 /* chained: after a layer of the same pass. */
@@ -6625,8 +6775,7 @@ static void cuda_layer_run(tfm_dev *d, cuda_pass *p, tfm_mat x, const tfm_net *n
   cuda_of(d)->chained = p->few && chained;
   cuda_norm_run(d, h, x, none, NULL, &norm1);
   cuda_of(d)->chained = p->few;
-  cuda_gemm(d, p, p->qkv, h, cuda_packed(&l->qkv), NULL, false);
-  cuda_append(d, p->qkv, l->qkv_bias, &l->rope, kv, rows, (int)net->heads);
+  cuda_layer_qkv(d, p, h, net, l, kv, rows);
   if (d->deterministic) cuda_attn_run(d, &a);
   else cuda_attn_tiles(d, &a);
   cuda_gemm(d, p, x, a.y, cuda_packed(&l->out), l->out_bias, true);

@@ -11,6 +11,7 @@ fi
 logs=$(mktemp -d) || exit 1
 trap 'kill $(jobs -p) 2> /dev/null; rm -rf "$logs"' EXIT
 trap 'exit 1' INT TERM # ends what it began
+export QUICK=1         # of long tests a part
 
 check() { # check TOOL PROGRAM TEST
   TABLE=cuda timeout 300 compute-sanitizer --tool "$1" --error-exitcode 9 "$bin/$2" "$3" \

@@ -2128,47 +2128,45 @@ static void tfmi_stb_free(void *p) { tfmi_release(tfmi_stb_load, p); }
 
 /* ---- 16-bit floats ---- */
 
-static float tfmi_from_f16(uint16_t h) { /* exact */
-  uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, bits,
-           mantissa = h & 0x3ff;
+static uint32_t tfmi_bits(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+static float tfmi_from_bits(uint32_t bits) {
   float value;
-  if (exponent == 0) { /* zero or subnormal: mantissa * 2^-24 */
-    value = (float)mantissa * (1.0f / 16777216.0f);
-    return sign ? -value : value;
-  }
-  bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13;
   memcpy(&value, &bits, sizeof value);
   return value;
 }
 
+static float tfmi_from_f16(uint16_t h) { /* exact */
+  uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, bits,
+           mantissa = h & 0x3ff;
+  if (exponent == 0) { /* zero or subnormal: mantissa * 2^-24 */
+    float value = (float)mantissa * (1.0f / 16777216.0f);
+    return sign ? -value : value;
+  }
+  bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13;
+  return tfmi_from_bits(bits);
+}
+
 static uint16_t tfmi_to_f16(float value) { /* round to nearest, ties to even */
-  uint32_t bits, magnitude, sign;
-  memcpy(&bits, &value, sizeof bits);
-  sign = bits >> 16 & 0x8000;
-  magnitude = bits & 0x7fffffff;
+  uint32_t bits = tfmi_bits(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00); /* NaN */
   if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and above */
-  if (magnitude < 0x38800000) { /* subnormal: adding 0.5 aligns the last bit kept with 2^-24 */
-    float absolute;
-    memcpy(&absolute, &magnitude, sizeof absolute);
-    absolute += 0.5f;
-    memcpy(&magnitude, &absolute, sizeof magnitude);
-    return (uint16_t)(sign | (magnitude - 0x3f000000));
-  }
+  if (magnitude < 0x38800000) /* subnormal: adding 0.5 aligns the last bit kept with 2^-24 */
+    return (uint16_t)(sign | (tfmi_bits(tfmi_from_bits(magnitude) + 0.5f) - 0x3f000000));
   magnitude += 0xfff + (magnitude >> 13 & 1);
   return (uint16_t)(sign | ((magnitude - 0x38000000) >> 13));
 }
 
 static float tfmi_from_bf16(uint16_t h) {
-  uint32_t bits = (uint32_t)h << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
+  return tfmi_from_bits((uint32_t)h << 16);
 }
 
 static uint16_t tfmi_to_bf16(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
+  const uint32_t bits = tfmi_bits(value);
   if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
@@ -15090,18 +15088,6 @@ static int32_t tfmi_first_of(const float *x, int32_t n, float value) {
   int32_t i = 0;
   while (i < n - 1 && x[i] != value) i++;
   return i;
-}
-
-static uint32_t tfmi_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-static float tfmi_from_bits(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
 }
 
 /* Passes leave an element of `sums` for each stretch of x: before `end`, see tfmi_choose. */

@@ -471,18 +471,27 @@ static unsigned cuda_blocks(int64_t n, int64_t each) { return (unsigned)((n + ea
 
 /* ---- Number formats ---- */
 
-/* How values of a type lie here: bits of one, and how many share a scale; 0: there are none. */
-typedef struct cuda_shape { int bits, group; } cuda_shape;
+/* How values of a type lie here: bits of one; how many share a scale, which are those of 2^shared
+   times 16 bytes (0: there are no scales). An offset is beside the scale where numbers times scales
+   are not yet the values. */
+typedef struct cuda_shape { int bits, group, shared; bool offset; } cuda_shape;
 
 __host__ __device__ static constexpr cuda_shape cuda_shape_of(tfm_type type) {
   switch (type) {
-    case TFM_F32: return {32, 0};
-    case TFM_F16: case TFM_BF16: return {16, 0};
-    case TFM_F8_E4M3: return {8, 64};
-    case TFM_Q8_0: return {8, 32};
-    case TFM_Q4_0: return {4, 32};
-    default: return {0, 0}; /* does not lie here */
+    case TFM_F32: return {32, 0, 0, false};
+    case TFM_F16: case TFM_BF16: return {16, 0, 0, false};
+    case TFM_F8_E4M3: return {8, 64, 2, false};
+    case TFM_Q8_0: return {8, 32, 1, false};
+    case TFM_Q4_0: return {4, 32, 0, false};
+    case TFM_Q4_1: return {4, 32, 0, true};
+    case TFM_Q6_K: return {8, 16, 0, true};
+    default: return {0, 0, 0, false}; /* does not lie here */
   }
+}
+
+/* Whether values are whole numbers beside scales. */
+__host__ __device__ static constexpr bool cuda_numbered(tfm_type type) {
+  return cuda_shape_of(type).group > 0 && type != TFM_F8_E4M3;
 }
 
 __host__ __device__ static constexpr int cuda_vector_values(tfm_type type) { /* in 16 bytes */
@@ -508,6 +517,8 @@ template <typename PICK> static auto cuda_pick(tfm_type type, PICK pick) {
     case TFM_F16: return pick(cuda_type<TFM_F16>());
     case TFM_BF16: return pick(cuda_type<TFM_BF16>());
     case TFM_Q8_0: return pick(cuda_type<TFM_Q8_0>());
+    case TFM_Q4_1: return pick(cuda_type<TFM_Q4_1>());
+    case TFM_Q6_K: return pick(cuda_type<TFM_Q6_K>());
     case TFM_F8_E4M3: return pick(cuda_type<TFM_F8_E4M3>());
     default: return pick(cuda_type<TFM_Q4_0>());
   }
@@ -517,6 +528,11 @@ __device__ static float cuda_load(const void *p, tfm_type type, int64_t i) {
   if (type == TFM_F32) return __ldcg((const float *)p + i);
   if (type == TFM_F16) return __half2float(__ldcg((const __half *)p + i));
   return __bfloat162float(__ldcg((const __nv_bfloat16 *)p + i));
+}
+
+/* Number `i` of two halves in a word. */
+__device__ __forceinline__ float cuda_scale_of(uint32_t pair, int i) {
+  return __half2float(__ushort_as_half((unsigned short)(i ? pair >> 16 : pair)));
 }
 
 /* Several, none of which is waited for before all are asked for. */
@@ -554,13 +570,14 @@ __device__ __forceinline__ void cuda_store4(void *p, tfm_type type, int64_t i, f
 
 /* ---- Weights: rows of one type, each filled up with zeros to whole 16 bytes ----
    Formats in blocks lie as they are read: eight rows' first 64 bytes, their next 64 bytes, ..., and
-   so do the scales. A Q4_0 number is kept as four bits with a sign, a Q8_0 number as it is. F8 is a
-   format in blocks of 64, whose scales are 256 times what they stand for, as those of weights are
-   small; a half of them is off by 2^-12 at most. */
+   so do the scales. Numbers of Q4_0 and Q4_1 are kept as four bits with a sign, others as a byte,
+   scales and offsets as halves. Q6_K has both for each 16 bytes here, and so holds every format of
+   blocks. F8 is a format in blocks of 64, whose scales are 256 times what they stand for, as those
+   of weights are small; a half of them is off by 2^-12 at most. */
 
 typedef struct cuda_weight {
   uint8_t *data;       /* [rows, vectors] of 16 bytes; of block formats cuda_vector_at */
-  __half *scale;       /* of block formats */
+  __half *scale;       /* of block formats; an offset follows each where there are offsets */
   tfm_type type;
   int32_t rows, cols;  /* of one expert */
   int32_t vectors;     /* in a row */
@@ -585,16 +602,20 @@ __host__ __device__ static int64_t cuda_vector_at(const cuda_weight &w, int64_t 
   return ((line / 8 * cuda_pieces(w) + v / 4) * 8 + line % 8) * 4 + v % 4;
 }
 
-/* Which scale is that of a vector, by cuda_vector_at. */
+/* Where the scale of a vector, by cuda_vector_at, is. */
 __host__ __device__ static int64_t cuda_scale_at(const cuda_weight &w, int64_t vector) {
-  return vector / (cuda_shape_of(w.type).group / cuda_vector_values(w.type));
+  const cuda_shape shape = cuda_shape_of(w.type);
+  return (vector >> shape.shared) * (shape.offset ? 2 : 1);
 }
 
 #define CUDA_F8_SCALE 256.0f /* what scales of F8 are multiplied by */
 
-__device__ static float cuda_scale_value(const cuda_weight &w, int64_t vector) {
-  const float scale = __half2float(w.scale[cuda_scale_at(w, vector)]);
-  return w.type == TFM_F8_E4M3 ? scale / CUDA_F8_SCALE : scale;
+/* Scale and offset of a vector's numbers. */
+__device__ static float2 cuda_scale_value(const cuda_weight &w, int64_t vector) {
+  const __half *at = w.scale + cuda_scale_at(w, vector);
+  const float scale = __half2float(at[0]);
+  return make_float2(w.type == TFM_F8_E4M3 ? scale / CUDA_F8_SCALE : scale,
+                     cuda_shape_of(w.type).offset ? __half2float(at[1]) : 0.0f);
 }
 
 /* The line of a row, counted through all experts. */
@@ -603,26 +624,27 @@ __device__ static int64_t cuda_line_of(const cuda_weight &w, int64_t row) {
 }
 
 /* The types of files: how many values a block has, in how many bytes, and what it becomes here.
-   Q5_0 loses nothing as Q8_0, nor E5M2 as BF16. What has two scales becomes F16, within half a unit
-   of its last place: 2^-12 of a value, or 2^-25 where that is below 2^-14. */
-typedef struct cuda_format { int values, bytes; tfm_type here; } cuda_format;
+   Q5_0 loses nothing as Q8_0, nor E5M2 as BF16. What has two scales, or a product of two, keeps its
+   numbers, less `middle`: scale and offset, then that of the middle, are within half a unit of a
+   half's last place, 2^-12 of either. */
+typedef struct cuda_format { int values, bytes; tfm_type here; int middle; } cuda_format;
 
 __host__ __device__ static cuda_format cuda_format_of(tfm_type type) {
   switch (type) {
-    case TFM_F32: return cuda_format{1, 4, TFM_F32};
-    case TFM_F16: return cuda_format{1, 2, TFM_F16};
-    case TFM_BF16: return cuda_format{1, 2, TFM_BF16};
-    case TFM_F8_E4M3: return cuda_format{1, 1, TFM_F8_E4M3};
-    case TFM_F8_E5M2: return cuda_format{1, 1, TFM_BF16};
-    case TFM_Q8_0: return cuda_format{32, 34, TFM_Q8_0};
-    case TFM_Q4_0: return cuda_format{32, 18, TFM_Q4_0};
-    case TFM_Q4_1: return cuda_format{32, 20, TFM_F16};
-    case TFM_Q5_0: return cuda_format{32, 22, TFM_Q8_0};
-    case TFM_Q5_1: return cuda_format{32, 24, TFM_F16};
-    case TFM_Q4_K: return cuda_format{256, 144, TFM_F16};
-    case TFM_Q5_K: return cuda_format{256, 176, TFM_F16};
-    case TFM_Q6_K: return cuda_format{256, 210, TFM_F16};
-    default: return cuda_format{1, 0, TFM_TYPE_DEFAULT};
+    case TFM_F32: return cuda_format{1, 4, TFM_F32, 0};
+    case TFM_F16: return cuda_format{1, 2, TFM_F16, 0};
+    case TFM_BF16: return cuda_format{1, 2, TFM_BF16, 0};
+    case TFM_F8_E4M3: return cuda_format{1, 1, TFM_F8_E4M3, 0};
+    case TFM_F8_E5M2: return cuda_format{1, 1, TFM_BF16, 0};
+    case TFM_Q8_0: return cuda_format{32, 34, TFM_Q8_0, 0};
+    case TFM_Q4_0: return cuda_format{32, 18, TFM_Q4_0, 0};
+    case TFM_Q4_1: return cuda_format{32, 20, TFM_Q4_1, 8};
+    case TFM_Q5_0: return cuda_format{32, 22, TFM_Q8_0, 0};
+    case TFM_Q5_1: return cuda_format{32, 24, TFM_Q6_K, 0};
+    case TFM_Q4_K: return cuda_format{256, 144, TFM_Q4_1, 8};
+    case TFM_Q5_K: return cuda_format{256, 176, TFM_Q6_K, 16};
+    case TFM_Q6_K: return cuda_format{256, 210, TFM_Q6_K, 0};
+    default: return cuda_format{1, 0, TFM_TYPE_DEFAULT, 0};
   }
 }
 
@@ -646,13 +668,16 @@ static tfm_type cuda_here(const tfm_weight_source *s, const tfm_part *p) {
   return !s->transposed && cuda_scales_fit(&p->scales, p->rows, s->cols) ? type : TFM_BF16;
 }
 
-/* Parts that do not become the same are all brought to F32. */
+/* Blocks that do not become the same are all brought to Q6_K, other parts to F32. */
 static tfm_type cuda_target(const tfm_weight_source *s) {
   tfm_type type = cuda_here(s, &s->parts[0]);
   int32_t i;
   if (s->type) return s->type;
-  for (i = 1; i < s->part_count; i++)
-    if (cuda_here(s, &s->parts[i]) != type) type = TFM_F32;
+  for (i = 1; i < s->part_count; i++) {
+    tfm_type other = cuda_here(s, &s->parts[i]);
+    if (other != type)
+      type = cuda_numbered(type) && cuda_numbered(other) ? TFM_Q6_K : TFM_F32;
+  }
   return type;
 }
 
@@ -663,9 +688,9 @@ static bool cuda_part_check(tfm_dev *d, const tfm_weight_source *s, const tfm_pa
   if (!from.here)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: this table does not know it",
                  tfm_type_name(p->type));
-  else if (!cuda_shape_of(type).bits)
+  else if (!cuda_shape_of(type).bits || (s->type == TFM_Q6_K && p->type != TFM_Q6_K))
     tfm_dev_fail(d, TFM_E_UNSUPPORTED,
-                 "weights of type %s: expected F32, F16, BF16, Q8_0, Q4_0 or F8_E4M3",
+                 "weights of type %s: expected F32, F16, BF16, Q8_0, Q4_0, Q4_1 or F8_E4M3",
                  tfm_type_name(type));
   else if (s->transposed && from.values > 1)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a transposed matrix of type %s: expected a float type",
@@ -821,18 +846,26 @@ __device__ __forceinline__ void cuda_put_numbers(uint8_t *to, int bits, NUMBER n
     to[j] = (uint8_t)(bits == 8 ? number(j) : (number(j) & 15) | number(j + 16) << 4);
 }
 
-/* 32 values become a block, with ggml's arithmetic. */
-__device__ static void cuda_quantise(const float *x, int bits, uint8_t *to, __half *scale) {
-  float extreme = 0, d, inverse;
-  for (int j = 0; j < 32; j++)
+/* 32 values become a block, with ggml's arithmetic; of Q4_1 the offset is that of number 8. */
+__device__ static void cuda_quantise(const float *x, tfm_type type, uint8_t *to, __half *scale) {
+  const cuda_shape shape = cuda_shape_of(type);
+  const float half = shape.offset ? 0.5f : 8.5f;
+  float low = x[0], high = x[0], extreme = 0, d, inverse;
+  for (int j = 0; j < 32; j++) {
     if (fabsf(x[j]) > fabsf(extreme)) extreme = x[j];
-  d = bits == 8 ? fabsf(extreme) / 127.0f : extreme / -8.0f;
+    low = x[j] < low ? x[j] : low, high = x[j] > high ? x[j] : high;
+  }
+  if (!shape.offset) low = 0;
+  d = shape.offset ? (high - low) / 15.0f : shape.bits == 8 ? fabsf(extreme) / 127.0f
+                                                            : extreme / -8.0f;
   inverse = d != 0 ? 1.0f / d : 0.0f;
-  *scale = __float2half_rn(d);
-  cuda_put_numbers(to, bits, [&](int j) {
-    const float q = __fmul_rn(x[j], inverse), whole = roundf(q), above = __fadd_rn(q, 8.5f);
-    if (bits == 8) return whole >= -127.0f && whole <= 127.0f ? (int)whole : 0;
-    return above >= 15.0f ? 7 : above >= 0.0f ? (int)above - 8 : above < 0.0f ? -8 : 0;
+  scale[0] = __float2half_rn(d);
+  if (shape.offset) scale[1] = __float2half_rn(low + 8.0f * d);
+  cuda_put_numbers(to, shape.bits, [&](int j) {
+    const float q = __fmul_rn(x[j] - low, inverse), whole = roundf(q), above = __fadd_rn(q, half);
+    if (shape.bits == 8) return whole >= -127.0f && whole <= 127.0f ? (int)whole : 0;
+    if (above >= 0.0f) return above < 15.0f ? (int)above - 8 : 7;
+    return above < 0.0f || shape.offset ? -8 : 0; /* else NaN */
   });
 }
 
@@ -871,17 +904,24 @@ __host__ __device__ static int cuda_pack_values(tfm_type type) {
   return cuda_shape_of(type).group > 32 ? cuda_shape_of(type).group : 32;
 }
 
-/* The numbers of a row from `col` on, as they are in the file, and their scale. */
+/* The numbers of a row from `col` on, as they are in the file, and their scales. */
 __device__ static void cuda_keep(const cuda_weight &w, const cuda_piece &p, const uint8_t *line,
                                  int row, int col, uint8_t *to, __half *scale) {
+  const cuda_shape shape = cuda_shape_of(w.type);
+  const int middle = cuda_format_of(p.type).middle;
   if (w.type == TFM_F8_E4M3) {
 #pragma unroll 1
     for (int j = 0; j < 64; j++) to[j] = line[col + j];
     *scale = __float2half_rn(cuda_piece_scale(p, w.cols, row, col) * CUDA_F8_SCALE);
-  } else {
-    cuda_put_numbers(to, cuda_shape_of(w.type).bits,
-                     [&](int j) { return cuda_number_of(line, p.type, col + j).q; });
-    *scale = __float2half_rn(cuda_number_of(line, p.type, col).scale);
+    return;
+  }
+  cuda_put_numbers(to, shape.bits,
+                   [&](int j) { return cuda_number_of(line, p.type, col + j).q - middle; });
+#pragma unroll 1
+  for (int j = 0; j < 32; j += shape.group) {
+    const cuda_number n = cuda_number_of(line, p.type, col + j);
+    *scale++ = __float2half_rn(n.scale);
+    if (shape.offset) *scale++ = __float2half_rn(n.offset + (float)middle * n.scale);
   }
 }
 
@@ -907,7 +947,7 @@ __global__ void cuda_pack_kernel(cuda_weight w, cuda_piece p, int64_t bytes) {
   else if (w.type == TFM_F8_E4M3)
     cuda_quantise_f8(x, to, w.scale + cuda_scale_at(w, at));
   else
-    cuda_quantise(x, cuda_shape_of(w.type).bits, to, w.scale + cuda_scale_at(w, at));
+    cuda_quantise(x, w.type, to, w.scale + cuda_scale_at(w, at));
 }
 
 typedef struct cuda_memcpy_job { char *to; const char *from; size_t bytes; } cuda_memcpy_job;
@@ -1018,14 +1058,14 @@ __device__ static float cuda_value(const cuda_weight &w, int64_t row, int col) {
   const int values = cuda_vector_values(w.type);
   const int64_t at = cuda_vector_at(w, cuda_line_of(w, row), col / values);
   const uint8_t *data = w.data + at * 16;
-  float scale;
-  int bit;
+  float2 scale;
+  int bit, q;
   if (!w.scale) return cuda_load(data, w.type, col % values);
   scale = cuda_scale_value(w, at);
-  if (w.type == TFM_F8_E4M3) return scale * cuda_e4m3_value(data[col % values]);
-  if (w.type == TFM_Q8_0) return scale * (float)((const int8_t *)data)[col % values];
+  if (w.type == TFM_F8_E4M3) return scale.x * cuda_e4m3_value(data[col % values]);
   bit = cuda_nibble(col % values);
-  return scale * (float)((int)((data[bit / 8] >> bit % 8 & 15) ^ 8) - 8);
+  q = values == 16 ? (int8_t)data[col % values] : ((data[bit / 8] >> bit % 8 & 15) ^ 8) - 8;
+  return __fadd_rn(__fmul_rn(scale.x, (float)q), scale.y);
 }
 
 __global__ void cuda_unpack_kernel(tfm_mat y, cuda_weight w, int32_t first) {
@@ -1439,16 +1479,21 @@ enum { CUDA_AHEAD = 8, CUDA_BLOCKS_AHEAD = 4 }; /* pieces; at most the first */
 /* values: in 16 bytes of W. parts: of a value of x. columns: over which a row's sum is spread. */
 template <int TYPE> struct cuda_operand {
   static constexpr bool f8 = TYPE == TFM_F8_E4M3, halves = TYPE == TFM_F16 || f8;
-  static constexpr int group = cuda_shape_of((tfm_type)TYPE).group;
-  static constexpr bool blocks = group > 0, digits = blocks && !f8;
+  static constexpr cuda_shape shape = cuda_shape_of((tfm_type)TYPE);
+  static constexpr bool blocks = shape.group > 0, digits = cuda_numbered((tfm_type)TYPE);
+  static constexpr bool offset = shape.offset;
   static constexpr int values = cuda_vector_values((tfm_type)TYPE);
+  static constexpr bool nibbles = values == 32;
+  static constexpr bool lone = digits && shape.shared == 0; /* 16 bytes have their own scale */
   static constexpr int parts = TYPE == TFM_F32 ? 1 : halves ? 2 : TYPE == TFM_BF16 ? 3 : 4;
   static constexpr int columns = halves ? 4 : 8;
   static constexpr int size = TYPE == TFM_F32 ? 4 : digits ? 1 : 2;
-  static constexpr int pad = size == 2 ? 32 : 0; /* puts parts of four pieces into all banks */
+  static constexpr int sums = 8 * values; /* where those of x are: after two of its digits */
+  static constexpr int pad = size == 2 || offset ? 32 : 0; /* into all banks; for the sums, twice */
   static constexpr int bytes = 4 * values * parts * size + pad; /* of x, beside a piece */
+  static constexpr int step = lone ? bytes / 2 : bytes; /* of digits: to the next 8 columns */
   static constexpr int stride = blocks ? 32 : 4; /* vectors from a piece of a row to the next */
-  static constexpr int shared = blocks ? group / values : 1; /* vectors that share a scale */
+  static constexpr int shared = 1 << shape.shared; /* vectors that share a scale */
   static constexpr int ahead = blocks ? CUDA_BLOCKS_AHEAD : CUDA_AHEAD; /* what registers hold */
 };
 
@@ -1572,14 +1617,15 @@ template <bool BF> __device__ __forceinline__ uint32_t cuda_part2(float &a, floa
 }
 
 /* Byte of a column at which quad `within` of a piece lies; its second half is 32 bytes further on
-   where W has 16 bits. Q4_0's parts are turned against each other: lanes read 16 bytes of two of
-   them at a time. F8 is as two pieces of 16 bits, of the first and of the last 8 of each 16. */
+   where W has 16 bits. Parts beside nibbles are turned against each other: lanes read 16 bytes of
+   two of them at a time. F8 is as two pieces of 16 bits, of the first and the last 8 of each 16. */
 template <int TYPE> __device__ __forceinline__ int cuda_plane_at(int part, int within) {
   if (TYPE == TFM_F32) return within * 16;
-  if (TYPE == TFM_Q4_0) return part * 128 + (within * 4 ^ part % 2 * 16);
+  const int apart = cuda_operand<TYPE>::offset ? part / 2 * 16 : 0; /* sums lie between */
+  if (cuda_operand<TYPE>::nibbles) return part * 128 + (within * 4 ^ part % 2 * 16) + apart;
   if (TYPE == TFM_F8_E4M3)
     return within / 2 % 2 * 128 + part * 64 + (within / 4 * 2 + within % 2) * 4;
-  return part * 64 + within * 4;
+  return part * 64 + within * 4 + apart;
 }
 
 /* Four values as whole numbers, in digits of 8 bits with a sign, the highest first: of every digit
@@ -1598,6 +1644,19 @@ __device__ __forceinline__ void cuda_digits(uint32_t (&digit)[4], float4 v) {
   digit[3] = __byte_perm(xy, zw, 0x5410);
 }
 
+/* The sum of the values that are beside 16 bytes of W, which its offset is multiplied by. The lanes
+   that have them are neighbours. */
+template <int TYPE>
+__device__ __forceinline__ void cuda_sum_put(char *to, int within, float4 v) {
+  constexpr int each = cuda_operand<TYPE>::values / 4;
+  float sum = (v.x + v.y) + (v.z + v.w);
+#pragma unroll
+  for (int i = 1; i < each; i *= 2) sum += __shfl_xor_sync(0xffu << (threadIdx.x & 24), sum, i);
+  if (within % each == 0)
+    ((float *)(to + cuda_operand<TYPE>::sums))[within / each] =
+        cuda_operand<TYPE>::nibbles ? sum * 16.0f : sum; /* as the products are */
+}
+
 /* Four values, k times four from the row's first, go to the planes. */
 template <int TYPE, int M>
 __device__ __forceinline__ void cuda_plane_put(char *planes, int m, int k, float4 v) {
@@ -1609,6 +1668,7 @@ __device__ __forceinline__ void cuda_plane_put(char *planes, int m, int k, float
     return;
   }
   if (cuda_operand<TYPE>::digits) cuda_digits(digit, v);
+  if constexpr (cuda_operand<TYPE>::offset) cuda_sum_put<TYPE>(to, k % V, v);
 #pragma unroll
   for (int part = 0; part < cuda_operand<TYPE>::parts; part++) {
     char *at = to + cuda_plane_at<TYPE>(part, k % V);
@@ -1667,7 +1727,7 @@ __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_
   constexpr int V = cuda_operand<TYPE>::values;
   constexpr bool scaled = TYPE != TFM_F32 && TYPE != TFM_BF16;
   constexpr int bits = cuda_operand<TYPE>::digits ? 29 : 13; /* of what is below the largest's */
-  constexpr int scale = TYPE == TFM_Q4_0 ? 4 : TYPE == TFM_F8_E4M3 ? 8 : 0; /* 2^scale in W's */
+  constexpr int scale = cuda_operand<TYPE>::nibbles ? 4 : TYPE == TFM_F8_E4M3 ? 8 : 0; /* W's 2^ */
   cuda_row<Q> row;
   float top = 0, by = 1;
   int e = 0;
@@ -1743,13 +1803,13 @@ __device__ __forceinline__ void cuda_widen_q4(__half2 *h, uint4 q) {
 
 typedef struct cuda_two { /* of a piece, a lane's bytes of both rows, and scales */
   uint4 a, b;
-  __half scale_a, scale_b;
+  uint32_t scale_a, scale_b; /* a half, and above it an offset */
 } cuda_two;
 
 /* A lane's column of one tile of eight columns: where its values lie in the planes. */
 typedef struct cuda_column {
-  const char *x;
-  int step, turn; /* of blocks: bytes to the next 8 columns; to the second half of 32 values */
+  const char *x, *sum; /* sum: of the lane's own values */
+  int step, turn; /* of digits: bytes to the next 8 columns; to the second half of 32 values */
   int apart;      /* of 16 bits: bytes to what is beside the unit's second row */
   bool there;
 } cuda_column;
@@ -1758,15 +1818,18 @@ template <int TYPE, int M>
 __device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, int n, int apart) {
   constexpr int V = cuda_operand<TYPE>::values, C = cuda_operand<TYPE>::columns;
   const int g = threadIdx.x / 4 % 8, t = threadIdx.x % 4, sub = (n * 8 + g) % C;
-  const int part = TYPE == TFM_Q4_0 ? g % 2 : TYPE == TFM_Q8_0 ? g % 4 : sub % (C / 2);
+  const int part = !cuda_operand<TYPE>::digits ? sub % (C / 2) : cuda_operand<TYPE>::lone ? g % 2
+                                                                                       : g % 4;
   const int m = cuda_operand<TYPE>::digits || TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
-  cuda_column c = {r.planes + m * cuda_operand<TYPE>::bytes, 256, 16, apart, true};
+  const char *x = r.planes + m * cuda_operand<TYPE>::bytes;
+  cuda_column c = {x, x + cuda_operand<TYPE>::sums + t * 4, cuda_operand<TYPE>::step, 16, apart,
+                   true};
   if (TYPE == TFM_F32) {
     c.x += t * 16;
   } else if (cuda_operand<TYPE>::digits) {
-    c.there = TYPE == TFM_Q8_0 ? t / 2 == g / 4 : t == g / 2;
+    c.there = cuda_operand<TYPE>::lone ? t == g / 2 : t / 2 == g / 4;
     c.x += cuda_plane_at<TYPE>(part, t * V / 4);
-    if (TYPE == TFM_Q4_0 && part) c.turn = -16;
+    if (cuda_operand<TYPE>::nibbles && part) c.turn = -16;
     if (!c.there) c.x = r.zeros, c.step = c.turn = 0;
   } else {
     c.there = part < cuda_operand<TYPE>::parts && n * 8 + g < M * C;
@@ -1777,45 +1840,52 @@ __device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, i
 
 typedef struct cuda_sums { float a[4], b[4]; } cuda_sums; /* of both rows; of 16 bits all four */
 
-/* Whole numbers, exactly, and the blocks' scales. A lane has two digits of one block's sum. */
+/* Whole numbers, exactly, and their scales. A lane has two digits of one scale's sum, of which the
+   other two are the next lane's or, where a lane's 16 bytes have a scale, in the next columns. */
 template <int TYPE, int M>
-__device__ __forceinline__ void cuda_use_blocks(cuda_sums &c, const cuda_two &q,
+__device__ __forceinline__ void cuda_use_digits(cuda_sums &c, const cuda_two &q,
                                                 const cuda_column &col, int piece) {
+  constexpr bool lone = cuda_operand<TYPE>::lone, nibbles = cuda_operand<TYPE>::nibbles;
   const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
-  float sum_a, sum_b;
-  if constexpr (TYPE == TFM_Q8_0) {
-    const uint4 x = *(const uint4 *)(col.x + piece * M * col.step);
-    int v[4] = {0, 0, 0, 0};
-    cuda_mma8(v, a[0], b[0], a[1], b[1], x.x, x.y);
-    cuda_mma8(v, a[2], b[2], a[3], b[3], x.z, x.w);
-    sum_a = (float)(v[0] * 256 + v[1]);
-    sum_b = (float)(v[2] * 256 + v[3]);
-  } else { /* sixteen times the numbers */
-    const uint32_t mask = 0xf0f0f0f0u;
-    int v[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+  const uint32_t mask = 0xf0f0f0f0u; /* sixteen times the numbers */
+  int v[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
+  float2 sum;
 #pragma unroll
-    for (int n = 0; n < 2; n++) {
-      const char *at = col.x + (piece * M * 2 + n) * col.step;
-      const uint4 x = *(const uint4 *)at, y = *(const uint4 *)(at + col.turn);
+  for (int n = 0; n < (lone ? 2 : 1); n++) {
+    const char *at = col.x + (piece * M * (lone ? 2 : 1) + n) * col.step;
+    const uint4 x = *(const uint4 *)at;
+    if constexpr (nibbles) {
+      const uint4 y = *(const uint4 *)(at + col.turn);
       cuda_mma8(v[n], a[0] << 4 & mask, b[0] << 4 & mask, a[1] << 4 & mask, b[1] << 4 & mask, x.x,
                 x.y);
       cuda_mma8(v[n], a[2] << 4 & mask, b[2] << 4 & mask, a[3] << 4 & mask, b[3] << 4 & mask, x.z,
                 x.w);
       cuda_mma8(v[n], a[0] & mask, b[0] & mask, a[1] & mask, b[1] & mask, y.x, y.y);
       cuda_mma8(v[n], a[2] & mask, b[2] & mask, a[3] & mask, b[3] & mask, y.z, y.w);
+    } else {
+      cuda_mma8(v[n], a[0], b[0], a[1], b[1], x.x, x.y);
+      cuda_mma8(v[n], a[2], b[2], a[3], b[3], x.z, x.w);
     }
-    sum_a = __fmaf_rn((float)(v[0][0] * 256 + v[0][1]), 65536.0f, (float)(v[1][0] * 256 + v[1][1]));
-    sum_b = __fmaf_rn((float)(v[0][2] * 256 + v[0][3]), 65536.0f, (float)(v[1][2] * 256 + v[1][3]));
   }
-  c.a[0] = __fmaf_rn(__half2float(q.scale_a), sum_a, c.a[0]);
-  c.b[0] = __fmaf_rn(__half2float(q.scale_b), sum_b, c.b[0]);
+  sum = make_float2((float)(v[0][0] * 256 + v[0][1]), (float)(v[0][2] * 256 + v[0][3]));
+  if constexpr (lone) {
+    sum.x = __fmaf_rn(sum.x, 65536.0f, (float)(v[1][0] * 256 + v[1][1]));
+    sum.y = __fmaf_rn(sum.y, 65536.0f, (float)(v[1][2] * 256 + v[1][3]));
+  }
+  c.a[0] = __fmaf_rn(cuda_scale_of(q.scale_a, 0), sum.x, c.a[0]);
+  c.b[0] = __fmaf_rn(cuda_scale_of(q.scale_b, 0), sum.y, c.b[0]);
+  if constexpr (cuda_operand<TYPE>::offset) {
+    const float x = *(const float *)(col.sum + piece * M * cuda_operand<TYPE>::bytes);
+    c.a[0] = __fmaf_rn(cuda_scale_of(q.scale_a, 1), x, c.a[0]);
+    c.b[0] = __fmaf_rn(cuda_scale_of(q.scale_b, 1), x, c.b[0]);
+  }
 }
 
 /* The scale of each row times what its 64 values make with the columns. */
 __device__ __forceinline__ void cuda_use_f8(cuda_sums &c, const cuda_two &q, const char *x,
                                             bool there) {
   const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
-  const float scale_a = __half2float(q.scale_a), scale_b = __half2float(q.scale_b);
+  const float scale_a = cuda_scale_of(q.scale_a, 0), scale_b = cuda_scale_of(q.scale_b, 0);
   cuda_sums sum = {};
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
@@ -1844,7 +1914,7 @@ __device__ __forceinline__ void cuda_use(cuda_sums &c, const cuda_two &q, const 
   const char *x = col.x + piece * M * cuda_operand<TYPE>::bytes;
   const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
   if constexpr (cuda_operand<TYPE>::digits) {
-    cuda_use_blocks<TYPE, M>(c, q, col, piece);
+    cuda_use_digits<TYPE, M>(c, q, col, piece);
   } else if constexpr (TYPE == TFM_F8_E4M3) {
     cuda_use_f8(c, q, x, col.there);
   } else if constexpr (TYPE == TFM_F32) {
@@ -1870,7 +1940,7 @@ template <int TYPE> __device__ __forceinline__ float2 cuda_share_of_sums(const c
   if (cuda_operand<TYPE>::halves || TYPE == TFM_BF16)
     return t / (C / 4) % 2 ? make_float2(c.a[2] + c.a[3], c.b[2] + c.b[3])
                            : make_float2(c.a[0] + c.a[1], c.b[0] + c.b[1]);
-  if (TYPE == TFM_Q8_0 && t % 2 == 0) /* the digits' places */
+  if (cuda_operand<TYPE>::digits && !cuda_operand<TYPE>::lone && t % 2 == 0) /* digits' places */
     return make_float2(c.a[0] * 65536.0f, c.b[0] * 65536.0f);
   return make_float2(c.a[0], c.b[0]);
 }
@@ -1911,14 +1981,21 @@ __device__ __forceinline__ void cuda_point(cuda_cursor &at, const cuda_weight &w
     const int64_t line = (int64_t)cuda_pieces(w) * 32;
     a = at.unit.a / 8 * line + piece * 32 + at.unit.a % 8 * 4 + t;
     b = at.unit.b / 8 * line + piece * 32 + at.unit.b % 8 * 4 + t;
-    at.scale_a = w.scale + a / cuda_operand<TYPE>::shared;
-    at.scale_b = w.scale + b / cuda_operand<TYPE>::shared;
+    at.scale_a = w.scale + a / cuda_operand<TYPE>::shared * (1 + cuda_operand<TYPE>::offset);
+    at.scale_b = w.scale + b / cuda_operand<TYPE>::shared * (1 + cuda_operand<TYPE>::offset);
   } else {
     a = (int64_t)at.unit.a * w.vectors + piece * 4 + t;
     b = (int64_t)at.unit.b * w.vectors + (piece + half) * 4 + t;
   }
   at.a = (const uint4 *)w.data + a;
   at.b = (const uint4 *)w.data + b;
+}
+
+/* A half, or two where an offset follows it. */
+template <int TYPE>
+__device__ __forceinline__ uint32_t cuda_scale_load(const __half *scale, int i) {
+  return cuda_operand<TYPE>::offset ? __ldg((const uint32_t *)scale + i)
+                                    : __ldg((const unsigned short *)scale + i);
 }
 
 /* Piece number `ahead` of those at the cursor; this lane's vectors from the cursor on are left. */
@@ -1932,9 +2009,9 @@ __device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int
                                  : cuda_stream_maybe(at.a + stride * ahead, there);
     q.b = cuda_operand<TYPE>::f8 ? cuda_stream_load(at.b + stride * ahead, there)
                                  : cuda_stream_maybe(at.b + stride * ahead, there);
-    q.scale_a = q.scale_b = __ushort_as_half(0);
-    if (there) q.scale_a = __ldg(at.scale_a + scales * ahead);
-    if (there) q.scale_b = __ldg(at.scale_b + scales * ahead);
+    q.scale_a = q.scale_b = 0;
+    if (there) q.scale_a = cuda_scale_load<TYPE>(at.scale_a, scales * ahead);
+    if (there) q.scale_b = cuda_scale_load<TYPE>(at.scale_b, scales * ahead);
   } else {
     q.a = cuda_stream_load(at.a + stride * ahead, there);
     q.b = cuda_stream_load(at.b + stride * ahead, 4 * ahead < left_b);
@@ -3089,11 +3166,6 @@ __device__ __forceinline__ void cuda_sixteen_mask(cuda_sixteen<D, TYPE> &x, int 
 /* Which columns of o a lane's sums m are: this one and the next. */
 template <int TYPE> __device__ __forceinline__ int cuda_four_column(int m, int g) {
   return TYPE == TFM_Q8_0 ? m / 2 * 32 + 4 * g + m % 2 * 2 : m / 4 * 64 + 8 * g + m % 4 * 2;
-}
-
-/* Number `i` of scales, two in a word. */
-__device__ __forceinline__ float cuda_scale_of(uint32_t pair, int i) {
-  return __half2float(__ushort_as_half((unsigned short)(i ? pair >> 16 : pair)));
 }
 
 /* Two bytes with a sign, 2i and the next of a word, as BF16: what is below 128 beside 128 in the
@@ -6297,20 +6369,22 @@ __global__ void cuda_widen_kernel(__half *to, cuda_weight w, int first, int rows
   if (row >= rows) return;
   at = cuda_vector_at(w, first + row, v);
   q = ((const uint4 *)w.data)[at];
-  if (w.type != TFM_Q4_0) {
-    float f[16], scale = cuda_scale_value(w, at);
-    if (w.type == TFM_Q8_0) cuda_widen<TFM_Q8_0>(f, q);
-    else cuda_widen<TFM_F8_E4M3>(f, q);
+  const float2 scale = cuda_scale_value(w, at);
+  if (cuda_shape_of(w.type).bits == 8) {
+    float f[16];
+    if (w.type == TFM_F8_E4M3) cuda_widen<TFM_F8_E4M3>(f, q);
+    else cuda_widen<TFM_Q8_0>(f, q);
 #pragma unroll
     for (k = 0; k < 8; k++)
       ((__half2 *)(to + row * w.cols + v * 16))[k] =
-          __floats2half2_rn(f[2 * k] * scale, f[2 * k + 1] * scale);
+          __floats2half2_rn(f[2 * k] * scale.x + scale.y, f[2 * k + 1] * scale.x + scale.y);
   } else {
-    __half2 h[16], scale = __half2half2(w.scale[cuda_scale_at(w, at)]);
+    const __half2 by = __float2half2_rn(scale.x), offset = __float2half2_rn(scale.y);
+    __half2 h[16];
     cuda_widen_q4(h, q);
 #pragma unroll
     for (k = 0; k < 16; k++)
-      ((__half2 *)(to + row * w.cols + v * 32))[k] = __hmul2(h[k], scale);
+      ((__half2 *)(to + row * w.cols + v * 32))[k] = __hfma2(h[k], by, offset);
   }
 }
 

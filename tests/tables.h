@@ -199,12 +199,30 @@ TABLES void file_values(tfm_type type, uint8_t *to, const float *x, int n) {
   }
 }
 
-/* What a table keeps values of a type as: the CUDA table has no blocks with two scales, and no F8
-   whose scales belong to less than 64 columns. */
-TABLES tfm_type kept_as(const device *t, tfm_type type) {
+/* What a table keeps values of a type as: no F8 whose scales belong to less than 64 columns. */
+TABLES tfm_type kept_as(tfm_type type) {
+  return type == TFM_F8_E4M3 && weight_scales.wide % 64 ? TFM_BF16 : type;
+}
+
+/* The CUDA table rounds scales and offsets to halves where a block has two scales. From then on,
+   its values are what they became: off by less than 1,000th of the largest of the 32 that they are
+   among, and half a subnormal half's unit for each of 32 steps. */
+TABLES void weight_rounded(device *t, weight *x, tfm_type type, int rows, int cols) {
   bool two_scales = type == TFM_Q4_1 || type == TFM_Q5_1 || (type >= TFM_Q4_K && type <= TFM_Q6_K);
-  if (type == TFM_F8_E4M3) return weight_scales.wide % 64 ? TFM_BF16 : type;
-  return two_scales && !strcmp(t->b->name, "cuda") ? TFM_F16 : type;
+  matrix y;
+  int i, j;
+  if (!two_scales || strcmp(t->b->name, "cuda")) return;
+  y = matrix_typed(t, rows, cols, 0, TFM_F32);
+  t->b->unpack(&t->d, y.m, &x->w, 0);
+  matrix_get(t, &y);
+  for (i = 0; i < rows * cols; i += 32) {
+    double most = 0;
+    for (j = i; j < i + 32; j++) most = fmax(most, fabs((double)x->v[j]));
+    for (j = i; j < i + 32; j++)
+      CHECK(fabs((double)y.v[j] - (double)x->v[j]) <= most / 1000 + ldexp(1, -20));
+  }
+  memcpy(x->v, y.v, (size_t)rows * (size_t)cols * sizeof *x->v);
+  matrix_free(t, &y);
 }
 
 /* Scales of 5 bits for a matrix [rows, cols], which it is multiplied by; the caller frees them. */
@@ -263,11 +281,12 @@ TABLES weight weight_new(device *t, int rows, int cols, int experts, tfm_type fr
     uint8_t bytes[8192];
     float *v = x.v + i * cols;
     memcpy(v, plain + i * cols, (size_t)cols * sizeof *v);
-    if (to == TFM_TYPE_DEFAULT) to = kept_as(t, from);
+    if (to == TFM_TYPE_DEFAULT) to = kept_as(from);
     if (to == from) continue;
     tfmi_codecs[to].encode(bytes, v, cols);
     tfmi_codecs[to].decode(v, bytes, cols);
   }
+  weight_rounded(t, &x, to == TFM_TYPE_DEFAULT ? from : to, all, cols);
   for (i = 0; i < count; i++) free((void *)(uintptr_t)part[i].scales.at);
   free(plain);
   free(part);

@@ -335,6 +335,45 @@ static void test_more_types(device *t) {
 }
 TEST(other_block_types) { on_tables(test_more_types); }
 
+/* A matrix of parts whose blocks differ, as q, k and v in files of K types. */
+static void test_parts(device *t) {
+  static const tfm_type of[] = {TFM_Q4_K, TFM_Q6_K, TFM_Q8_0};
+  enum { ROWS = 11, COLS = 512, ALL = 3 * ROWS };
+  float plain[ROWS * COLS], v[ALL * COLS];
+  uint8_t file[3][ROWS * COLS * 2];
+  tfm_part part[3];
+  tfm_weight_source s = {part, 3, ALL, COLS, 0, false, true, false, TFM_ROLE_MATMUL,
+                         TFM_TYPE_DEFAULT};
+  matrix x = matrix_new(t, 1, COLS, 0), y = matrix_new(t, 1, ALL, 0);
+  tfm_pack_size size;
+  tfm_weight w;
+  tfm_epilogue e;
+  int i, j;
+  for (i = 0; i < 3; i++) {
+    tfm_part p = {file[i], of[i], ROWS, {NULL, 0, 0}};
+    for (j = 0; j < ROWS * COLS; j++) plain[j] = (float)uniform();
+    file_values(of[i], file[i], plain, ROWS * COLS);
+    tfmi_codecs[of[i]].decode(v + i * ROWS * COLS, file[i], ROWS * COLS);
+    part[i] = p;
+  }
+  memset(&e, 0, sizeof e);
+  size = t->b->pack_size(&t->d, &s);
+  t->b->pack(&t->d, &w, &s, malloc(size.host_bytes + 1),
+             size.device_bytes ? t->b->alloc(&t->d, size.device_bytes) : NULL);
+  t->b->matmul(&t->d, y.m, x.m, &w, &e);
+  matrix_get(t, &y);
+  for (i = 0; i < ALL; i++) {
+    double sum = 0, length = length_of_terms(x.v, v + i * COLS, COLS);
+    for (j = 0; j < COLS; j++) sum += (double)x.v[j] * (double)v[i * COLS + j];
+    CHECK(fabs((double)y.v[i] - sum) <= length / 50); /* activations of 8 bits */
+  }
+  if (w.device) t->b->release(&t->d, w.device, size.device_bytes);
+  free(w.host);
+  matrix_free(t, &x);
+  matrix_free(t, &y);
+}
+TEST(parts_of_several_types) { on_tables(test_parts); }
+
 /* Scales of all, of rows, of blocks whose last are not whole, of less than 64 columns. */
 static void test_f8(device *t) {
   static const tfm_scales shapes[] = {{NULL, 0, 0},     {NULL, 64, 192}, {NULL, 1, 512},

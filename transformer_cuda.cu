@@ -29,8 +29,8 @@
    row by row, serve any number of rows, one too, and `decode` is declined; where they do not know
    the weights, it is cuda_dots as above.
 
-   Q8_0 and Q4_0 lie with their scales apart, and are multiplied as whole numbers, by x as whole
-   numbers of 31 bits, exactly.
+   Blocks of every type lie as numbers of 4 bits or 8 with their scales and offsets apart, and are
+   multiplied as whole numbers, by x as whole numbers of 31 bits, exactly.
 
    What is declined: the backward entries, and weights for them. Nothing mutable is static; what
    must last lives in tfm_dev.state. */
@@ -1463,7 +1463,7 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
    whose sum it is (halves hi + lo, after a power of two has brought its largest value below 2^14;
    beside BF16 three of them), and every column is multiplied. Weights are fed in as they lie. Bytes
    and nibbles are multiplied as whole numbers, by x as one of 31 bits in four columns of 8; as a
-   scale belongs to 32 values, the columns of a block are zero beside the other blocks'. F8 becomes
+   scale belongs to 32 or 16 values, their columns are zero beside those of others. F8 becomes
    halves, a piece's sum being multiplied by its scale. F32 weights are multiplied without tensor
    cores, in the same order of things.
 

@@ -2065,7 +2065,8 @@ static void cpu_look_back_block(const cpu_attn_bwd_job *t, cpu_look *k, const cp
 /* Rows of a run that are worked off together. In backward they are all of one item. */
 static int32_t cpu_look_rows(const cpu_attn_bwd_job *t, const cpu_run *run) {
   const bool few = t->attn.kv->table && run->rows < CPU_LOOK_FEW;
-  return (few ? CPU_QUERIES : CPU_LOOK) / t->attn.group;
+  const int32_t queries = few ? (int32_t)CPU_QUERIES : (int32_t)CPU_LOOK;
+  return queries / t->attn.group;
 }
 
 static int32_t cpu_look_items_of(const cpu_attn_bwd_job *t, const cpu_run *run) {

@@ -1029,12 +1029,13 @@ static void cuda_pack_part(tfm_dev *d, const cuda_weight *w, const tfm_weight_so
 
 static void cuda_pack(tfm_dev *d, tfm_weight *w, const tfm_weight_source *s, void *host,
                       void *device) {
-  cuda_weight packed = cuda_weight_of(s);
+  cuda_weight packed;
   int64_t row = 0;
   int32_t i;
   memset(w, 0, sizeof *w);
   for (i = 0; i < s->part_count; i++)
     if (!cuda_part_check(d, s, &s->parts[i])) return;
+  packed = cuda_weight_of(s);
   w->rows = s->rows;
   w->cols = s->cols;
   w->experts = s->experts;

@@ -684,7 +684,7 @@ static tfm_type cuda_target(const tfm_weight_source *s) {
 static bool cuda_part_check(tfm_dev *d, const tfm_weight_source *s, const tfm_part *p) {
   tfm_type type = cuda_target(s);
   cuda_format from = cuda_format_of(p->type);
-  int group = cuda_shape_of(type).group;
+  int group = cuda_blocked(type) ? cuda_shape_of(type).group : 1;
   if (!from.here)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights of type %s: this table does not know it",
                  tfm_type_name(p->type));
@@ -695,11 +695,11 @@ static bool cuda_part_check(tfm_dev *d, const tfm_weight_source *s, const tfm_pa
   else if (s->transposed && from.values > 1)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a transposed matrix of type %s: expected a float type",
                  tfm_type_name(p->type));
-  else if ((group && s->cols % group) || s->cols % from.values)
+  else if (s->cols % group || s->cols % from.values)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED,
                  "a matrix with %d columns cannot be %s, whose blocks have %d; choose a float type",
-                 (int)s->cols, tfm_type_name(group && s->cols % group ? type : p->type),
-                 group && s->cols % group ? group : from.values);
+                 (int)s->cols, tfm_type_name(s->cols % group ? type : p->type),
+                 s->cols % group ? group : from.values);
   else if (s->on_device || s->roles & TFM_ROLE_GRADIENT)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "weights that are trained: this table has no backward");
   return d->status == TFM_OK;

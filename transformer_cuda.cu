@@ -2061,7 +2061,8 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
   const int step = (int)gridDim.x * (CUDA_CREW_WARPS / split);
   const int begin = warp % split * cuda_pieces(w) / split;
   const int last = (warp % split + 1) * cuda_pieces(w) / split;
-  const int half = teams.narrow ? (last - begin + 1) / 2 : 0, end = half ? begin + half : last;
+  const bool narrow = !cuda_operand<TYPE>::blocks && teams.narrow; /* cuda_narrow */
+  const int half = narrow ? (last - begin + 1) / 2 : 0, end = half ? begin + half : last;
   const bool any = warp / split * (int)gridDim.x + (int)blockIdx.x < tiles;
   const int lefts_b = any ? min(4 * last, w.vectors) - 4 * half - t : 0;
   const int lefts_a = any ? min(4 * end, w.vectors) - t : 0; /* of this lane, from piece 0 on */
@@ -2135,6 +2136,7 @@ static int cuda_plain_units(int rows) {
 static cuda_teams cuda_teams_of(const tfm_dev *d, const cuda_weight *w, bool pairs) {
   const int blocks = cuda_of(d)->processors * ((int64_t)w->rows * w->vectors >= 1 << 19 ? 2 : 1);
   const int pieces = cuda_pieces(*w);
+  const int meet = w->type == TFM_Q4_0 ? 5 : 1; /* a tile's end, in halves of a piece: measured */
   int64_t least = INT64_MAX;
   cuda_teams t = {1, 0, 0, !pairs && cuda_narrow(d, w)};
   int split, tiles;
@@ -2143,7 +2145,7 @@ static cuda_teams cuda_teams_of(const tfm_dev *d, const cuda_weight *w, bool pai
   for (split = 1; split <= CUDA_CREW_WARPS; split *= 2) {
     int64_t teams = (int64_t)blocks * (CUDA_CREW_WARPS / split);
     int each = (pieces + split - 1) / split, ahead = w->scale ? 4 : 2;
-    int64_t cost = (tiles + teams - 1) / teams * (2 * ((each + ahead - 1) / ahead * ahead) + 1);
+    int64_t cost = (tiles + teams - 1) / teams * (2 * ((each + ahead - 1) / ahead * ahead) + meet);
     if (cost < least) least = cost, t.split = split;
   }
   t.grid = cuda_blocks(t.units, 8 * (CUDA_CREW_WARPS / t.split)); /* that have something to do */
@@ -4435,10 +4437,10 @@ static void cuda_end_fill(cuda_end *s, const tfm_run_ahead *r) {
 
 typedef void (*cuda_phase_function)(cuda_phase);
 
+/* Narrow rows have no kernel of their own: phases that are the same kernel follow faster. */
 static cuda_phase_function cuda_phase_choose(tfm_type type, int q) {
   return cuda_pick(type, [q](auto t) -> cuda_phase_function {
-    return q == 1   ? cuda_phase_kernel<t.value, 1>
-           : q == 4 ? cuda_phase_kernel<t.value, 4> : cuda_phase_kernel<t.value, 8>;
+    return q <= 4 ? cuda_phase_kernel<t.value, 4> : cuda_phase_kernel<t.value, 8>;
   });
 }
 

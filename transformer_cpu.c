@@ -76,6 +76,7 @@ enum {
   CPU_ASKING = 16,        /* or, of rows of x, while so many are multiplied by the chunk before; */
   CPU_BYTES_ASKED = 8,    /* in tiles of bytes so many times with a block of half a panel */
   CPU_SCRATCH = TFM_CPU_SCRATCH, /* for quantised activations; rows are worked off in parts of it */
+  CPU_TAKEN = 8,          /* panels that a thread takes at a time, at least, of a prompt's product */
   CPU_WIDTH = 256,        /* widest head of attention here */
   CPU_QUERIES = 64,       /* query heads that share a tile of keys, */
   CPU_KEYS = 64,          /* of so many positions */
@@ -982,6 +983,38 @@ static const void *cpu_row_of_x(const cpu_product *t, const cpu_stripe *stripe, 
 static int32_t cpu_grain(int64_t work_per_item) {
   return (int32_t)(work_per_item < 32768 ? 32768 / (work_per_item + 1) + 1 : 1);
 }
+
+#if defined(__GNUC__)
+typedef struct cpu_shared { /* items of a job, which whoever is free takes the next of */
+  tfm_job job;
+  void *context;
+  int32_t n, least, threads;
+  int32_t next; /* atomic */
+} cpu_shared;
+
+/* Less and less at a time: two thirds of an even share of what is left. */
+static void cpu_take(void *context, int32_t begin, int32_t end, int32_t worker) {
+  cpu_shared *s = (cpu_shared *)context;
+  int32_t at = __atomic_load_n(&s->next, __ATOMIC_RELAXED), to;
+  (void)begin, (void)end;
+  while (at < s->n) {
+    to = (s->n - at) / (3 * s->threads) * 2;
+    to = cpu_min(at + (to > s->least ? to : s->least), s->n);
+    if (!__atomic_compare_exchange_n(&s->next, &at, to, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+      continue; /* at: what it is now */
+    s->job(s->context, at, to, worker);
+    at = __atomic_load_n(&s->next, __ATOMIC_RELAXED);
+  }
+}
+
+/* As tfm_parallel_for, `least` items at a time at least, for long jobs: on a machine that has other
+   work, too, one thread may be several times as fast as another. */
+static void cpu_parallel_for(tfm_dev *d, int32_t n, int32_t least, tfm_job job, void *context) {
+  cpu_shared s = {job, context, n, least, d->threads, 0};
+  if (d->threads == 1 || n <= least) tfm_parallel_for(d, n, least, job, context);
+  else tfm_parallel_for(d, d->threads, 1, cpu_take, &s);
+}
+#endif
 
 /* ---- Attention: what all instruction sets share ---- */
 
@@ -2126,7 +2159,7 @@ static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t) {
   }
   if (t->attn.kv->table && longest < CPU_LOOK_FEW) return false;
   t->work = cpu_quantised_at(d);
-  tfm_parallel_for(d, t->items * t->attn.kv->heads, 1, cpu_look_items, t);
+  cpu_parallel_for(d, t->items * t->attn.kv->heads, 1, cpu_look_items, t);
   return true;
 }
 
@@ -3675,7 +3708,8 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
       tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), t->tiles ? cpu_tiles_of_x : V(quantise),
                        t);
     grain = cpu_grain((int64_t)t->x.cols * CPU_ROWS * t->rows);
-    tfm_parallel_for(d, w->panels, grain, V(columns), t);
+    if (t->rows <= CPU_ASKING) tfm_parallel_for(d, w->panels, grain, V(columns), t);
+    else cpu_parallel_for(d, w->panels, grain > CPU_TAKEN ? grain : CPU_TAKEN, V(columns), t);
   }
 }
 

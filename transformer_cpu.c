@@ -76,6 +76,7 @@ enum {
   CPU_ASKING = 16,        /* or, of rows of x, while so many are multiplied by the chunk before; */
   CPU_BYTES_ASKED = 8,    /* in tiles of bytes so many times with a block of half a panel */
   CPU_SCRATCH = TFM_CPU_SCRATCH, /* for quantised activations; rows are worked off in parts of it */
+  CPU_TAKEN = 8,          /* panels that a thread takes at a time, at least, for many rows of x */
   CPU_WIDTH = 256,        /* widest head of attention here */
   CPU_QUERIES = 64,       /* query heads that share a tile of keys, */
   CPU_KEYS = 64,          /* of so many positions */
@@ -88,6 +89,7 @@ enum {
   CPU_TILED_ROWS = 256,   /* rows at a time, */
   CPU_TILED_SLOTS = CPU_SCRATCH / 1024 + 512, /* of experts' rows: made tiles at a time, */
   CPU_TILED_COLS = 1024,  /* columns of a panel, multiples of 256, */
+  CPU_TILED_PAST = 8 * CPU_SCRATCH, /* bytes of y from which on it is not worth a cache's room, */
   CPU_TILED_PANELS = 32,  /* panels whose sums wait for more columns: each thread has room */
   CPU_TILED_BYTES = 2 * 64 * CPU_TILED_COLS +
                     4 * CPU_TILED_ROWS * (CPU_TILED_PANELS * CPU_ROWS + CPU_ALIGN / 4),
@@ -982,6 +984,38 @@ static const void *cpu_row_of_x(const cpu_product *t, const cpu_stripe *stripe, 
 static int32_t cpu_grain(int64_t work_per_item) {
   return (int32_t)(work_per_item < 32768 ? 32768 / (work_per_item + 1) + 1 : 1);
 }
+
+#if defined(__GNUC__)
+typedef struct cpu_shared { /* items of a job, which whoever is free takes the next of */
+  tfm_job job;
+  void *context;
+  int32_t n, least, threads;
+  int32_t next; /* atomic */
+} cpu_shared;
+
+/* Less and less at a time: two thirds of an even share of what is left. */
+static void cpu_take(void *context, int32_t begin, int32_t end, int32_t worker) {
+  cpu_shared *s = (cpu_shared *)context;
+  int32_t at = __atomic_load_n(&s->next, __ATOMIC_RELAXED), to;
+  (void)begin, (void)end;
+  while (at < s->n) {
+    to = (s->n - at) / (3 * s->threads) * 2;
+    to = cpu_min(at + (to > s->least ? to : s->least), s->n);
+    if (!__atomic_compare_exchange_n(&s->next, &at, to, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+      continue; /* at: what it is now */
+    s->job(s->context, at, to, worker);
+    at = __atomic_load_n(&s->next, __ATOMIC_RELAXED);
+  }
+}
+
+/* As tfm_parallel_for, `least` items at a time at least, for long jobs: on a machine that has other
+   work, too, one thread may be several times as fast as another. */
+static void cpu_parallel_for(tfm_dev *d, int32_t n, int32_t least, tfm_job job, void *context) {
+  cpu_shared s = {job, context, n, least, d->threads, 0};
+  if (d->threads == 1 || n <= least) tfm_parallel_for(d, n, least, job, context);
+  else tfm_parallel_for(d, d->threads, 1, cpu_take, &s);
+}
+#endif
 
 /* ---- Attention: what all instruction sets share ---- */
 
@@ -2126,7 +2160,7 @@ static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t) {
   }
   if (t->attn.kv->table && longest < CPU_LOOK_FEW) return false;
   t->work = cpu_quantised_at(d);
-  tfm_parallel_for(d, t->items * t->attn.kv->heads, 1, cpu_look_items, t);
+  cpu_parallel_for(d, t->items * t->attn.kv->heads, 1, cpu_look_items, t);
   return true;
 }
 
@@ -2287,6 +2321,7 @@ typedef struct cpu_tiles { /* panels of a stripe, a thread's, times rows of x */
   uint8_t *room[2];            /* a part of a panel, as tiles: this one, and the next */
   float *sums;                 /* [rows][group][32], and a line more: rows are not in step */
   size_t row;                  /* bytes from row to row of these */
+  bool past;                   /* they go to y past the caches */
 } cpu_tiles;
 
 typedef struct cpu_part { /* columns k .. k + cols - 1 of a panel; the slot of its sums */
@@ -2327,7 +2362,7 @@ static void cpu_tiles_part(const cpu_tiles *p, const cpu_part *now, cpu_ahead *n
     left = (rows - row + CPU_ROWS - 1) / CPU_ROWS * s.steps;
     next->units = ((next->cols + 31) / 32 * 8 - next->unit + left - 1) / left;
     next->row = p->slots->begin + row;
-    next->rows = p->parts == 1 ? cpu_min(CPU_ROWS, rows - row) : 0;
+    next->rows = p->parts == 1 && !p->past ? cpu_min(CPU_ROWS, rows - row) : 0;
     next->lines = (2 * next->rows + s.steps - 1) / s.steps;
     next->line = 0;
     s.x = x + (size_t)(row / CPU_TILE_ROWS) * s.group + (size_t)now->k * CPU_ROWS;
@@ -2337,14 +2372,34 @@ static void cpu_tiles_part(const cpu_tiles *p, const cpu_part *now, cpu_ahead *n
   }
 }
 
+/* Whether sums are y, as they are, which is so large that little of it stays in caches. */
+static bool cpu_tiles_past(const cpu_product *t) {
+  const tfm_epilogue *e = t->e;
+  if (4 * (int64_t)t->y.rows * t->y.cols < CPU_TILED_PAST) return false;
+  return !e || (e->act == TFM_ACT_NONE && !e->bias && e->softcap == 0 && !e->residual.data &&
+                !e->aux.data && e->dropout.rate == 0);
+}
+
+/* n values, past the caches: a line that is not there is not read before it is written. */
+static void cpu_copy_past(float *to, const float *from, int32_t n) {
+  int32_t i = 0;
+  if ((uintptr_t)to % CPU_ALIGN == 0)
+    for (; i + 16 <= n; i += 16) _mm512_stream_ps(to + i, V(load)(from + i));
+  memcpy(to + i, from + i, (size_t)(n - i) * sizeof *to);
+}
+
 /* The sums of a group of panels, `part` being its last, go to y. */
 static void cpu_tiles_write(const cpu_tiles *p, const cpu_part *part) {
   const int32_t first = part->panel - part->slot, col = first * CPU_ROWS;
   const int32_t end = cpu_min((part->panel + 1) * CPU_ROWS, p->stripe->rows - p->first * CPU_ROWS);
   int32_t i;
-  for (i = 0; i < p->slots->end - p->slots->begin; i++)
-    V(write)(p->t, p->sums + (size_t)i * (p->row / sizeof *p->sums), end - col,
-             cpu_slot_at(p->slots, p->slots->begin + i), p->col + col);
+  for (i = 0; i < p->slots->end - p->slots->begin; i++) {
+    const float *sums = p->sums + (size_t)i * (p->row / sizeof *p->sums);
+    const int32_t row = cpu_slot_at(p->slots, p->slots->begin + i);
+    if (p->past) cpu_copy_past(cpu_row(p->t->y, row) + p->col + col, sums, end - col);
+    else V(write)(p->t, sums, end - col, row, p->col + col);
+  }
+  if (p->past) _mm_sfence(); /* other threads read them */
 }
 
 static cpu_ahead cpu_tiles_ahead(const cpu_tiles *p, const cpu_part *part) {
@@ -2360,7 +2415,7 @@ static cpu_ahead cpu_tiles_ahead(const cpu_tiles *p, const cpu_part *part) {
 /* The same, of as many rows as a thread has room for. */
 static void cpu_tiles_rows(const cpu_product *t, const cpu_slots *slots, const cpu_stripe *stripe,
                            int32_t panel, int32_t n, int32_t col, int32_t worker) {
-  cpu_tiles p = {t, slots, stripe, panel, n, col, 0, 0, 0, {NULL, NULL}, NULL, 0};
+  cpu_tiles p = {t, slots, stripe, panel, n, col, 0, 0, 0, {NULL, NULL}, NULL, 0, false};
   cpu_part part;
   cpu_ahead next;
   int32_t i;
@@ -2369,6 +2424,7 @@ static void cpu_tiles_rows(const cpu_product *t, const cpu_slots *slots, const c
            cpu_even_part((t->x.cols + 255) / 256, CPU_TILED_COLS / 256) * 256;
   p.group = p.parts == 1 ? CPU_OUT / CPU_ROWS : CPU_TILED_PANELS;
   p.row = (size_t)(p.group * CPU_ROWS) * sizeof *p.sums + CPU_ALIGN;
+  p.past = cpu_tiles_past(t);
   p.room[0] = t->work + (size_t)worker * CPU_TILED_BYTES;
   p.room[1] = p.room[0] + 2 * CPU_ROWS * CPU_TILED_COLS;
   p.sums = (float *)(void *)(p.room[1] + 2 * CPU_ROWS * CPU_TILED_COLS);
@@ -3675,7 +3731,8 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
       tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), t->tiles ? cpu_tiles_of_x : V(quantise),
                        t);
     grain = cpu_grain((int64_t)t->x.cols * CPU_ROWS * t->rows);
-    tfm_parallel_for(d, w->panels, grain, V(columns), t);
+    if (t->rows <= CPU_ASKING) tfm_parallel_for(d, w->panels, grain, V(columns), t);
+    else cpu_parallel_for(d, w->panels, grain > CPU_TAKEN ? grain : CPU_TAKEN, V(columns), t);
   }
 }
 

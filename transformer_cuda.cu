@@ -3647,7 +3647,7 @@ __device__ __forceinline__ float cuda_top4(float4 v) {
 /* use(i, v) for number i of the lane's quads of a row, four of which are fetched at a time; what is
    beyond the row is -infinity. */
 template <typename USE>
-__device__ __forceinline__ void cuda_row_quads(const float *row, const cuda_share &s, USE use) {
+__device__ __forceinline__ void cuda_share_quads(const float *row, const cuda_share &s, USE use) {
 #pragma unroll 1
   for (int first = 0; first < s.each; first += 4) {
     const int k = s.begin / 4 + first * 32 + (int)threadIdx.x % 32;
@@ -3704,7 +3704,7 @@ __device__ __forceinline__ float cuda_share_fill(const float *logits, cuda_share
                                                  cuda_choice *c) {
   float top = -INFINITY;
   cuda_arrive();
-  cuda_row_quads(logits, s, [&](int i, int turn, float4 v) {
+  cuda_share_quads(logits, s, [&](int i, int turn, float4 v) {
     top = fmaxf(top, cuda_top4(v));
     if (i == turn) s.held[turn] = v;
     else if (i < s.each) *cuda_share_at(s, i) = v;
@@ -4042,12 +4042,12 @@ __device__ __forceinline__ int cuda_choose(const float *logits, cuda_share &s,
 __device__ __forceinline__ float cuda_log_sum_exp(const float *x, cuda_share &s, cuda_choice *c) {
   float top = -INFINITY;
   cuda_masses m = {0, 0};
-  cuda_row_quads(x, s, [&](int, int, float4 v) { top = fmaxf(top, cuda_top4(v)); });
+  cuda_share_quads(x, s, [&](int, int, float4 v) { top = fmaxf(top, cuda_top4(v)); });
   top = cuda_row_max(top, s, c);
   if (!(fabsf(top) < INFINITY)) return top;
   s.top = top;
   s.by = 1.44269504f;
-  cuda_row_quads(x, s, [&](int, int, float4 v) { /* what is no number is not above 0 */
+  cuda_share_quads(x, s, [&](int, int, float4 v) { /* what is no number is not above 0 */
     cuda_masses_add4(m, make_float4(cuda_probable(v.x, s), cuda_probable(v.y, s),
                                     cuda_probable(v.z, s), cuda_probable(v.w, s)), 0);
   });

@@ -1159,23 +1159,38 @@ __device__ static float cuda_warp_max(float v) {
   return v;
 }
 
-/* Of a block of CUDA_CREW threads; room: 8 floats, not used again before the next barrier. */
-__device__ static float cuda_crew_sum(float v, float *room) {
-  float4 a, b;
+/* Of what a block's warps left in room [CREW / 32]. */
+template <int CREW> __device__ __forceinline__ float cuda_room_sum(const float *room) {
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < CREW / 128; i += 2) {
+    const float4 a = ((const float4 *)room)[i], b = ((const float4 *)room)[i + 1];
+    sum += ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+  }
+  return sum;
+}
+
+/* Of a block of CREW threads; room: a float for each warp, not used again before the next
+   barrier. */
+template <int CREW> __device__ static float cuda_crew_sum(float v, float *room) {
   v = cuda_warp_sum(v);
   if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = v;
   __syncthreads();
-  a = ((const float4 *)room)[0], b = ((const float4 *)room)[1];
-  return ((a.x + a.y) + (a.z + a.w)) + ((b.x + b.y) + (b.z + b.w));
+  return cuda_room_sum<CREW>(room);
 }
 
+template <int CREW>
 __device__ static float cuda_crew_max(float v, float *room) { /* of v >= 0; NaN is largest */
   uint32_t bits = __reduce_max_sync(~0u, __float_as_uint(v));
-  uint4 a, b;
   if (threadIdx.x % 32 == 0) ((uint32_t *)room)[threadIdx.x / 32] = bits;
   __syncthreads();
-  a = ((const uint4 *)room)[0], b = ((const uint4 *)room)[1];
-  return __uint_as_float(max(max(max(a.x, a.y), max(a.z, a.w)), max(max(b.x, b.y), max(b.z, b.w))));
+  bits = 0;
+#pragma unroll
+  for (int i = 0; i < CREW / 128; i++) {
+    const uint4 a = ((const uint4 *)room)[i];
+    bits = max(bits, max(max(a.x, a.y), max(a.z, a.w)));
+  }
+  return __uint_as_float(bits);
 }
 
 /* ---- norm ---- */
@@ -1245,71 +1260,72 @@ __device__ __forceinline__ float4 cuda_within(float4 v, int left) {
                      left > 3 ? v.w : 0.0f);
 }
 
-/* A row of n values, filled up with zeros to whole `quads`, of which a thread has threadIdx.x + i *
-   CUDA_CREW. It keeps Q of them; Q 8 will do for any row, but a wider one is fetched for every
-   use, half of the quads while the other half is used. */
-template <int Q> struct cuda_row {
+/* A row of n values, filled up with zeros to whole `quads`, of which a thread of CREW has
+   threadIdx.x + i * CREW. It keeps Q of them; Q 8 will do for any row, but a wider one is fetched
+   for every use, half of the quads while the other half is used. */
+template <int Q, int CREW> struct cuda_row {
   const float *x;
   int n, quads;
   float4 v[Q < 4 ? 1 : Q / 4][Q < 4 ? Q : 4];
-  __device__ __forceinline__ bool kept() const { return Q < 8 || quads <= Q * CUDA_CREW; }
+  static constexpr int four = 4 * CREW; /* from a thread's quad to the fourth after it */
+  __device__ __forceinline__ bool kept() const { return Q < 8 || quads <= Q * CREW; }
 };
 
-enum { CUDA_QUADS = 4 * CUDA_CREW }; /* from a thread's quad to the fourth after it */
-
-template <int Q>
-__device__ __forceinline__ void cuda_row_fetch(cuda_row<Q> &r, const float *x, int n, int quads) {
+template <int Q, int CREW>
+__device__ __forceinline__ void cuda_row_fetch(cuda_row<Q, CREW> &r, const float *x, int n,
+                                               int quads) {
   r.x = x, r.n = n, r.quads = quads;
 #pragma unroll
   for (int half = 0; half < (Q + 3) / 4; half++)
-    if (r.kept()) cuda_quads<CUDA_CREW>(r.v[half], x, (int)threadIdx.x + half * CUDA_QUADS, n);
+    if (r.kept()) cuda_quads<CREW>(r.v[half], x, (int)threadIdx.x + half * r.four, n);
 }
 
 /* use(k, v) for every quad of the thread, in order; what it does to v lasts if the row is kept. */
-template <int Q, typename USE>
-__device__ __forceinline__ void cuda_each(cuda_row<Q> &r, USE use) {
+template <int Q, int CREW, typename USE>
+__device__ __forceinline__ void cuda_each(cuda_row<Q, CREW> &r, USE use) {
   auto use_half = [&](auto &v, int first) {
 #pragma unroll
     for (int i = 0; i < (Q < 4 ? Q : 4); i++)
-      if (first + i * CUDA_CREW < r.quads) use(first + i * CUDA_CREW, v[i]);
+      if (first + i * CREW < r.quads) use(first + i * CREW, v[i]);
   };
   if (r.kept()) {
 #pragma unroll
     for (int half = 0; half < (Q + 3) / 4; half++)
-      use_half(r.v[half], (int)threadIdx.x + half * CUDA_QUADS);
+      use_half(r.v[half], (int)threadIdx.x + half * r.four);
     return;
   }
   if constexpr (Q == 8) {
     int first = threadIdx.x;
-    cuda_quads<CUDA_CREW>(r.v[0], r.x, first, r.n);
+    cuda_quads<CREW>(r.v[0], r.x, first, r.n);
 #pragma unroll 1
-    for (; first < r.quads; first += 2 * CUDA_QUADS) {
-      cuda_quads<CUDA_CREW>(r.v[1], r.x, first + CUDA_QUADS, r.n);
+    for (; first < r.quads; first += 2 * r.four) {
+      cuda_quads<CREW>(r.v[1], r.x, first + r.four, r.n);
       use_half(r.v[0], first);
-      cuda_quads<CUDA_CREW>(r.v[0], r.x, first + 2 * CUDA_QUADS, r.n);
-      use_half(r.v[1], first + CUDA_QUADS);
+      cuda_quads<CREW>(r.v[0], r.x, first + 2 * r.four, r.n);
+      use_half(r.v[1], first + r.four);
     }
   }
 }
 
-/* Mean, where the norm takes it off, and 1/deviation of a row; each: 1 / n. room: 16 floats. */
-template <int Q>
-__device__ __forceinline__ float2 cuda_row_stats(cuda_row<Q> &r, const tfm_norm &p, float each,
-                                                 float *room) {
+/* Mean, where the norm takes it off, and 1/deviation of a row; each: 1 / n. room: 2 floats for each
+   warp. */
+template <int Q, int CREW>
+__device__ __forceinline__ float2 cuda_row_stats(cuda_row<Q, CREW> &r, const tfm_norm &p,
+                                                 float each, float *room) {
   const bool centred = p.kind == TFM_NORM_LAYER;
   float sum = 0, mean = 0;
   cuda_each(r, [&](int, float4 &v) {
     sum += centred ? (v.x + v.y) + (v.z + v.w) : cuda_squares(v);
   });
   if (centred) {
-    mean = cuda_crew_sum(sum, room) * each;
+    mean = cuda_crew_sum<CREW>(sum, room) * each;
     sum = 0;
     cuda_each(r, [&](int k, float4 &v) {
       sum += cuda_squares(cuda_within(
           make_float4(v.x - mean, v.y - mean, v.z - mean, v.w - mean), r.n - 4 * k));
     });
   }
-  return make_float2(mean, rsqrtf(cuda_crew_sum(sum, room + 8) * each + p.eps));
+  return make_float2(mean, rsqrtf(cuda_crew_sum<CREW>(sum, room + CREW / 32) * each + p.eps));
 }
 
 /* Four values, normalised; `left` of them are the row's. */
@@ -1333,7 +1349,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat
   const float *from = (const float *)x.data + row * x.stride + g * n;
   const float *beside = (const float *)residual.data + row * residual.stride + g * n;
   const bool plain = !residual.data && ((to | n) & 3) == 0 && (uintptr_t)y.data % 16 == 0;
-  cuda_row<Q> r;
+  cuda_row<Q, CUDA_CREW> r;
   float4 first[Q]; /* of the weights: there before x is */
   float2 s;
   cuda_launch_next();
@@ -1359,7 +1375,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_norm_kernel(tfm_mat y, tfm_mat
   stats[2 * (row * groups + g) + 1] = s.y;
 }
 
-/* Quads of a row that a thread keeps. */
+/* Quads of a row that a thread of CUDA_CREW keeps. */
 static int cuda_row_quads(int n) { return n <= 4 * CUDA_CREW ? 1 : n <= 16 * CUDA_CREW ? 4 : 8; }
 
 static void cuda_norm_run(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual, float *stats,
@@ -1460,13 +1476,14 @@ static void cuda_glu(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
 }
 
 /* ---- The product of rows ----
-   On the tensor cores, though x keeps its 24 bits: a row of x is taken apart into 16-bit columns
-   whose sum it is (halves hi + lo, after a power of two has brought its largest value below 2^14;
-   beside BF16 three of them), and every column is multiplied. Weights are fed in as they lie. Bytes
-   and nibbles are multiplied as whole numbers, by x as one of 31 bits in four columns of 8; as a
-   scale belongs to 32 or 16 values, their columns are zero beside those of others. F8 becomes
-   halves, a piece's sum being multiplied by its scale. F32 weights are multiplied without tensor
-   cores, in the same order of things.
+   On the tensor cores. Beside floats x keeps its 24 bits: a row of x is taken apart into 16-bit
+   columns whose sum it is (halves hi + lo, after a power of two has brought its largest value below
+   2^14; beside BF16 three of them), and every column is multiplied. Weights are fed in as they lie.
+   Bytes and nibbles are multiplied as whole numbers, by x as one of 16 bits in two columns of 8,
+   each 128 values of x having a scale of their own, so that one large value costs no others their
+   bits; as a scale of W belongs to 32 or 16 values, their columns are zero beside those of others.
+   F8 becomes halves, a piece's sum being multiplied by its scale. F32 weights are multiplied
+   without tensor cores, in the same order of things.
 
    A tile is 8 units, a unit two rows of W that belong together: a pair that is rotated, a gate and
    what it opens, rows eight apart; or one row, twice (cuda_teams). A piece is 64 bytes of each of
@@ -1485,14 +1502,13 @@ template <int TYPE> struct cuda_operand {
   static constexpr bool offset = shape.offset;
   static constexpr int values = cuda_vector_values((tfm_type)TYPE);
   static constexpr bool nibbles = values == 32;
-  static constexpr bool lone = digits && shape.shared == 0; /* 16 bytes have their own scale */
-  static constexpr int parts = TYPE == TFM_F32 ? 1 : halves ? 2 : TYPE == TFM_BF16 ? 3 : 4;
+  static constexpr int parts = TYPE == TFM_F32 ? 1 : TYPE == TFM_BF16 ? 3 : 2;
   static constexpr int columns = halves ? 4 : 8;
   static constexpr int size = TYPE == TFM_F32 ? 4 : digits ? 1 : 2;
-  static constexpr int sums = 8 * values; /* where those of x are: after two of its digits */
-  static constexpr int pad = size == 2 || offset ? 32 : 0; /* into all banks; for the sums, twice */
+  static constexpr int scales = 8 * values; /* where those of x are: after its two digits */
+  static constexpr int beside = !nibbles ? 64 : offset ? 32 : 16; /* them, and into all banks */
+  static constexpr int pad = size == 2 ? 32 : digits ? beside : 0;
   static constexpr int bytes = 4 * values * parts * size + pad; /* of x, beside a piece */
-  static constexpr int step = lone ? bytes / 2 : bytes; /* of digits: to the next 8 columns */
   static constexpr int stride = blocks ? 32 : 4; /* vectors from a piece of a row to the next */
   static constexpr int shared = 1 << shape.shared; /* vectors that share a scale */
   static constexpr int ahead = blocks ? CUDA_BLOCKS_AHEAD : CUDA_AHEAD; /* what registers hold */
@@ -1502,42 +1518,50 @@ static int cuda_piece_bytes(tfm_type type) {
   return cuda_pick(type, [](auto t) { return cuda_operand<t.value>::bytes; });
 }
 
-/* Values of a row, filled up to whole pieces. */
-__host__ __device__ static int cuda_values(const cuda_weight &w) {
-  return cuda_pieces(w) * 4 * cuda_vector_values(w.type);
+/* Quads of a row, filled up to whole pieces and, where a warp's quads share a scale, to whole
+   warps. */
+__host__ __device__ static constexpr int cuda_quads_of(tfm_type type, int pieces) {
+  return cuda_numbered(type) ? (pieces * cuda_vector_values(type) + 31) / 32 * 32
+                             : pieces * cuda_vector_values(type);
 }
 
-enum { CUDA_NORMED = 32 * CUDA_CREW }; /* wider rows of x are not kept, and not normalised */
+/* Threads of a block where each keeps q quads of x. As every block reads all of x, of long rows a
+   multiprocessor has one block as large as two. */
+__host__ __device__ static constexpr int cuda_crew_of(int q) {
+  return q == 8 ? 2 * CUDA_CREW : CUDA_CREW;
+}
+
+enum { CUDA_NORMED = 64 * CUDA_CREW }; /* wider rows of x are not kept, and not normalised */
 
 /* Shared memory of a block that multiplies M rows of x. */
 typedef struct cuda_crew_room {
-  float *room;   /* [24] of sums over the block */
+  float *room;   /* [48] of sums over the block */
   float *factor; /* [M] what sums are to be multiplied by */
-  float2 *part;  /* [2, CUDA_CREW_WARPS, most tiles of columns, 32] sums of a team's warps */
+  float2 *part;  /* [2, warps, most tiles of columns, 32] sums of a team's warps */
   char *zeros;   /* [32] */
   float4 *norm;  /* [2, values / 4] weights and biases of a norm */
   char *planes;  /* [pieces + CUDA_AHEAD, M, parts, 4 lanes' values] */
 } cuda_crew_room;
 
-enum { CUDA_PART_BYTES = 2 * CUDA_CREW_WARPS * 32 * 8 };
+enum { CUDA_ROOM_FLOATS = 64 };
 
-enum { CUDA_ROOM_FLOATS = 40 };
+__host__ __device__ static constexpr int cuda_part_bytes(int crew) { return 2 * crew * 8; }
 
 /* norms: vectors of a norm's weights and biases. */
-static size_t cuda_crew_bytes(const cuda_weight *w, int m, int norms) {
-  return sizeof(float) * CUDA_ROOM_FLOATS + (size_t)m * CUDA_PART_BYTES +
+static size_t cuda_crew_bytes(const cuda_weight *w, int m, int norms, int crew) {
+  return sizeof(float) * CUDA_ROOM_FLOATS + (size_t)(m * cuda_part_bytes(crew)) +
          (size_t)((cuda_pieces(*w) + CUDA_AHEAD) * m) * (size_t)cuda_piece_bytes(w->type) +
-         sizeof(float) * (size_t)(norms * cuda_values(*w));
+         sizeof(float) * (size_t)(4 * norms * cuda_quads_of(w->type, cuda_pieces(*w)));
 }
 
-template <int TYPE, int M>
+template <int TYPE, int M, int CREW>
 __device__ __forceinline__ cuda_crew_room cuda_crew_lay_out(float *shared, const cuda_weight &w) {
   cuda_crew_room r;
   r.room = shared;
-  r.factor = shared + 24;
-  r.zeros = (char *)(shared + 32);
+  r.factor = shared + 48;
+  r.zeros = (char *)(shared + 56);
   r.part = (float2 *)(shared + CUDA_ROOM_FLOATS);
-  r.planes = (char *)r.part + M * CUDA_PART_BYTES;
+  r.planes = (char *)r.part + M * cuda_part_bytes(CREW);
   r.norm = (float4 *)(r.planes + (cuda_pieces(w) + CUDA_AHEAD) * M * cuda_operand<TYPE>::bytes);
   return r;
 }
@@ -1622,40 +1646,50 @@ template <bool BF> __device__ __forceinline__ uint32_t cuda_part2(float &a, floa
    two of them at a time. F8 is as two pieces of 16 bits, of the first and the last 8 of each 16. */
 template <int TYPE> __device__ __forceinline__ int cuda_plane_at(int part, int within) {
   if (TYPE == TFM_F32) return within * 16;
-  const int apart = cuda_operand<TYPE>::offset ? part / 2 * 16 : 0; /* sums lie between */
-  if (cuda_operand<TYPE>::nibbles) return part * 128 + (within * 4 ^ part % 2 * 16) + apart;
+  if (cuda_operand<TYPE>::nibbles) return part * 128 + (within * 4 ^ part * 16);
   if (TYPE == TFM_F8_E4M3)
     return within / 2 % 2 * 128 + part * 64 + (within / 4 * 2 + within % 2) * 4;
-  return part * 64 + within * 4 + apart;
+  return part * 64 + within * 4;
 }
 
-/* Four values as whole numbers, in digits of 8 bits with a sign, the highest first: of every digit
-   the four. */
-__device__ __forceinline__ void cuda_digits(uint32_t (&digit)[4], float4 v) {
-  const uint32_t half = 0x80808080u; /* brings each digit up by 128, and what it borrowed */
-  uint32_t x = ((uint32_t)__float2int_rn(v.x) + half) ^ half;
-  uint32_t y = ((uint32_t)__float2int_rn(v.y) + half) ^ half;
-  uint32_t z = ((uint32_t)__float2int_rn(v.z) + half) ^ half;
-  uint32_t w = ((uint32_t)__float2int_rn(v.w) + half) ^ half;
-  uint32_t xy = __byte_perm(x, y, 0x7362), zw = __byte_perm(z, w, 0x7362);
-  digit[0] = __byte_perm(xy, zw, 0x7632);
-  digit[1] = __byte_perm(xy, zw, 0x5410);
-  xy = __byte_perm(x, y, 0x5140), zw = __byte_perm(z, w, 0x5140);
-  digit[2] = __byte_perm(xy, zw, 0x7632);
-  digit[3] = __byte_perm(xy, zw, 0x5410);
+/* Four values of 128 that a warp has, as whole numbers in two digits of 8 bits with a sign, and the
+   scale of all 128. */
+__device__ __forceinline__ float cuda_digits(uint32_t (&digit)[2], float4 v) {
+  const float most = 32639.0f; /* 127 * 256 + 127 */
+  const float top = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(cuda_largest(v))));
+  const float by = top > 1e-30f ? __fdividef(most, top) : 0.0f;
+  /* 2^23 + 2^22, and 128 for each digit, so that they are found by cutting the number up */
+  const float base = 12582912.0f + 32896.0f;
+  const uint32_t x = __float_as_uint(__fmaf_rn(v.x, by, base));
+  const uint32_t y = __float_as_uint(__fmaf_rn(v.y, by, base));
+  const uint32_t z = __float_as_uint(__fmaf_rn(v.z, by, base));
+  const uint32_t w = __float_as_uint(__fmaf_rn(v.w, by, base));
+  const uint32_t xy = __byte_perm(x, y, 0x5140), zw = __byte_perm(z, w, 0x5140);
+  digit[0] = __byte_perm(xy, zw, 0x7632) ^ 0x80808080u;
+  digit[1] = __byte_perm(xy, zw, 0x5410) ^ 0x80808080u;
+  return top * (1.0f / most); /* NaN of what is not finite: 0 times infinity, too */
 }
 
 /* The sum of the values that are beside 16 bytes of W, which its offset is multiplied by. The lanes
    that have them are neighbours. */
-template <int TYPE>
-__device__ __forceinline__ void cuda_sum_put(char *to, int within, float4 v) {
-  constexpr int each = cuda_operand<TYPE>::values / 4;
+template <int TYPE> __device__ __forceinline__ float cuda_sum_beside(float4 v) {
   float sum = (v.x + v.y) + (v.z + v.w);
 #pragma unroll
-  for (int i = 1; i < each; i *= 2) sum += __shfl_xor_sync(0xffu << (threadIdx.x & 24), sum, i);
-  if (within % each == 0)
-    ((float *)(to + cuda_operand<TYPE>::sums))[within / each] =
-        cuda_operand<TYPE>::nibbles ? sum * 16.0f : sum; /* as the products are */
+  for (int i = 1; i < cuda_operand<TYPE>::values / 4; i *= 2) sum += __shfl_xor_sync(~0u, sum, i);
+  return sum;
+}
+
+/* Of a piece, what its numbers' sums are to be multiplied by, and of each lane the sum beside. */
+template <int TYPE>
+__device__ __forceinline__ void cuda_scale_put(char *to, int within, float scale, float4 v) {
+  constexpr int each = cuda_operand<TYPE>::values / 4;
+  if (cuda_operand<TYPE>::nibbles) scale *= 1.0f / 16; /* as the products are 16 times too large */
+  if constexpr (cuda_operand<TYPE>::offset) {
+    const float sum = cuda_sum_beside<TYPE>(v);
+    if (within % each == 0) ((float2 *)to)[within / each] = make_float2(scale, sum);
+  } else if (within == 0) {
+    *(float *)to = scale;
+  }
 }
 
 /* Four values, k times four from the row's first, go to the planes. */
@@ -1663,19 +1697,18 @@ template <int TYPE, int M>
 __device__ __forceinline__ void cuda_plane_put(char *planes, int m, int k, float4 v) {
   constexpr int V = cuda_operand<TYPE>::values;
   char *to = planes + (k / V * M + m) * cuda_operand<TYPE>::bytes;
-  uint32_t digit[4];
-  if (TYPE == TFM_F32) {
+  if constexpr (TYPE == TFM_F32) {
     *(float4 *)(to + cuda_plane_at<TYPE>(0, k % V)) = v;
-    return;
-  }
-  if (cuda_operand<TYPE>::digits) cuda_digits(digit, v);
-  if constexpr (cuda_operand<TYPE>::offset) cuda_sum_put<TYPE>(to, k % V, v);
+  } else if constexpr (cuda_operand<TYPE>::digits) {
+    uint32_t digit[2];
+    const float scale = cuda_digits(digit, v);
+    *(uint32_t *)(to + cuda_plane_at<TYPE>(0, k % V)) = digit[0];
+    *(uint32_t *)(to + cuda_plane_at<TYPE>(1, k % V)) = digit[1];
+    cuda_scale_put<TYPE>(to + cuda_operand<TYPE>::scales, k % V, scale, v);
+  } else {
 #pragma unroll
-  for (int part = 0; part < cuda_operand<TYPE>::parts; part++) {
-    char *at = to + cuda_plane_at<TYPE>(part, k % V);
-    if (cuda_operand<TYPE>::digits) {
-      *(uint32_t *)at = digit[part];
-    } else {
+    for (int part = 0; part < cuda_operand<TYPE>::parts; part++) {
+      char *at = to + cuda_plane_at<TYPE>(part, k % V);
       *(uint32_t *)at = cuda_part2<TYPE == TFM_BF16>(v.x, v.y);
       *(uint32_t *)(at + 32) = cuda_part2<TYPE == TFM_BF16>(v.z, v.w);
     }
@@ -1687,27 +1720,34 @@ __device__ __forceinline__ float cuda_power(int e) {
   return __uint_as_float((uint32_t)(127 + e) << 23);
 }
 
+/* What the sums of row m of x are to be multiplied by. */
+template <int TYPE>
+__device__ __forceinline__ float cuda_factor(const cuda_crew_room &r, int m) {
+  return cuda_operand<TYPE>::digits ? 1.0f : r.factor[m];
+}
+
 /* What lies beyond a row in the planes: zeros. */
 template <int TYPE, int M>
 __device__ __forceinline__ void cuda_planes_end(const cuda_crew_room &r, const cuda_weight &w,
                                                 int m) {
-  constexpr int V = cuda_operand<TYPE>::values;
-  const int quads = cuda_pieces(w) * V, k = quads + (int)threadIdx.x;
+  constexpr int each = cuda_operand<TYPE>::bytes / 16; /* of a piece; no more than threads */
+  const int pieces = cuda_quads_of((tfm_type)TYPE, cuda_pieces(w)) / cuda_operand<TYPE>::values;
+  const int piece = pieces + (int)threadIdx.x / each, i = (int)threadIdx.x % each;
   if (threadIdx.x < 8) ((uint32_t *)r.zeros)[threadIdx.x] = 0;
-  if (k >= quads + CUDA_AHEAD * V) return;
-  cuda_plane_put<TYPE, M>(r.planes, m, k, make_float4(0, 0, 0, 0));
+  if (piece >= cuda_pieces(w) + CUDA_AHEAD) return;
+  ((uint4 *)(r.planes + (piece * M + m) * cuda_operand<TYPE>::bytes))[i] = make_uint4(0, 0, 0, 0);
 }
 
 /* A norm's weights and biases come to shared memory, each quad to the thread that will use it. They
    are there before x is, unlike what a wait for other kernels leaves in the first cache. */
-template <int TYPE>
+template <int TYPE, int CREW>
 __device__ __forceinline__ void cuda_norm_bring(const cuda_crew_room &r, const cuda_weight &w,
                                                 const cuda_norm &norm) {
-  const int quads = cuda_pieces(w) * cuda_operand<TYPE>::values;
+  const int quads = cuda_quads_of((tfm_type)TYPE, cuda_pieces(w));
   auto bring = [&](float4 *to, const float *from) {
     const bool aligned = (uintptr_t)from % 16 == 0;
 #pragma unroll 1
-    for (int k = threadIdx.x; k < quads; k += CUDA_CREW)
+    for (int k = threadIdx.x; k < quads; k += CREW)
       if (aligned)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                      : : "r"((uint32_t)__cvta_generic_to_shared(to + k)), "l"(from + 4 * k),
@@ -1718,42 +1758,75 @@ __device__ __forceinline__ void cuda_norm_bring(const cuda_crew_room &r, const c
   if (norm.b) bring(r.norm + quads, norm.b);
 }
 
-/* x [cols], normalised where norm.w is there, becomes row m of the planes; `most`: the largest of
-   |x|, where that is known. All threads, of which each has its own quads; synchronised at the
-   end. */
-template <int TYPE, int M, int Q>
+/* A row of x is multiplied by the norm's weights, and its sum of squares left to cuda_late: nobody
+   waits for it. */
+template <int Q, int CREW>
+__device__ __forceinline__ void cuda_row_weigh(cuda_row<Q, CREW> &row, const cuda_norm &norm,
+                                               const cuda_crew_room &r) {
+  float sum = 0;
+  asm volatile("cp.async.wait_all;" : : : "memory");
+  cuda_each(row, [&](int k, float4 &v) {
+    const float4 w = r.norm[k];
+    sum += cuda_squares(v);
+    v.x *= w.x + norm.p.offset, v.y *= w.y + norm.p.offset;
+    v.z *= w.z + norm.p.offset, v.w *= w.w + norm.p.offset;
+  });
+  sum = cuda_warp_sum(sum);
+  if (threadIdx.x % 32 == 0) r.room[threadIdx.x / 32] = sum;
+}
+
+/* Whether it is so: where x has scales of its own, and nothing is added. */
+template <int TYPE> __device__ __forceinline__ bool cuda_is_late(const cuda_norm &norm) {
+  return cuda_operand<TYPE>::digits && norm.w && !norm.b && norm.p.kind == TFM_NORM_RMS;
+}
+
+/* What the norm then multiplies sums by; each: 1 / the row's values. */
+template <int CREW>
+__device__ __forceinline__ float cuda_late(const cuda_crew_room &r, const tfm_norm &p, float each) {
+  return rsqrtf(cuda_room_sum<CREW>(r.room) * each + p.eps);
+}
+
+template <int Q, int CREW>
+__device__ __forceinline__ void cuda_row_norm(cuda_row<Q, CREW> &row, const cuda_norm &norm,
+                                              float each, const cuda_crew_room &r) {
+  const float2 s = cuda_row_stats(row, norm.p, each, r.room);
+  asm volatile("cp.async.wait_all;" : : : "memory");
+  cuda_each(row, [&](int k, float4 &v) {
+    v = cuda_normed(v, row.n - 4 * k, s, r.norm[k],
+                    norm.b ? r.norm[row.quads + k] : make_float4(0, 0, 0, 0), norm.p.offset);
+  });
+}
+
+/* The power of two by which a row is multiplied before it becomes halves, so that its largest value
+   is below 2^14. */
+template <int Q, int CREW>
+__device__ __forceinline__ int cuda_row_exponent(cuda_row<Q, CREW> &row, const cuda_crew_room &r) {
+  float top = 0;
+  cuda_each(row, [&](int, float4 &v) { top = cuda_max(top, cuda_largest(v)); });
+  top = cuda_crew_max<CREW>(top, r.room + CREW / 16);
+  return top > 0 && top < INFINITY ? -max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13) : 0;
+}
+
+/* x [cols], normalised where norm.w is there, becomes row m of the planes. All threads, of which
+   each has its own quads; synchronised at the end. */
+template <int TYPE, int M, int Q, int CREW>
 __device__ __forceinline__ void cuda_planes(const cuda_crew_room &r, const cuda_weight &w,
                                             const float *x, const cuda_norm &norm, float each,
-                                            const float *most, int m) {
-  constexpr int V = cuda_operand<TYPE>::values;
-  constexpr bool scaled = TYPE != TFM_F32 && TYPE != TFM_BF16;
-  constexpr int bits = cuda_operand<TYPE>::digits ? 29 : 13; /* of what is below the largest's */
-  constexpr int scale = cuda_operand<TYPE>::nibbles ? 4 : TYPE == TFM_F8_E4M3 ? 8 : 0; /* W's 2^ */
-  cuda_row<Q> row;
-  float top = 0, by = 1;
+                                            int m) {
+  constexpr bool halves = cuda_operand<TYPE>::halves;
+  cuda_row<Q, CREW> row;
+  float by = 1;
   int e = 0;
-  cuda_row_fetch(row, x, w.cols, cuda_pieces(w) * V);
-  if (norm.w) {
-    const float2 s = cuda_row_stats(row, norm.p, each, r.room);
-    asm volatile("cp.async.wait_all;" : : : "memory");
-    cuda_each(row, [&](int k, float4 &v) {
-      v = cuda_normed(v, w.cols - 4 * k, s, r.norm[k],
-                      norm.b ? r.norm[row.quads + k] : make_float4(0, 0, 0, 0), norm.p.offset);
-    });
-  }
-  if (scaled && most) top = __ldcg(most);
-  if (scaled && !most) {
-    cuda_each(row, [&](int, float4 &v) { top = cuda_max(top, cuda_largest(v)); });
-    top = cuda_crew_max(top, r.room + 16);
-  }
-  if (top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - bits);
-  by = cuda_power(-e);
+  cuda_row_fetch(row, x, w.cols, cuda_quads_of((tfm_type)TYPE, cuda_pieces(w)));
+  if (cuda_is_late<TYPE>(norm)) cuda_row_weigh(row, norm, r);
+  else if (norm.w) cuda_row_norm(row, norm, each, r);
+  if (halves) e = cuda_row_exponent(row, r), by = cuda_power(e);
   cuda_each(row, [&](int k, float4 &v) {
-    if (scaled) v.x *= by, v.y *= by, v.z *= by, v.w *= by;
+    if (halves) v.x *= by, v.y *= by, v.z *= by, v.w *= by;
     cuda_plane_put<TYPE, M>(r.planes, m, k, v);
   });
-  if (threadIdx.x == 0)
-    r.factor[m] = cuda_operand<TYPE>::digits && !(top < INFINITY) ? NAN : cuda_power(e - scale);
+  if (!cuda_operand<TYPE>::digits && threadIdx.x == 0)
+    r.factor[m] = cuda_power(-e - (TYPE == TFM_F8_E4M3 ? 8 : 0)); /* W's are 2^8 times too large */
   __syncthreads();
 }
 
@@ -1809,8 +1882,8 @@ typedef struct cuda_two { /* of a piece, a lane's bytes of both rows, and scales
 
 /* A lane's column of one tile of eight columns: where its values lie in the planes. */
 typedef struct cuda_column {
-  const char *x, *sum; /* sum: of the lane's own values */
-  int step, turn; /* of digits: bytes to the next 8 columns; to the second half of 32 values */
+  const char *x, *scale; /* scale: of digits, and the sum of the lane's own values */
+  int step, turn; /* of digits: bytes to the next piece; to the second half of 32 values */
   int apart;      /* of 16 bits: bytes to what is beside the unit's second row */
   bool there;
 } cuda_column;
@@ -1819,16 +1892,16 @@ template <int TYPE, int M>
 __device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, int n, int apart) {
   constexpr int V = cuda_operand<TYPE>::values, C = cuda_operand<TYPE>::columns;
   const int g = threadIdx.x / 4 % 8, t = threadIdx.x % 4, sub = (n * 8 + g) % C;
-  const int part = !cuda_operand<TYPE>::digits ? sub % (C / 2) : cuda_operand<TYPE>::lone ? g % 2
-                                                                                       : g % 4;
+  const int part = cuda_operand<TYPE>::digits ? g % 2 : sub % (C / 2);
   const int m = cuda_operand<TYPE>::digits || TYPE == TFM_F32 ? n : min((n * 8 + g) / C, M - 1);
   const char *x = r.planes + m * cuda_operand<TYPE>::bytes;
-  cuda_column c = {x, x + cuda_operand<TYPE>::sums + t * 4, cuda_operand<TYPE>::step, 16, apart,
+  cuda_column c = {x, x + cuda_operand<TYPE>::scales, M * cuda_operand<TYPE>::bytes, 16, apart,
                    true};
+  if (cuda_operand<TYPE>::offset) c.scale += t * 8;
   if (TYPE == TFM_F32) {
     c.x += t * 16;
   } else if (cuda_operand<TYPE>::digits) {
-    c.there = cuda_operand<TYPE>::lone ? t == g / 2 : t / 2 == g / 4;
+    c.there = t == g / 2;
     c.x += cuda_plane_at<TYPE>(part, t * V / 4);
     if (cuda_operand<TYPE>::nibbles && part) c.turn = -16;
     if (!c.there) c.x = r.zeros, c.step = c.turn = 0;
@@ -1841,45 +1914,37 @@ __device__ __forceinline__ cuda_column cuda_column_of(const cuda_crew_room &r, i
 
 typedef struct cuda_sums { float a[4], b[4]; } cuda_sums; /* of both rows; of 16 bits all four */
 
-/* Whole numbers, exactly, and their scales. A lane has two digits of one scale's sum, of which the
-   other two are the next lane's or, where a lane's 16 bytes have a scale, in the next columns. */
+/* Whole numbers, exactly, and their scales. A lane has both digits of the sum of its own values. */
 template <int TYPE, int M>
 __device__ __forceinline__ void cuda_use_digits(cuda_sums &c, const cuda_two &q,
                                                 const cuda_column &col, int piece) {
-  constexpr bool lone = cuda_operand<TYPE>::lone, nibbles = cuda_operand<TYPE>::nibbles;
   const uint32_t a[4] = {q.a.x, q.a.y, q.a.z, q.a.w}, b[4] = {q.b.x, q.b.y, q.b.z, q.b.w};
   const uint32_t mask = 0xf0f0f0f0u; /* sixteen times the numbers */
-  int v[2][4] = {{0, 0, 0, 0}, {0, 0, 0, 0}};
-  float2 sum;
-#pragma unroll
-  for (int n = 0; n < (lone ? 2 : 1); n++) {
-    const char *at = col.x + (piece * M * (lone ? 2 : 1) + n) * col.step;
-    const uint4 x = *(const uint4 *)at;
-    if constexpr (nibbles) {
-      const uint4 y = *(const uint4 *)(at + col.turn);
-      cuda_mma8(v[n], a[0] << 4 & mask, b[0] << 4 & mask, a[1] << 4 & mask, b[1] << 4 & mask, x.x,
-                x.y);
-      cuda_mma8(v[n], a[2] << 4 & mask, b[2] << 4 & mask, a[3] << 4 & mask, b[3] << 4 & mask, x.z,
-                x.w);
-      cuda_mma8(v[n], a[0] & mask, b[0] & mask, a[1] & mask, b[1] & mask, y.x, y.y);
-      cuda_mma8(v[n], a[2] & mask, b[2] & mask, a[3] & mask, b[3] & mask, y.z, y.w);
-    } else {
-      cuda_mma8(v[n], a[0], b[0], a[1], b[1], x.x, x.y);
-      cuda_mma8(v[n], a[2], b[2], a[3], b[3], x.z, x.w);
-    }
+  const char *at = col.x + piece * col.step;
+  const char *scale = col.scale + piece * M * cuda_operand<TYPE>::bytes;
+  const uint4 x = *(const uint4 *)at;
+  int v[4] = {0, 0, 0, 0};
+  float by;
+  if constexpr (cuda_operand<TYPE>::nibbles) {
+    const uint4 y = *(const uint4 *)(at + col.turn);
+    cuda_mma8(v, a[0] << 4 & mask, b[0] << 4 & mask, a[1] << 4 & mask, b[1] << 4 & mask, x.x, x.y);
+    cuda_mma8(v, a[2] << 4 & mask, b[2] << 4 & mask, a[3] << 4 & mask, b[3] << 4 & mask, x.z, x.w);
+    cuda_mma8(v, a[0] & mask, b[0] & mask, a[1] & mask, b[1] & mask, y.x, y.y);
+    cuda_mma8(v, a[2] & mask, b[2] & mask, a[3] & mask, b[3] & mask, y.z, y.w);
+  } else {
+    cuda_mma8(v, a[0], b[0], a[1], b[1], x.x, x.y);
+    cuda_mma8(v, a[2], b[2], a[3], b[3], x.z, x.w);
   }
-  sum = make_float2((float)(v[0][0] * 256 + v[0][1]), (float)(v[0][2] * 256 + v[0][3]));
-  if constexpr (lone) {
-    sum.x = __fmaf_rn(sum.x, 65536.0f, (float)(v[1][0] * 256 + v[1][1]));
-    sum.y = __fmaf_rn(sum.y, 65536.0f, (float)(v[1][2] * 256 + v[1][3]));
-  }
-  c.a[0] = __fmaf_rn(cuda_scale_of(q.scale_a, 0), sum.x, c.a[0]);
-  c.b[0] = __fmaf_rn(cuda_scale_of(q.scale_b, 0), sum.y, c.b[0]);
   if constexpr (cuda_operand<TYPE>::offset) {
-    const float x = *(const float *)(col.sum + piece * M * cuda_operand<TYPE>::bytes);
-    c.a[0] = __fmaf_rn(cuda_scale_of(q.scale_a, 1), x, c.a[0]);
-    c.b[0] = __fmaf_rn(cuda_scale_of(q.scale_b, 1), x, c.b[0]);
+    const float2 both = *(const float2 *)scale;
+    by = both.x;
+    c.a[0] = __fmaf_rn(cuda_scale_of(q.scale_a, 1), both.y, c.a[0]);
+    c.b[0] = __fmaf_rn(cuda_scale_of(q.scale_b, 1), both.y, c.b[0]);
+  } else {
+    by = *(const float *)scale;
   }
+  c.a[0] = __fmaf_rn(cuda_scale_of(q.scale_a, 0) * by, (float)(v[0] * 256 + v[1]), c.a[0]);
+  c.b[0] = __fmaf_rn(cuda_scale_of(q.scale_b, 0) * by, (float)(v[2] * 256 + v[3]), c.b[0]);
 }
 
 /* The scale of each row times what its 64 values make with the columns. */
@@ -1941,8 +2006,6 @@ template <int TYPE> __device__ __forceinline__ float2 cuda_share_of_sums(const c
   if (cuda_operand<TYPE>::halves || TYPE == TFM_BF16)
     return t / (C / 4) % 2 ? make_float2(c.a[2] + c.a[3], c.b[2] + c.b[3])
                            : make_float2(c.a[0] + c.a[1], c.b[0] + c.b[1]);
-  if (cuda_operand<TYPE>::digits && !cuda_operand<TYPE>::lone && t % 2 == 0) /* digits' places */
-    return make_float2(c.a[0] * 65536.0f, c.b[0] * 65536.0f);
   return make_float2(c.a[0], c.b[0]);
 }
 
@@ -2020,10 +2083,10 @@ __device__ __forceinline__ void cuda_ask(cuda_two &q, const cuda_cursor &at, int
 }
 
 /* The sum over lanes and over the team's warps: v of the team's first warp is whole. */
-template <int C, int N>
+template <int C, int CREW, int N>
 __device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int split, int turn) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float2 *mine = part + ((turn * CUDA_CREW_WARPS + warp) * N) * 32 + lane;
+  float2 *mine = part + ((turn * (CREW / 32) + warp) * N) * 32 + lane;
 #pragma unroll
   for (int n = 0; n < N; n++)
 #pragma unroll
@@ -2050,7 +2113,7 @@ __device__ __forceinline__ void cuda_team_sum(float2 (&v)[N], float2 *part, int 
    first pieces have been asked for, and leaves x in the planes; done(unit, m, v) gets the products
    of a unit with row m of x, in one lane. A piece that has been used makes room for one further on
    at once, so that memory is never waited for from a standstill. */
-template <int TYPE, int M, typename UNIT, typename READY, typename DONE>
+template <int TYPE, int M, int CREW, typename UNIT, typename READY, typename DONE>
 __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_room &r,
                                           const cuda_teams &teams, UNIT unit, READY ready,
                                           DONE done) {
@@ -2058,7 +2121,7 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
   constexpr int AHEAD = cuda_operand<TYPE>::ahead;
   const int warp = threadIdx.x / 32, g = threadIdx.x / 4 % 8, t = threadIdx.x % 4;
   const int split = teams.split, units = teams.units, tiles = (units + 7) / 8;
-  const int step = (int)gridDim.x * (CUDA_CREW_WARPS / split);
+  const int step = (int)gridDim.x * (CREW / 32 / split);
   const int begin = warp % split * cuda_pieces(w) / split;
   const int last = (warp % split + 1) * cuda_pieces(w) / split;
   const bool narrow = !cuda_operand<TYPE>::blocks && teams.narrow; /* cuda_narrow */
@@ -2111,13 +2174,13 @@ __device__ __forceinline__ void cuda_dots(const cuda_weight &w, const cuda_crew_
         v[n] = cuda_share_of_sums<TYPE>(c[n]);
         if (half) v[n].x += v[n].y;
       }
-      cuda_team_sum<C>(v, r.part, split, turn);
+      cuda_team_sum<C, CREW>(v, r.part, split, turn);
       turn ^= 1;
 #pragma unroll
       for (int n = 0; n < N; n++) {
         int m = n * (8 / C) + t * 2 / C;
         if (warp % split == 0 && t % (C / 2) == 0 && m < M && at.tile * 8 + g < units)
-          done(at.unit, m, make_float2(v[n].x * r.factor[m], v[n].y * r.factor[m]));
+          done(at.unit, m, v[n]);
         c[n] = {};
       }
     }
@@ -2133,8 +2196,9 @@ static int cuda_plain_units(int rows) {
 /* Blocks for a matrix: of large ones two a multiprocessor, of others the second place is for the
    kernel that follows. A team has as many warps as let all tiles take the least time. pairs: what
    belongs together says which two rows are a unit. */
-static cuda_teams cuda_teams_of(const tfm_dev *d, const cuda_weight *w, bool pairs) {
-  const int blocks = cuda_of(d)->processors * ((int64_t)w->rows * w->vectors >= 1 << 19 ? 2 : 1);
+static cuda_teams cuda_teams_of(const tfm_dev *d, const cuda_weight *w, bool pairs, int crew) {
+  const bool large = (int64_t)w->rows * w->vectors >= 1 << 19 && crew == CUDA_CREW;
+  const int blocks = cuda_of(d)->processors * (large ? 2 : 1), warps = crew / 32;
   const int pieces = cuda_pieces(*w);
   const int meet = w->type == TFM_Q4_0 ? 5 : 1; /* a tile's end, in halves of a piece: measured */
   int64_t least = INT64_MAX;
@@ -2142,13 +2206,13 @@ static cuda_teams cuda_teams_of(const tfm_dev *d, const cuda_weight *w, bool pai
   int split, tiles;
   t.units = pairs ? w->rows / 2 : t.narrow ? w->rows : cuda_plain_units(w->rows);
   tiles = (t.units + 7) / 8;
-  for (split = 1; split <= CUDA_CREW_WARPS; split *= 2) {
-    int64_t teams = (int64_t)blocks * (CUDA_CREW_WARPS / split);
+  for (split = 1; split <= warps; split *= 2) {
+    int64_t teams = (int64_t)blocks * (warps / split);
     int each = (pieces + split - 1) / split, ahead = w->scale ? 4 : 2;
     int64_t cost = (tiles + teams - 1) / teams * (2 * ((each + ahead - 1) / ahead * ahead) + meet);
     if (cost < least) least = cost, t.split = split;
   }
-  t.grid = cuda_blocks(t.units, 8 * (CUDA_CREW_WARPS / t.split)); /* that have something to do */
+  t.grid = cuda_blocks(t.units, 8 * (warps / t.split)); /* that have something to do */
   if (t.grid > (unsigned)blocks) t.grid = (unsigned)blocks;
   return t;
 }
@@ -2186,7 +2250,7 @@ __global__ void __launch_bounds__(CUDA_CREW, 2)
 cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int first,
                    cuda_teams teams, cuda_experts experts) {
   extern __shared__ __align__(16) float shared[];
-  const cuda_crew_room r = cuda_crew_lay_out<TYPE, M>(shared, w);
+  const cuda_crew_room r = cuda_crew_lay_out<TYPE, M, CUDA_CREW>(shared, w);
   int count = min(M, x.rows - first);
   if (experts.expert) {
     int64_t base = cuda_vector_at(w, (int64_t)experts.expert[blockIdx.y] * cuda_lines(w), 0);
@@ -2200,14 +2264,17 @@ cuda_matmul_kernel(tfm_mat y, tfm_mat x, cuda_weight w, tfm_epilogue e, int firs
 #pragma unroll 1
     for (int m = 0; m < count; m++) {
       cuda_planes_end<TYPE, M>(r, w, m);
-      cuda_planes<TYPE, M, 8>(r, w, cuda_at(x, (first + m) / experts.share, 0), {}, 0, NULL, m);
+      cuda_planes<TYPE, M, 8, CUDA_CREW>(r, w, cuda_at(x, (first + m) / experts.share, 0), {}, 0,
+                                         m);
     }
   };
   auto done = [&](const cuda_unit &u, int m, float2 v) {
+    const float by = cuda_factor<TYPE>(r, m);
+    v.x *= by, v.y *= by;
     if (m < count) cuda_epilogue(y, e, first + m, u.a, v.x, u.bias_a);
     if (m < count && u.b != u.a) cuda_epilogue(y, e, first + m, u.b, v.y, u.bias_b);
   };
-  cuda_dots<TYPE, M>(w, r, teams, unit, ready, done);
+  cuda_dots<TYPE, M, CUDA_CREW>(w, r, teams, unit, ready, done);
 }
 
 typedef void (*cuda_matmul_function)(tfm_mat, tfm_mat, cuda_weight, tfm_epilogue, int, cuda_teams,
@@ -2222,11 +2289,11 @@ static cuda_matmul_function cuda_matmul_choose(tfm_type type, int m) {
 /* As many rows at a time as shared memory holds. */
 static void cuda_matmul_small(tfm_dev *d, tfm_mat y, tfm_mat x, const cuda_weight *w,
                               const tfm_epilogue *e) {
-  const cuda_teams teams = cuda_teams_of(d, w, false);
+  const cuda_teams teams = cuda_teams_of(d, w, false, CUDA_CREW);
   cuda_experts none = {NULL, 1};
-  bool fits = cuda_crew_bytes(w, CUDA_COLUMNS, 0) <= CUDA_SHARED;
+  bool fits = cuda_crew_bytes(w, CUDA_COLUMNS, 0, CUDA_CREW) <= CUDA_SHARED;
   int32_t first, m = x.rows > 1 && fits ? CUDA_COLUMNS : 1;
-  const size_t bytes = cuda_crew_bytes(w, m, 0);
+  const size_t bytes = cuda_crew_bytes(w, m, 0, CUDA_CREW);
   if (bytes > CUDA_SHARED)
     tfm_dev_fail(d, TFM_E_UNSUPPORTED, "a matrix with %d columns is too wide", (int)w->cols);
   for (first = 0; first < x.rows && d->status == TFM_OK; first += m)
@@ -2309,13 +2376,13 @@ static void cuda_matmul_moe(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *
                             const tfm_routing *r, bool spread) {
   const cuda_weight *packed = cuda_packed(w);
   cuda_experts experts = {r->expert, spread ? r->top_k : 1};
-  const cuda_teams teams = cuda_teams_of(d, packed, false);
+  const cuda_teams teams = cuda_teams_of(d, packed, false, CUDA_CREW);
   tfm_epilogue plain;
   memset(&plain, 0, sizeof plain);
   if (cuda_enter(d))
     cuda_run(d, cuda_matmul_choose(packed->type, 1),
              dim3(teams.grid, (unsigned)(r->tokens * r->top_k)), CUDA_CREW,
-             cuda_crew_bytes(packed, 1, 0), y, x, *packed, plain, 0, teams, experts);
+             cuda_crew_bytes(packed, 1, 0, CUDA_CREW), y, x, *packed, plain, 0, teams, experts);
 }
 
 __global__ void cuda_combine_kernel(tfm_mat y, tfm_mat x, tfm_mat residual, tfm_routing r) {
@@ -4151,10 +4218,8 @@ typedef struct cuda_phase { /* what becomes of W norm(x) */
   cuda_weight w;
   int kind;
   cuda_teams teams;
-  const float *x, *most; /* most: the largest of |x|, or NULL */
-  float *leaves_most;    /* the same of what the phase leaves, or NULL */
-  float *no_most;        /* becomes zero */
-  cuda_norm norm;    /* w NULL: none */
+  const float *x;
+  cuda_norm norm; /* w NULL: none */
   const float *bias;
   float *to;
   tfm_act act;
@@ -4214,26 +4279,27 @@ __device__ static void cuda_finish_qkv(const cuda_phase &p, const cuda_unit &u, 
   cuda_store(is_k ? p.kv.k : p.kv.v, p.kv.type, at + u.b, v.y);
 }
 
-/* What the phases do with a sum of one row of W; how large it is then. */
-__device__ static float cuda_finish_row(const cuda_phase &p, int row, float v, float old,
+/* What the phases do with a sum of one row of W. */
+__device__ static void cuda_finish_row(const cuda_phase &p, int row, float v, float old,
                                        unsigned long long &best) {
   if (p.kind == CUDA_ADD) v += old;
   else if (p.kind == CUDA_UP) v = cuda_act(v, p.act);
   else best = max(best, cuda_rank(v = cuda_cap(v, p.softcap), row));
   __stcg(p.to + row, v);
-  return fabsf(v);
 }
 
 template <int TYPE, int Q>
-__global__ void __launch_bounds__(CUDA_CREW, 2)
+__global__ void __launch_bounds__(cuda_crew_of(Q), 512 / cuda_crew_of(Q))
 cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
+  constexpr int CREW = cuda_crew_of(Q);
   extern __shared__ __align__(16) float shared[];
-  __shared__ unsigned long long bests[CUDA_CREW_WARPS];
-  const cuda_crew_room r = cuda_crew_lay_out<TYPE, 1>(shared, p.w);
+  __shared__ unsigned long long bests[CREW / 32];
+  const cuda_crew_room r = cuda_crew_lay_out<TYPE, 1, CREW>(shared, p.w);
   unsigned long long best = 0;
-  float most = 0, each = 1.0f / (float)p.w.cols;
+  const float each = 1.0f / (float)p.w.cols;
   int64_t kv_at = p.kind == CUDA_QKV ? cuda_kv_at(p.kv, __ldg(p.seq), __ldg(p.pos), 0) : 0;
   bool following = false;
+  cuda_norm_bring<TYPE, CREW>(r, p.w, p.norm); /* before W, which is more */
   auto unit = [&](int u) {
     cuda_unit v = cuda_unit_of(p, u);
     if (p.kind == CUDA_ADD && following) v.x = __ldcg(p.to + v.a), v.y = __ldcg(p.to + v.b);
@@ -4241,33 +4307,27 @@ cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
   };
   auto ready = [&](cuda_unit &u) {
     cuda_planes_end<TYPE, 1>(r, p.w, 0);
-    cuda_norm_bring<TYPE>(r, p.w, p.norm);
     cuda_launch_next();
     cuda_follow();
     following = true;
     if (p.kind == CUDA_ADD) u.x = __ldcg(p.to + u.a), u.y = __ldcg(p.to + u.b);
-    if (p.no_most && blockIdx.x == 0 && threadIdx.x == 0) *p.no_most = 0;
-    cuda_planes<TYPE, 1, Q>(r, p.w, p.x, p.norm, each, p.most, 0);
+    cuda_planes<TYPE, 1, Q, CREW>(r, p.w, p.x, p.norm, each, 0);
   };
   auto done = [&](const cuda_unit &u, int, float2 v) {
-    v.x += u.bias_a;
-    v.y += u.bias_b;
+    const float by = cuda_is_late<TYPE>(p.norm) ? cuda_late<CREW>(r, p.norm.p, each)
+                                                : cuda_factor<TYPE>(r, 0);
+    v.x = __fmaf_rn(v.x, by, u.bias_a);
+    v.y = __fmaf_rn(v.y, by, u.bias_b);
     if (p.kind == CUDA_QKV) {
       cuda_finish_qkv(p, u, v, kv_at);
     } else if (p.kind == CUDA_GATED) {
-      v.x = __fmul_rn(cuda_act(v.x, p.act), v.y);
-      most = cuda_max(most, fabsf(v.x));
-      __stcg(p.to + u.a, v.x);
+      __stcg(p.to + u.a, __fmul_rn(cuda_act(v.x, p.act), v.y));
     } else {
-      most = cuda_max(most, cuda_finish_row(p, u.a, v.x, u.x, best));
-      if (u.b != u.a) most = cuda_max(most, cuda_finish_row(p, u.b, v.y, u.y, best));
+      cuda_finish_row(p, u.a, v.x, u.x, best);
+      if (u.b != u.a) cuda_finish_row(p, u.b, v.y, u.y, best);
     }
   };
-  cuda_dots<TYPE, 1>(p.w, r, p.teams, unit, ready, done);
-  if (p.leaves_most) {
-    most = cuda_crew_max(most, r.room + 16);
-    if (threadIdx.x == 0) atomicMax((unsigned *)p.leaves_most, __float_as_uint(most));
-  }
+  cuda_dots<TYPE, 1, CREW>(p.w, r, p.teams, unit, ready, done);
   if (p.kind != CUDA_LOGITS) return;
   best = cuda_block_best(best, bests);
   if (threadIdx.x == 0) __stcg(p.best + blockIdx.x, best);
@@ -4349,7 +4409,6 @@ typedef struct cuda_decoder {
   const tfm_kv *kv;
   const void *work;
   float *x, *q, *attn, *h;
-  float *h_most; /* the largest of |h| */
   cuda_stretches stretches;
   int stretch_count;
   cuda_end end;
@@ -4376,7 +4435,6 @@ static void cuda_decoder_lay_out(cuda_decoder *c, cuda_room *r, const tfm_net *n
   c->q = (float *)cuda_take(r, inner + 2 * kv, sizeof(float)); /* k and v, for a cache of Q8_0 */
   c->attn = (float *)cuda_take(r, inner, sizeof(float));
   c->h = (float *)cuda_take(r, (size_t)net->ffn_width, sizeof(float));
-  c->h_most = (float *)cuda_take(r, 1, sizeof(float));
   c->end.logits = (float *)cuda_take(r, (size_t)net->vocabulary, sizeof(float));
   c->stretches.part = (float *)cuda_take(r, of * (size_t)c->stretch_count,
                                          (size_t)cuda_lanes8(net->head_width) * 3 * sizeof(float));
@@ -4411,13 +4469,13 @@ static bool cuda_decode_knows(const tfm_dev *d, const tfm_run_ahead *r) {
 
 /* Bytes of shared memory of the widest product. */
 static size_t cuda_decoder_shared(const tfm_net *net) {
-  size_t most = cuda_crew_bytes(cuda_packed(&net->head), 1, 2);
+  size_t most = cuda_crew_bytes(cuda_packed(&net->head), 1, 2, 2 * CUDA_CREW);
   int32_t i, k;
   for (i = 0; i < net->layers; i++) {
     const tfm_layer *l = &net->layer[i];
     const tfm_weight *w[4] = {&l->qkv, &l->up, &l->out, &l->down};
     for (k = 0; k < 4; k++)
-      most = cuda_larger(most, cuda_crew_bytes(cuda_packed(w[k]), 1, k < 2 ? 2 : 0));
+      most = cuda_larger(most, cuda_crew_bytes(cuda_packed(w[k]), 1, k < 2 ? 2 : 0, 2 * CUDA_CREW));
   }
   return most;
 }
@@ -4440,16 +4498,18 @@ typedef void (*cuda_phase_function)(cuda_phase);
 /* Narrow rows have no kernel of their own: phases that are the same kernel follow faster. */
 static cuda_phase_function cuda_phase_choose(tfm_type type, int q) {
   return cuda_pick(type, [q](auto t) -> cuda_phase_function {
-    return q <= 4 ? cuda_phase_kernel<t.value, 4> : cuda_phase_kernel<t.value, 8>;
+    return q == 4 ? cuda_phase_kernel<t.value, 4> : cuda_phase_kernel<t.value, 8>;
   });
 }
 
 static void cuda_phase_run(tfm_dev *d, cuda_phase *p, const cuda_weight *w) {
   const int norms = !!p->norm.w + !!p->norm.b;
+  const int quads = cuda_quads_of(w->type, cuda_pieces(*w)), q = quads <= 4 * CUDA_CREW ? 4 : 8;
+  const int crew = cuda_crew_of(q);
   p->w = *w;
-  p->teams = cuda_teams_of(d, w, cuda_pairs(p->kind));
-  cuda_run(d, cuda_phase_choose(w->type, cuda_row_quads(cuda_values(*w))), p->teams.grid, CUDA_CREW,
-           cuda_crew_bytes(w, 1, norms), *p);
+  p->teams = cuda_teams_of(d, w, cuda_pairs(p->kind), crew);
+  cuda_run(d, cuda_phase_choose(w->type, q), p->teams.grid, crew,
+           cuda_crew_bytes(w, 1, norms, crew), *p);
 }
 
 static cuda_phase cuda_phase_of(int kind, const float *x, const float *bias, float *to) {
@@ -4491,8 +4551,6 @@ static void cuda_decode_layer(tfm_dev *d, const cuda_decoder *c, const tfm_rows 
   qkv.norm.w = l->norm1, qkv.norm.b = l->norm1_bias, qkv.norm.p = net->norm;
   qkv.rope = l->rope, qkv.kv = c->kv[layer], qkv.heads = net->heads;
   qkv.pos = rows->pos, qkv.seq = rows->seq;
-  if (net->ffn_width > CUDA_NORMED) /* too wide to be looked at twice */
-    qkv.no_most = up.leaves_most = c->h_most, down.most = c->h_most;
   up.norm.w = l->norm2, up.norm.b = l->norm2_bias, up.norm.p = net->norm;
   up.act = net->act;
   cuda_phase_run(d, &qkv, cuda_packed(&l->qkv));
@@ -6716,7 +6774,7 @@ __global__ void __launch_bounds__(CUDA_CREW) cuda_parts_kernel(tfm_mat parts, fl
   int e = 0, k;
   cuda_take_turn();
   for (k = threadIdx.x; k < x.cols; k += CUDA_CREW) top = fmaxf(top, fabsf(from[k]));
-  top = cuda_crew_max(top, room);
+  top = cuda_crew_max<CUDA_CREW>(top, room);
   if (!BF && top > 0 && top < INFINITY) e = max(-100, (int)(__float_as_uint(top) >> 23) - 127 - 13);
   by = cuda_power(-e);
   for (k = threadIdx.x; k < pairs; k += CUDA_CREW) {

@@ -22,12 +22,13 @@ static bool in_tiles(const device *t, tfm_type type, int rows) {
 
 /* What products of so many rows may be off by, in units of `tolerance`. In the tuned CPU table's
    tiles both factors are rounded to BF16, each off by 2^-8 of itself at most; 6 deviations of a sum
-   of these. Else it multiplies quantised weights by activations rounded to 8 bits: 6 deviations of
-   a sum whose terms are off by up to half a step each. A group of 128 values has steps of a 127th
-   of its largest. A GPU with a workspace may take x in two parts of 16 bits, off by 2^-16, or of
-   F16 by 2^-20 where a value is small beside the largest. */
+   of these. Else it multiplies quantised weights by activations rounded to 8 bits, and a GPU to 16:
+   6 deviations of a sum whose terms are off by up to half a step each. A group of 128 values has
+   steps of a 127th of its largest, or a 32,639th. A GPU with a workspace may take x in two parts of
+   16 bits, off by 2^-16, or of F16 by 2^-20 where a value is small beside the largest. */
 static double rounding(const device *t, tfm_type type, int rows, const float *x, const float *w,
                        int n) {
+  const double steps = !strcmp(t->b->name, "cpu") ? 127 : !strcmp(t->b->name, "cuda") ? 32639 : 0;
   double variance = 0, top = 0, squares = 0;
   int i;
   if (in_tiles(t, type, rows))
@@ -35,12 +36,12 @@ static double rounding(const device *t, tfm_type type, int rows, const float *x,
   if (!strcmp(t->b->name, "cuda") && t->d.work && (type == TFM_F16 || type == TFM_BF16))
     return 6 * length_of_terms(x, w, n) / (type == TFM_F16 ? 1 << 20 : 1 << 16) /
            tolerance(t->b->activation);
-  if (type < TFM_Q8_0 || strcmp(t->b->name, "cpu")) return 0;
+  if (type < TFM_Q8_0 || steps == 0) return 0;
   for (i = 0; i < n; i++) {
     if (i % 128 == 0) top = squares = 0;
     if (fabs((double)x[i]) > top) top = fabs((double)x[i]);
     squares += (double)w[i] * (double)w[i];
-    if (i % 128 == 127 || i == n - 1) variance += squares * top * top / (127.0 * 127.0 * 12);
+    if (i % 128 == 127 || i == n - 1) variance += squares * top * top / (steps * steps * 12);
   }
   return 6 * sqrt(variance) / tolerance(t->b->activation);
 }

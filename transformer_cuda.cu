@@ -30,7 +30,7 @@
    the weights, it is cuda_dots as above.
 
    Blocks of every type lie as numbers of 4 bits or 8 with their scales and offsets apart, and are
-   multiplied as whole numbers, by x as whole numbers of 31 bits, exactly.
+   multiplied as whole numbers, by x as whole numbers of 16 bits with a scale for each 128.
 
    What is declined: the backward entries, and weights for them. Nothing mutable is static; what
    must last lives in tfm_dev.state. */
@@ -1653,7 +1653,7 @@ template <int TYPE> __device__ __forceinline__ int cuda_plane_at(int part, int w
 }
 
 /* Four values of 128 that a warp has, as whole numbers in two digits of 8 bits with a sign, and the
-   scale of all 128. */
+   scale of all 128. What is not above 1e-30 is zero. */
 __device__ __forceinline__ float cuda_digits(uint32_t (&digit)[2], float4 v) {
   const float most = 32639.0f; /* 127 * 256 + 127 */
   const float top = __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(cuda_largest(v))));

@@ -4289,7 +4289,7 @@ __device__ static void cuda_finish_row(const cuda_phase &p, int row, float v, fl
 }
 
 template <int TYPE, int Q>
-__global__ void __launch_bounds__(cuda_crew_of(Q), 512 / cuda_crew_of(Q))
+__global__ void __launch_bounds__(cuda_crew_of(Q), 2 * CUDA_CREW / cuda_crew_of(Q))
 cuda_phase_kernel(const __grid_constant__ cuda_phase p) {
   constexpr int CREW = cuda_crew_of(Q);
   extern __shared__ __align__(16) float shared[];
@@ -4467,15 +4467,26 @@ static bool cuda_decode_knows(const tfm_dev *d, const tfm_run_ahead *r) {
   return true;
 }
 
+/* Quads of x that a thread of a phase keeps. Narrow rows have no kernel of their own: phases that
+   are the same kernel follow faster. */
+static int cuda_phase_quads(const cuda_weight *w) {
+  return cuda_quads_of(w->type, cuda_pieces(*w)) <= 4 * CUDA_CREW ? 4 : 8;
+}
+
+/* norms: vectors of its norm's weights and biases. */
+static size_t cuda_phase_bytes(const cuda_weight *w, int norms) {
+  return cuda_crew_bytes(w, 1, norms, cuda_crew_of(cuda_phase_quads(w)));
+}
+
 /* Bytes of shared memory of the widest product. */
 static size_t cuda_decoder_shared(const tfm_net *net) {
-  size_t most = cuda_crew_bytes(cuda_packed(&net->head), 1, 2, 2 * CUDA_CREW);
+  size_t most = cuda_phase_bytes(cuda_packed(&net->head), 2);
   int32_t i, k;
   for (i = 0; i < net->layers; i++) {
     const tfm_layer *l = &net->layer[i];
     const tfm_weight *w[4] = {&l->qkv, &l->up, &l->out, &l->down};
     for (k = 0; k < 4; k++)
-      most = cuda_larger(most, cuda_crew_bytes(cuda_packed(w[k]), 1, k < 2 ? 2 : 0, 2 * CUDA_CREW));
+      most = cuda_larger(most, cuda_phase_bytes(cuda_packed(w[k]), k < 2 ? 2 : 0));
   }
   return most;
 }
@@ -4495,7 +4506,6 @@ static void cuda_end_fill(cuda_end *s, const tfm_run_ahead *r) {
 
 typedef void (*cuda_phase_function)(cuda_phase);
 
-/* Narrow rows have no kernel of their own: phases that are the same kernel follow faster. */
 static cuda_phase_function cuda_phase_choose(tfm_type type, int q) {
   return cuda_pick(type, [q](auto t) -> cuda_phase_function {
     return q == 4 ? cuda_phase_kernel<t.value, 4> : cuda_phase_kernel<t.value, 8>;
@@ -4503,13 +4513,11 @@ static cuda_phase_function cuda_phase_choose(tfm_type type, int q) {
 }
 
 static void cuda_phase_run(tfm_dev *d, cuda_phase *p, const cuda_weight *w) {
-  const int norms = !!p->norm.w + !!p->norm.b;
-  const int quads = cuda_quads_of(w->type, cuda_pieces(*w)), q = quads <= 4 * CUDA_CREW ? 4 : 8;
-  const int crew = cuda_crew_of(q);
+  const int q = cuda_phase_quads(w), crew = cuda_crew_of(q);
   p->w = *w;
   p->teams = cuda_teams_of(d, w, cuda_pairs(p->kind), crew);
   cuda_run(d, cuda_phase_choose(w->type, q), p->teams.grid, crew,
-           cuda_crew_bytes(w, 1, norms, crew), *p);
+           cuda_phase_bytes(w, !!p->norm.w + !!p->norm.b), *p);
 }
 
 static cuda_phase cuda_phase_of(int kind, const float *x, const float *bias, float *to) {

@@ -104,7 +104,8 @@ $B/transformer_cpu.o: transformer_cpu.c transformer.h | $B
 $B/transformer_cuda.o: transformer_cuda.cu transformer.h | $B
 	$(NVCC) -arch=sm_90a -O3 -Xcompiler -Wall,-Wextra -c -o $@ $<
 
-$B/cuda_host: tests/cuda_host.c tests/cuda_standin.c tests/cuda_standin.h $B/transformer_cuda.o
+$B/cuda_host: tests/cuda_host.c tests/cuda_standin.c tests/cuda_standin.h $(HEADERS) \
+    $B/transformer_cuda.o
 	$(CC) -O1 -g -fsanitize=address,undefined $(WARN) -I$(CUDA_HOME)/include -o $@ \
 	  tests/cuda_host.c tests/cuda_standin.c $B/transformer_cuda.o -lm -lpthread -lstdc++
 

@@ -1117,9 +1117,9 @@ struct tfm_backend {
                        int32_t context);
   /* Graphs. replay runs what was recorded under a key; false: nothing was. record(begin) starts a
      recording, or returns false: the calls then just run. While recording, entries are not run but
-     kept, and put, get, sync and alloc are not called; record(end) keeps them under the key and
-     runs them once. The engine's key is the number of rows, and 2^32 more for those that are apart;
-     its memory does not move. */
+     kept, marks are not looked at, and put, get, sync and alloc are not called; record(end) keeps
+     them under the key and runs them once. The engine's key is the number of rows, 2^32 more for
+     those that are apart, and 2^33 for every id that is chosen; its memory does not move. */
   bool (*replay)(tfm_dev *d, uint64_t key);
   bool (*record)(tfm_dev *d, uint64_t key, bool begin);
 
@@ -1164,8 +1164,9 @@ struct tfm_backend {
   /* y[t] = residual[t] + sum over j of weight[t, j] * x[t * top_k + j], in order of j. y may alias
      residual. */
   void (*combine)(tfm_dev *d, tfm_mat y, tfm_mat x, tfm_mat residual, const tfm_routing *r);
-  /* ids[r] chosen from logits [R, V], which are left as they were. logprobs optional [R]. Two
-     tables agree but where the random number lies within 1e-6 of a step of the cumulative sum. */
+  /* ids[r] chosen from logits [R, V], which are left as they were. logprobs optional [R]; ids may
+     be memory of alloc_shared. Two tables agree but where the random number lies within 1e-6 of a
+     step of the cumulative sum. */
   void (*sample)(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, const tfm_sampler *s);
   /* The k >= 1 best of each row, descending, the lower id first in a tie: ids, logprobs [R, k]. */
   void (*top)(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, int32_t k);
@@ -16838,7 +16839,14 @@ typedef struct tfmi_ahead {
   const tfm_session *last; /* who was asked for a token last, alone, */
   tfm_sampling how;        /* ... and how it was to be chosen */
 } tfmi_ahead;
-#define TFMI_AHEAD_BYTES (2 * TFMI_STEPS_AHEAD * sizeof(int32_t))
+
+/* What passes are told: one block, laid out alike on the host and on the device, so that one put
+   carries all of a step. */
+typedef struct tfmi_told {
+  tfm_sampling *params;      /* [sequences] */
+  int32_t *pick, *at, *slot; /* [sequences] each: rows of the stream, positions, slots */
+  int32_t *id, *pos, *seq;   /* [rows] each */
+} tfmi_told;
 
 struct tfm_engine {
   tfmi_heap heap;
@@ -16858,19 +16866,16 @@ struct tfm_engine {
   void *host_block, *device_block;
   /* host */
   tfm_session *sessions;     /* [sequences] */
-  int32_t *id, *pos, *seq;   /* [rows] each, one after the other: the pass being put together */
-  int32_t *pick, *at, *slot; /* [sequences] each, likewise: rows of the stream, positions, slots */
+  tfmi_told told;            /* the pass being put together */
   int32_t *table;            /* [sequences, max_pages] */
   int32_t *free_pages, free_count;
-  int32_t *chosen;           /* [sequences] ids on their way to the caller */
+  int32_t *chosen;           /* [sequences] ids on their way to the caller; shared */
   float *host_logits;        /* [V] */
   float *tap_host;
   tfm_kv *kv;                /* [L] */
-  tfm_sampling *params;      /* [sequences] */
   /* device */
-  int32_t *d_pass, *d_pick;  /* [3, rows], [3, sequences] */
-  int32_t *d_table, *d_history, *d_chosen;
-  tfm_sampling *d_params;
+  tfmi_told d_told;
+  int32_t *d_table, *d_history;
   float *d_work;             /* [sequences, 2 V] */
   float *d_probs, *d_frequencies;
   tfmi_buffers buffers;
@@ -17000,6 +17005,21 @@ static int32_t *tfmi_take_ints(tfmi_arena *a, uint64_t count, uint64_t times) {
   return (int32_t *)tfmi_take(a, count * times, sizeof(int32_t));
 }
 
+static tfmi_told tfmi_take_told(tfmi_arena *a, int32_t sequences, int32_t rows) {
+  const uint64_t ints = 3 * ((uint64_t)sequences + (uint64_t)rows) * sizeof(int32_t);
+  tfmi_told t;
+  memset(&t, 0, sizeof t);
+  t.params = (tfm_sampling *)tfmi_take(a, (uint64_t)sequences * sizeof *t.params + ints, 1);
+  if (!t.params) return t;
+  t.pick = (int32_t *)(void *)(t.params + sequences);
+  t.at = t.pick + sequences;
+  t.slot = t.at + sequences;
+  t.id = t.slot + sequences;
+  t.pos = t.id + rows;
+  t.seq = t.pos + rows;
+  return t;
+}
+
 static void tfmi_lay_out_device(tfm_engine *e, tfmi_arena *a) {
   const tfm_net *net = &e->model->net;
   const tfm_engine_config *c = &e->config;
@@ -17007,12 +17027,9 @@ static void tfmi_lay_out_device(tfm_engine *e, tfmi_arena *a) {
   uint64_t sequences = (uint64_t)c->sequences, rows = (uint64_t)e->rows;
   uint64_t context = (uint64_t)c->context;
   int32_t logit_rows = tfmi_max32(c->sequences, TFMI_EVAL_ROWS);
-  e->d_pass = tfmi_take_ints(a, rows, 3);
-  e->d_pick = tfmi_take_ints(a, sequences, 3);
-  e->d_chosen = tfmi_take_ints(a, sequences, 1);
+  e->d_told = tfmi_take_told(a, c->sequences, e->rows);
   e->d_table = tfmi_take_ints(a, sequences, (uint64_t)e->max_pages);
   e->d_history = tfmi_take_ints(a, sequences, context);
-  e->d_params = (tfm_sampling *)tfmi_take(a, sequences, sizeof(tfm_sampling));
   e->d_work = (float *)tfmi_take(a, sequences * (uint64_t)net->vocabulary, 2 * sizeof(float));
   e->stream = tfmi_take_mat(a, table->residual, e->rows + c->sequences, net->width);
   e->buffers = tfmi_take_buffers(a, net, e->stream, table->activation, e->rows, c->tap != NULL);
@@ -17031,16 +17048,13 @@ static void tfmi_lay_out_device(tfm_engine *e, tfmi_arena *a) {
 
 static void tfmi_lay_out_host(tfm_engine *e, tfmi_arena *a) {
   const tfm_engine_config *c = &e->config;
-  uint64_t sequences = (uint64_t)c->sequences, rows = (uint64_t)e->rows;
+  uint64_t sequences = (uint64_t)c->sequences;
   int32_t s;
   e->sessions = TFMI_NEW(tfm_session, tfmi_take(a, sequences, sizeof(tfm_session)));
-  e->id = tfmi_take_ints(a, rows, 3);
-  e->pick = tfmi_take_ints(a, sequences, 3);
-  e->chosen = tfmi_take_ints(a, sequences, 1);
+  e->told = tfmi_take_told(a, c->sequences, e->rows);
   e->table = tfmi_take_ints(a, sequences, (uint64_t)e->max_pages);
   e->free_pages = tfmi_take_ints(a, (uint64_t)c->pages, 1);
   e->host_logits = (float *)tfmi_take(a, (uint64_t)e->model->net.vocabulary, sizeof(float));
-  e->params = (tfm_sampling *)tfmi_take(a, sequences, sizeof(tfm_sampling));
   e->kv = TFMI_NEW(tfm_kv, tfmi_take(a, (uint64_t)e->net.layers, sizeof(tfm_kv)));
   e->net.layer = TFMI_NEW(tfm_layer, tfmi_take(a, (uint64_t)e->net.layers, sizeof(tfm_layer)));
   for (s = 0; s < c->sequences; s++) {
@@ -17048,11 +17062,11 @@ static void tfmi_lay_out_host(tfm_engine *e, tfmi_arena *a) {
     if (a->base) e->sessions[s].tokens = tokens;
   }
   if (c->tap) e->tap_host = (float *)tfmi_take(a, tfmi_tap_floats(e), sizeof(float));
-  if (!a->base) return;
-  e->pos = e->id + e->rows;
-  e->seq = e->pos + e->rows;
-  e->at = e->pick + c->sequences;
-  e->slot = e->at + c->sequences;
+}
+
+/* Of ids that the device chooses, and may choose ahead. */
+static size_t tfmi_chosen_bytes(const tfm_engine *e) {
+  return ((size_t)e->config.sequences + 2 * TFMI_STEPS_AHEAD) * sizeof(int32_t);
 }
 
 /* ---- Creation ---- */
@@ -17167,6 +17181,7 @@ static tfm_status tfmi_engine_begin(tfm_engine *e, const tfm_model *model,
                          e->config.sequences, e->config.context);
   if (status == TFM_OK) status = tfmi_heap_charge(&e->heap, host.used + TFMI_SLACK);
   if (status == TFM_OK) status = tfmi_heap_charge(&e->heap, device.used + TFMI_SLACK);
+  if (status == TFM_OK) status = tfmi_heap_charge(&e->heap, tfmi_chosen_bytes(e) + TFMI_SLACK);
   if (status != TFM_OK) tfmi_dev_close(&e->dev, &e->heap);
   e->host_bytes = host.used;
   e->device_bytes = device.used;
@@ -17191,7 +17206,9 @@ static tfm_status tfmi_engine_allocate(tfm_engine *e) {
   int32_t i;
   e->host_block = tfmi_host_realloc(&e->heap.host, NULL, 0, e->host_bytes + TFMI_SLACK);
   if (e->host_block) e->device_block = e->dev.table->alloc(&e->dev, e->device_bytes);
-  if (!e->device_block)
+  if (e->device_block)
+    e->chosen = (int32_t *)e->dev.table->alloc_shared(&e->dev, tfmi_chosen_bytes(e));
+  if (!e->chosen)
     return tfmi_report(TFM_E_MEMORY,
                        "engine: out of memory for %llu bytes; shorten the context or "
                        "lower sequences",
@@ -17212,7 +17229,7 @@ static tfm_status tfmi_engine_allocate(tfm_engine *e) {
   e->epoch = 1;
   e->born = tfmi_seconds();
   if (e->dev.table->decode && !e->config.tap && !e->dev.override_mask)
-    e->ahead.ids = (int32_t *)e->dev.table->alloc_shared(&e->dev, TFMI_AHEAD_BYTES);
+    e->ahead.ids = e->chosen + e->config.sequences;
   return TFM_OK;
 }
 
@@ -17221,8 +17238,8 @@ TFM_API void tfm_engine_free(tfm_engine *engine) {
   if (!engine) return;
   heap = engine->heap;
   if (engine->ahead.session) engine->dev.table->sync(&engine->dev);
-  if (engine->ahead.ids)
-    engine->dev.table->release_shared(&engine->dev, engine->ahead.ids, TFMI_AHEAD_BYTES);
+  if (engine->chosen)
+    engine->dev.table->release_shared(&engine->dev, engine->chosen, tfmi_chosen_bytes(engine));
   if (engine->device_block)
     engine->dev.table->release(&engine->dev, engine->device_block, engine->device_bytes);
   if (engine->host_block)
@@ -17304,9 +17321,9 @@ static tfmi_pass tfmi_engine_pass(tfm_engine *e, int32_t rows) {
   p.net = &e->net;
   p.kv = e->kv;
   p.rows.n = rows;
-  p.rows.id = e->d_pass;
-  p.rows.pos = e->d_pass + e->rows;
-  p.rows.seq = e->d_pass + 2 * (size_t)e->rows;
+  p.rows.id = e->d_told.id;
+  p.rows.pos = e->d_told.pos;
+  p.rows.seq = e->d_told.seq;
   p.buffers = e->buffers;
   tfmi_buffers_trim(&p.buffers, rows);
   p.probs = e->d_probs;
@@ -17364,9 +17381,9 @@ static tfm_status tfmi_engine_cancelled(tfm_engine *e) {
 static int32_t tfmi_pass_fill(tfm_engine *e, const tfm_session *s, int32_t rows) {
   int32_t n = tfmi_min32(s->length - s->done, e->config.batch_rows - rows), i;
   for (i = 0; i < n; i++) {
-    e->id[rows + i] = s->tokens[s->done + i];
-    e->pos[rows + i] = s->done + i;
-    e->seq[rows + i] = s->slot;
+    e->told.id[rows + i] = s->tokens[s->done + i];
+    e->told.pos[rows + i] = s->done + i;
+    e->told.seq[rows + i] = s->slot;
   }
   return rows + n;
 }
@@ -17386,38 +17403,79 @@ static void tfmi_put_aside(tfm_engine *e) {
   }
 }
 
-/* The pass, as a recorded graph where the device keeps some. False: cancelled. */
-static bool tfmi_engine_replay(tfm_engine *e, tfmi_pass *p) {
+/* A part of what the host has put together. */
+static void tfmi_tell_device(tfm_engine *e, const void *first, const void *end) {
+  const size_t at = (size_t)((const char *)first - (const char *)e->told.params);
+  e->dev.table->put(&e->dev, (char *)e->d_told.params + at, first,
+                    (size_t)((const char *)end - (const char *)first));
+}
+
+/* The rows that have been put together, as a pass; the device is yet to be told. */
+static tfmi_pass tfmi_pass_of(tfm_engine *e, int32_t rows) {
+  int32_t padded = tfmi_round_up(rows, e->dev.table->row_multiple), i;
+  tfmi_pass p = tfmi_engine_pass(e, padded);
+  for (i = rows; i < padded; i++) {
+    e->told.id[i] = e->told.pos[i] = 0;
+    e->told.seq[i] = -1;
+  }
+  p.rows.apart = true;
+  for (i = 1; i < rows; i++) p.rows.apart &= e->told.seq[i] != e->told.seq[i - 1];
+  tfmi_put_aside(e);
+  return p;
+}
+
+static tfm_sampler tfmi_sampler_of(tfm_engine *e) {
+  tfm_sampler sampler;
+  sampler.params = e->d_told.params;
+  sampler.pos = e->d_told.at;
+  sampler.seq = e->d_told.slot;
+  sampler.history = e->d_history;
+  sampler.history_stride = e->config.context;
+  sampler.work = e->d_work;
+  return sampler;
+}
+
+/* An id for each of the first n rows of logits, into e->chosen: there after a sync. */
+static void tfmi_choose_ids(tfm_engine *e, int32_t n) {
+  const tfm_sampler sampler = tfmi_sampler_of(e);
+  tfmi_mark(&e->dev, TFM_WORK_SAMPLE);
+  TFMI_OP(&e->dev, sample)(&e->dev, e->chosen, NULL, tfmi_rows_of(e->logits, 0, n), &sampler);
+}
+
+/* The layers, and for the first `draws` rows, which are sequences' last ones, what follows. */
+static bool tfmi_pass_compute(tfm_engine *e, tfmi_pass *p, int32_t draws) {
+  tfmi_mark(&e->dev, TFM_WORK_PASS);
+  if (!tfmi_forward(p)) return false;
+  if (draws == 0) return true;
+  tfmi_head(p, tfmi_rows_of(e->logits, 0, draws), tfmi_rows_of(p->buffers.norm1, 0, draws),
+            tfmi_rows_of(p->buffers.out, 0, draws));
+  tfmi_choose_ids(e, draws);
+  return true;
+}
+
+/* The same as a recorded graph, where the device keeps some. False: cancelled. */
+static bool tfmi_pass_run(tfm_engine *e, tfmi_pass *p, int32_t draws) {
   const tfm_backend *table = e->dev.table;
-  uint64_t key = (uint64_t)p->rows.n | (uint64_t)p->rows.apart << 32;
-  bool plain = !p->tap && !p->profile, recording, done;
-  if (plain && table->replay(&e->dev, key)) return true;
-  recording = plain && table->record(&e->dev, key, true);
-  if (recording) p->cancel = NULL, p->host_cancel = NULL; /* half a graph is none */
-  done = tfmi_forward(p);
-  if (recording) table->record(&e->dev, key, false);
+  uint64_t key = (uint64_t)p->rows.n | (uint64_t)p->rows.apart << 32 | (uint64_t)draws << 33;
+  bool plain = !p->tap && !p->profile && !e->dev.override_mask, recording, done;
+  if (tfmi_cancelled(p)) return false;
+  tfmi_mark(&e->dev, draws ? TFM_WORK_DECODE : TFM_WORK_PASS);
+  done = plain && table->replay(&e->dev, key);
+  if (!done) {
+    recording = plain && table->record(&e->dev, key, true);
+    if (recording) p->cancel = NULL, p->host_cancel = NULL; /* half a graph is none */
+    done = tfmi_pass_compute(e, p, draws);
+    if (recording) table->record(&e->dev, key, false);
+  }
+  tfmi_mark(&e->dev, TFM_WORK_NONE);
   return done;
 }
 
 /* Runs the rows that have been put together. False: cancelled. */
 static bool tfmi_engine_run(tfm_engine *e, tfmi_pass *p, int32_t rows) {
-  const tfm_backend *table = e->dev.table;
-  int32_t padded = tfmi_round_up(rows, table->row_multiple), i;
-  bool done;
-  for (i = rows; i < padded; i++) {
-    e->id[i] = e->pos[i] = 0;
-    e->seq[i] = -1;
-  }
-  tfmi_put_aside(e);
-  table->put(&e->dev, e->d_pass, e->id, (2 * (size_t)e->rows + (size_t)padded) * sizeof *e->id);
-  *p = tfmi_engine_pass(e, padded);
-  p->rows.apart = true;
-  for (i = 1; i < rows; i++) p->rows.apart &= e->seq[i] != e->seq[i - 1];
-  if (tfmi_cancelled(p)) return false;
-  tfmi_mark(&e->dev, TFM_WORK_PASS);
-  done = tfmi_engine_replay(e, p);
-  tfmi_mark(&e->dev, TFM_WORK_NONE);
-  return done;
+  *p = tfmi_pass_of(e, rows);
+  tfmi_tell_device(e, e->told.id, e->told.seq + p->rows.n);
+  return tfmi_pass_run(e, p, 0);
 }
 
 typedef struct tfmi_advance_job { /* where tfmi_advance is */
@@ -17505,16 +17563,15 @@ static tfm_status tfmi_logits_of(tfm_engine *e, tfm_session *const *sessions, si
   if (tfmi_advance(e, &job) != TFM_OK) return tfmi_error.status;
   e->epoch++;
   for (i = 0; i < n; i++) {
-    e->pick[i] = sessions[i]->last_row;
-    e->at[i] = sessions[i]->length;
-    e->slot[i] = sessions[i]->slot;
+    e->told.pick[i] = sessions[i]->last_row;
+    e->told.at[i] = sessions[i]->length;
+    e->told.slot[i] = sessions[i]->slot;
     sessions[i]->logits_row = (int32_t)i;
     sessions[i]->logits_at = sessions[i]->length;
     sessions[i]->logits_epoch = e->epoch;
   }
-  e->dev.table->put(&e->dev, e->d_pick, e->pick,
-                    (2 * (size_t)e->config.sequences + n) * sizeof *e->pick);
-  TFMI_OP(&e->dev, gather)(&e->dev, x, e->stream, e->d_pick);
+  tfmi_tell_device(e, e->told.pick, e->told.slot + n);
+  TFMI_OP(&e->dev, gather)(&e->dev, x, e->stream, e->d_told.pick);
   p = tfmi_engine_pass(e, (int32_t)n);
   tfmi_head(&p, tfmi_rows_of(e->logits, 0, (int32_t)n), p.buffers.norm1, x);
   return TFM_OK;
@@ -17786,39 +17843,66 @@ static tfm_status tfmi_check_batch(tfm_session *const *sessions, size_t n,
   return TFM_OK;
 }
 
-/* The sampler of the sessions whose rows, positions and slots are on the device. */
-static tfm_sampler tfmi_sampler_fixed(tfm_engine *e) {
-  tfm_sampler sampler;
-  sampler.params = e->d_params;
-  sampler.pos = e->d_pick + e->config.sequences;
-  sampler.seq = e->d_pick + 2 * (size_t)e->config.sequences;
-  sampler.history = e->d_history;
-  sampler.history_stride = e->config.context;
-  sampler.work = e->d_work;
-  return sampler;
-}
-
-/* ... with these parameters, of which a penalty wants the history. */
-static tfm_sampler tfmi_sampler_of(tfm_engine *e, tfm_session *const *sessions, size_t n,
-                                   const tfm_sampling *sampling) {
+/* How to choose for these sessions; of a penalty the device needs the history, too. */
+static void tfmi_put_sampling(tfm_engine *e, tfm_session *const *sessions, size_t n,
+                              const tfm_sampling *sampling) {
   size_t i;
   for (i = 0; sampling && i < n; i++)
     if (sampling[i].repetition_penalty != 0) tfmi_put_history(sessions[i]);
-  memset(e->params, 0, n * sizeof *e->params);
-  if (sampling) memcpy(e->params, sampling, n * sizeof *sampling);
-  e->dev.table->put(&e->dev, e->d_params, e->params, n * sizeof *e->params);
-  return tfmi_sampler_fixed(e);
+  memset(e->told.params, 0, n * sizeof *e->told.params);
+  if (sampling) memcpy(e->told.params, sampling, n * sizeof *sampling);
 }
 
 /* Samples rows 0 .. n-1 of the logits that tfmi_logits_of has just computed into e->chosen. */
 static tfm_status tfmi_sample(tfm_engine *e, tfm_session *const *sessions, size_t n,
                               const tfm_sampling *sampling) {
-  tfm_sampler sampler = tfmi_sampler_of(e, sessions, n, sampling);
-  tfmi_mark(&e->dev, TFM_WORK_SAMPLE);
-  TFMI_OP(&e->dev, sample)(&e->dev, e->d_chosen, NULL, tfmi_rows_of(e->logits, 0, (int32_t)n),
-                           &sampler);
+  tfmi_put_sampling(e, sessions, n, sampling);
+  tfmi_tell_device(e, e->told.params, e->told.params + n);
+  tfmi_choose_ids(e, (int32_t)n);
   tfmi_mark(&e->dev, TFM_WORK_NONE);
-  e->dev.table->get(&e->dev, e->chosen, e->d_chosen, n * sizeof *e->chosen);
+  return tfmi_engine_sync(e);
+}
+
+/* ---- A step ----
+   Where each session has one token to run, which is the usual thing, the pass, the head and the
+   choice are one graph for the device, and one put tells it all. */
+
+static bool tfmi_is_step(const tfm_engine *e, tfm_session *const *sessions, size_t n) {
+  size_t i;
+  for (i = 0; i < n; i++)
+    if (sessions[i]->done != sessions[i]->length - 1) return false;
+  return n <= (size_t)e->config.batch_rows;
+}
+
+/* The pass of a step; tells the device all about it. */
+static tfmi_pass tfmi_step_pass(tfm_engine *e, tfm_session *const *sessions, size_t n,
+                                const tfm_sampling *sampling) {
+  tfmi_pass p;
+  size_t i;
+  for (i = 0; i < n; i++) {
+    tfmi_pass_fill(e, sessions[i], (int32_t)i);
+    e->told.at[i] = sessions[i]->length;
+    e->told.slot[i] = sessions[i]->slot;
+  }
+  tfmi_put_sampling(e, sessions, n, sampling);
+  p = tfmi_pass_of(e, (int32_t)n);
+  tfmi_tell_device(e, e->told.params, e->told.seq + p.rows.n);
+  return p;
+}
+
+/* The next id of each session, into e->chosen. */
+static tfm_status tfmi_step_run(tfm_engine *e, tfm_session *const *sessions, size_t n,
+                                const tfm_sampling *sampling) {
+  tfmi_pass p = tfmi_step_pass(e, sessions, n, sampling);
+  size_t i;
+  if (!tfmi_pass_run(e, &p, (int32_t)n)) return tfmi_engine_cancelled(e);
+  e->epoch++;
+  for (i = 0; i < n; i++) {
+    tfm_session *s = sessions[i];
+    s->done = s->last_at = s->logits_at = s->length;
+    s->last_row = s->logits_row = (int32_t)i;
+    s->logits_epoch = e->epoch;
+  }
   return tfmi_engine_sync(e);
 }
 
@@ -17836,7 +17920,7 @@ static bool tfmi_same_sampling(const tfm_sampling *a, const tfm_sampling *b) {
 }
 
 /* Asks for more steps, as far as context and pages go. False: none. */
-static bool tfmi_ahead_queue(tfm_engine *e, tfm_session *s, tfm_sampler sampler) {
+static bool tfmi_ahead_queue(tfm_engine *e, tfm_session *s) {
   tfmi_ahead *a = &e->ahead;
   int32_t begin = s->length + a->queued - a->taken, slot, i;
   int32_t steps = tfmi_min32(TFMI_STEPS_AHEAD, e->config.context - begin);
@@ -17847,7 +17931,7 @@ static bool tfmi_ahead_queue(tfm_engine *e, tfm_session *s, tfm_sampler sampler)
   run.net = &e->net;
   run.kv = e->kv;
   run.rows = tfmi_engine_pass(e, 1).rows;
-  run.sampler = sampler;
+  run.sampler = tfmi_sampler_of(e);
   run.ids = a->ids + slot;
   tfmi_mark(&e->dev, TFM_WORK_DECODE);
   if (e->dev.table->decode(&e->dev, &run, steps)) a->queued += steps;
@@ -17858,17 +17942,9 @@ static bool tfmi_ahead_queue(tfm_engine *e, tfm_session *s, tfm_sampler sampler)
 
 /* Puts the session's last token, which has not been run, where the device goes on from. */
 static bool tfmi_ahead_start(tfm_engine *e, tfm_session *s, const tfm_sampling *how) {
-  const tfm_backend *table = e->dev.table;
-  size_t pick = (2 * (size_t)e->config.sequences + 1) * sizeof *e->pick;
-  e->id[0] = s->tokens[s->length - 1];
-  e->pos[0] = s->length - 1;
-  e->seq[0] = s->slot;
-  e->at[0] = s->length;
-  e->slot[0] = s->slot;
-  table->put(&e->dev, e->d_pass, e->id, (2 * (size_t)e->rows + 1) * sizeof *e->id);
-  table->put(&e->dev, e->d_pick, e->pick, pick);
+  tfmi_step_pass(e, &s, 1, how);
   e->ahead.queued = e->ahead.taken = 0;
-  return tfmi_ahead_queue(e, s, tfmi_sampler_of(e, &s, 1, how));
+  return tfmi_ahead_queue(e, s);
 }
 
 /* Whether the next token of these sessions runs ahead, or can be made to; else nothing does. */
@@ -17914,14 +17990,12 @@ static tfm_status tfmi_ahead_take(tfm_engine *e) {
   tfmi_ahead *a = &e->ahead;
   tfm_session *s = a->session;
   tfmi_pass pass = tfmi_engine_pass(e, 1);
-  tfm_sampler sampler;
   if (tfmi_cancelled(&pass)) {
     tfmi_ahead_stop(e);
     return tfmi_engine_cancelled(e);
   }
-  sampler = tfmi_sampler_fixed(e);
   if (a->queued - a->taken <= TFMI_STEPS_AHEAD && a->queued % TFMI_STEPS_AHEAD == 0)
-    tfmi_ahead_queue(e, s, sampler);
+    tfmi_ahead_queue(e, s);
   e->chosen[0] = a->queued > a->taken
                      ? tfmi_ahead_wait(e, &a->ids[a->taken % (2 * TFMI_STEPS_AHEAD)]) : -2;
   if (e->chosen[0] == -1) {
@@ -17971,9 +18045,15 @@ static tfm_status tfmi_choose_next(tfm_engine *e, tfm_session *const *sessions, 
   if (tfmi_ahead_serves(e, sessions, n, sampling)) status = tfmi_ahead_take(e);
   if (status != TFM_E_FULL) return status;
   asked = e->ahead;
-  status = tfmi_logits_of(e, sessions, n);
+  tfmi_ahead_stop(e);
+  if (tfmi_is_step(e, sessions, n)) {
+    status = tfmi_step_run(e, sessions, n, sampling);
+  } else {
+    status = tfmi_logits_of(e, sessions, n);
+    if (status == TFM_OK) status = tfmi_sample(e, sessions, n, sampling);
+  }
   e->ahead.last = asked.last; /* which the passes have forgotten */
-  return status == TFM_OK ? tfmi_sample(e, sessions, n, sampling) : status;
+  return status;
 }
 
 static void tfmi_time_call(tfm_engine *e, double start, double end) {

@@ -68,6 +68,7 @@ enum {
 typedef struct cuda_graph {
   uint64_t key;
   uint32_t asked; /* how often; the second time it is worth recording */
+  uint64_t used;  /* when it was last asked for, in requests */
   cudaGraphExec_t exec;
 } cuda_graph;
 
@@ -89,6 +90,7 @@ typedef struct cuda_state {
   int turn;
   cuda_graph graph[CUDA_GRAPHS];
   int graphs;
+  uint64_t requests; /* for one of them */
   bool recording;
   bool chained; /* launches may begin before what they follow is complete: cuda_follow */
   bool chains;  /* the device can do that */
@@ -320,9 +322,27 @@ static void cuda_release_shared(tfm_dev *d, void *p, size_t) {
 
 static cuda_graph *cuda_graph_of(cuda_state *s, uint64_t key) {
   int i;
+  s->requests++;
   for (i = 0; i < s->graphs; i++)
-    if (s->graph[i].key == key) return &s->graph[i];
+    if (s->graph[i].key == key) return s->graph[i].used = s->requests, &s->graph[i];
   return NULL;
+}
+
+/* A place for one more: where all are taken, that of the one not asked for the longest. */
+static cuda_graph *cuda_graph_add(tfm_dev *d, uint64_t key) {
+  cuda_state *s = cuda_of(d);
+  cuda_graph *g = s->graph;
+  int i;
+  if (s->graphs < CUDA_GRAPHS) g = &s->graph[s->graphs++];
+  else
+    for (i = 1; i < CUDA_GRAPHS; i++)
+      if (s->graph[i].used < g->used) g = &s->graph[i];
+  if (g->exec) {
+    cuda_wait(d); /* it may be running */
+    cuda_check(d, cudaGraphExecDestroy(g->exec), "cudaGraphExecDestroy");
+  }
+  *g = {key, 0, s->requests, NULL};
+  return g;
 }
 
 static bool cuda_replay(tfm_dev *d, uint64_t key) {
@@ -337,12 +357,8 @@ static bool cuda_record_begin(tfm_dev *d, uint64_t key) {
   cuda_state *s = cuda_of(d);
   cuda_graph *g = cuda_graph_of(s, key);
   if ((uint32_t)key > CUDA_RECORDED || !cuda_enter(d)) return false;
-  if (!g) {
-    if (s->graphs == CUDA_GRAPHS) return false;
-    g = &s->graph[s->graphs++];
-    g->key = key;
-  }
-  if (++g->asked < 2) return false;
+  if (!g) g = cuda_graph_add(d, key);
+  if (++g->asked < 2 || d->status != TFM_OK) return false;
   s->recording = cuda_check(d, cudaStreamBeginCapture(s->stream, cudaStreamCaptureModeThreadLocal),
                             "cudaStreamBeginCapture");
   return s->recording;
@@ -387,7 +403,7 @@ static bool cuda_clock_count(tfm_dev *d, bool wait) {
 static void cuda_mark(tfm_dev *d, tfm_work kind) {
   cuda_clock *c = &cuda_of(d)->clock;
   int i;
-  if (!cuda_enter(d)) return;
+  if (cuda_of(d)->recording || !cuda_enter(d)) return;
   if (c->count == CUDA_MARKS && !cuda_clock_count(d, true)) return;
   i = (c->first + c->count) % CUDA_MARKS;
   if (!c->event[i] && !cuda_check(d, cudaEventCreate(&c->event[i]), "cudaEventCreate")) return;

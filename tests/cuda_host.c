@@ -199,6 +199,71 @@ TEST(layers_are_taken_as_a_whole_where_the_bits_allow_it) {
   check_fused(TFM_F32, true, false);
 }
 
+/* The reference waits for the device, which a recording does not allow. */
+TEST(passes_with_an_override_are_not_recorded) {
+  outcome o;
+  tfm_model_config c;
+  tfm_model *m;
+  tfm_session *s;
+  memset(&o, 0, sizeof o);
+  memset(&c, 0, sizeof c);
+  c.device = TFM_CUDA;
+  c.no_fallback = true;
+  c.override = "norm";
+  standin_reset();
+  m = tfm_model_load(models[1].path, &c);
+  s = tfm_session_create(m, NULL);
+  generate(&o, s);
+  CHECK_EQ_INT(o.tokens, TOKENS);
+  CHECK_STR(o.sentence, "");
+  tfm_session_free(s);
+  tfm_model_free(m);
+  check_clean();
+}
+
+static void feed_thrice(tfm_session *s, int32_t n) { /* the second pass is recorded, and replayed */
+  static const int32_t ids[64];
+  int i;
+  for (i = 0; i < 3; i++) {
+    const long before = standin.replays;
+    CHECK_EQ_INT(tfm_feed(s, ids, (size_t)n), TFM_OK);
+    CHECK_EQ_INT(tfm_session_rewind(s, 0), TFM_OK);
+    CHECK_EQ_INT(standin.replays - before, i > 0);
+  }
+}
+
+/* However many sizes of passes and steps have been seen, the latest are recorded. */
+TEST(old_graphs_make_room_for_new_ones) {
+  tfm_model_config c;
+  tfm_engine_config e;
+  tfm_model *m;
+  tfm_engine *engine;
+  tfm_session *s[2];
+  int32_t ids[2], n;
+  memset(&c, 0, sizeof c);
+  memset(&e, 0, sizeof e);
+  c.device = TFM_CUDA;
+  c.no_fallback = true;
+  e.sequences = 2;
+  standin_reset();
+  m = tfm_model_load(models[1].path, &c);
+  engine = tfm_engine_create(m, &e);
+  s[0] = tfm_session_open(engine);
+  s[1] = tfm_session_open(engine);
+  for (n = 64; n > 0; n--) feed_thrice(s[0], n); /* all places */
+  for (n = 0; n < 2; n++) CHECK_EQ_INT(tfm_feed(s[n], prompt, PROMPT), TFM_OK);
+  for (n = 0; n < 4; n++) { /* after the first, which has no pass, steps */
+    const long before = standin.replays;
+    CHECK_EQ_INT(tfm_next_batch(s, 2, NULL, ids), TFM_OK);
+    CHECK_EQ_INT(standin.replays - before, n > 1);
+  }
+  CHECK_EQ_INT(tfm_session_rewind(s[0], 0), TFM_OK);
+  feed_thrice(s[0], 64);
+  tfm_engine_free(engine);
+  tfm_model_free(m);
+  check_clean();
+}
+
 /* The memory is the device's, and its time that of the work it was given. */
 TEST(usage_is_told) {
   outcome o;

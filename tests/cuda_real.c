@@ -101,23 +101,39 @@ CALL(cudaSetDevice, (int device), (device))
 CALL(cudaDeviceGetAttribute, (int *v, enum cudaDeviceAttr a, int d), (v, a, d))
 CALL(cudaMemGetInfo, (size_t *left, size_t *all), (left, all))
 
-cudaError_t cudaMalloc(void **p, size_t bytes) {
-  cudaError_t e;
-  int i = 0;
-  REAL(cudaError_t, cudaMalloc, (void **, size_t));
+/* Whether memory is to be had: what is answered without asking the device, or else cudaSuccess. */
+static cudaError_t memory_left(void **p, size_t bytes) {
   *p = NULL;
   if (fails()) return (cudaError_t)standin.error;
   if (standin.memory_limit && bytes > standin.memory_limit - standin.bytes)
     return cudaErrorMemoryAllocation;
-  e = real(p, bytes);
+  return cudaSuccess;
+}
+
+static cudaError_t memory_taken(cudaError_t e, void *p, size_t bytes) {
+  int i = 0;
   if (e != cudaSuccess) return e;
   while (i < BLOCKS - 1 && blocks[i].address) i++;
-  blocks[i].address = *p;
+  blocks[i].address = p;
   blocks[i].bytes = bytes;
   standin.bytes += bytes;
   if (standin.bytes > standin.peak) standin.peak = standin.bytes;
   standin.live[STANDIN_MEMORY]++;
   return e;
+}
+
+cudaError_t cudaMalloc(void **p, size_t bytes) {
+  cudaError_t e = memory_left(p, bytes);
+  REAL(cudaError_t, cudaMalloc, (void **, size_t));
+  if (e == cudaSuccess) e = real(p, bytes);
+  return memory_taken(e, *p, bytes);
+}
+
+cudaError_t cudaMallocManaged(void **p, size_t bytes, unsigned flags) {
+  cudaError_t e = memory_left(p, bytes);
+  REAL(cudaError_t, cudaMallocManaged, (void **, size_t, unsigned));
+  if (e == cudaSuccess) e = real(p, bytes, flags);
+  return memory_taken(e, *p, bytes);
 }
 
 cudaError_t cudaFree(void *p) {

@@ -29,7 +29,7 @@ BUDGETS = {
     "api": 700, "backend": 520, "base": 940, "objects": 100, "json": 480, "unicode": 880,
     "gguf": 520, "steps": 740, "tokenizer": 4100,
     "formats": 800, "families": 2000, "device": 480,
-    "kernels": 1970, "gradients": 1100, "forward": 450, "engine": 740, "session": 620,
+    "kernels": 1970, "gradients": 1100, "forward": 450, "engine": 800, "session": 620,
     "generate": 200, "convert": 1320, "train": 1450, "export": 560, "data": 620,
 }
 

@@ -22,7 +22,9 @@ run shape:llama-8b -p 0 -n 32 --batch 64 --depth 1000 --rows 1024 --deterministi
 
 work=$(mktemp -d "${WORK:-/tmp}/load.XXXXXX") || exit 1
 trap 'rm -rf "$work"' EXIT
-if "$bin/bench" shape:llama-8b --write "$work/model.safetensors"; then run "$work" --load; fi
+if "$bin/bench" shape:llama-8b --write "$work/model.safetensors"; then
+  run "$work" --load | sed "s#$work#16 GB of F16#"
+fi
 rm -rf "$work"
 
 if python3 -c 'import torch; assert torch.cuda.is_available()' 2> /dev/null; then

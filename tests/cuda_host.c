@@ -51,6 +51,18 @@ static void generate(outcome *o, tfm_session *s) {
   if (id < 0) note_error(o);
 }
 
+/* After a fresh start, for the GPU alone; override NULL: none. */
+static tfm_model *load(int model, tfm_type weights, const char *override) {
+  tfm_model_config c;
+  memset(&c, 0, sizeof c);
+  c.device = TFM_CUDA;
+  c.no_fallback = true;
+  c.weights = weights;
+  c.override = override;
+  standin_reset();
+  return tfm_model_load(models[model].path, &c);
+}
+
 /* Loads, feeds, generates, and gives everything back. */
 static outcome run(int model, tfm_device device, bool no_fallback) {
   outcome o;
@@ -170,19 +182,14 @@ TEST(without_a_device_the_processor_computes_and_says_so_once) {
 
 /* Whether a prompt's layers were taken as a whole, or by parts. */
 static void check_fused(tfm_type weights, bool deterministic, bool fused) {
-  tfm_model_config c;
   tfm_engine_config e;
   tfm_stats stats;
   tfm_model *m;
   tfm_session *s;
-  memset(&c, 0, sizeof c);
   memset(&e, 0, sizeof e);
-  c.device = TFM_CUDA;
-  c.weights = weights;
   e.profile = true;
   e.deterministic = deterministic;
-  standin_reset();
-  m = tfm_model_load(models[2].path, &c);
+  m = load(2, weights, NULL);
   s = tfm_session_create(m, &e);
   CHECK_EQ_INT(tfm_feed(s, prompt, PROMPT), TFM_OK);
   CHECK_EQ_INT(tfm_session_stats(s, &stats), TFM_OK);
@@ -202,16 +209,10 @@ TEST(layers_are_taken_as_a_whole_where_the_bits_allow_it) {
 /* The reference waits for the device, which a recording does not allow. */
 TEST(passes_with_an_override_are_not_recorded) {
   outcome o;
-  tfm_model_config c;
   tfm_model *m;
   tfm_session *s;
   memset(&o, 0, sizeof o);
-  memset(&c, 0, sizeof c);
-  c.device = TFM_CUDA;
-  c.no_fallback = true;
-  c.override = "norm";
-  standin_reset();
-  m = tfm_model_load(models[1].path, &c);
+  m = load(1, TFM_TYPE_DEFAULT, "norm");
   s = tfm_session_create(m, NULL);
   generate(&o, s);
   CHECK_EQ_INT(o.tokens, TOKENS);
@@ -234,19 +235,14 @@ static void feed_thrice(tfm_session *s, int32_t n) { /* the second pass is recor
 
 /* However many sizes of passes and steps have been seen, the latest are recorded. */
 TEST(old_graphs_make_room_for_new_ones) {
-  tfm_model_config c;
   tfm_engine_config e;
   tfm_model *m;
   tfm_engine *engine;
   tfm_session *s[2];
   int32_t ids[2], n;
-  memset(&c, 0, sizeof c);
   memset(&e, 0, sizeof e);
-  c.device = TFM_CUDA;
-  c.no_fallback = true;
   e.sequences = 2;
-  standin_reset();
-  m = tfm_model_load(models[1].path, &c);
+  m = load(1, TFM_TYPE_DEFAULT, NULL);
   engine = tfm_engine_create(m, &e);
   s[0] = tfm_session_open(engine);
   s[1] = tfm_session_open(engine);
@@ -281,16 +277,11 @@ TEST(usage_is_told) {
 }
 
 TEST(out_of_device_memory_leaves_other_models_usable) {
-  tfm_model_config c;
   tfm_model *m;
   tfm_session *s;
   outcome o, after;
-  memset(&c, 0, sizeof c);
   memset(&after, 0, sizeof after);
-  c.device = TFM_CUDA;
-  c.no_fallback = true;
-  standin_reset();
-  m = tfm_model_load(models[0].path, &c);
+  m = load(0, TFM_TYPE_DEFAULT, NULL);
   s = tfm_session_create(m, NULL);
   standin.memory_limit = standin.bytes + 1000;
   o = run(1, TFM_CUDA, true);

@@ -17548,28 +17548,36 @@ static tfm_status tfmi_advance(tfm_engine *e, tfmi_advance_job *job) {
   return TFM_OK;
 }
 
-/* Logits of n sessions, each after all its tokens, into rows 0 .. n-1 of the engine's; the caller
-   syncs. Leaves rows, positions and slots of the sessions on the device, for the sampler. */
+/* The engine's logits are now those of these sessions, after all their tokens. */
+static void tfmi_logits_are_of(tfm_engine *e, tfm_session *const *sessions, size_t n) {
+  size_t i;
+  e->epoch++;
+  for (i = 0; i < n; i++) {
+    sessions[i]->logits_row = (int32_t)i;
+    sessions[i]->logits_at = sessions[i]->length;
+    sessions[i]->logits_epoch = e->epoch;
+  }
+}
+
+/* Logits of n sessions, each after all its tokens, into rows 0 .. n-1 of the engine's; nothing runs
+   ahead, and the caller syncs. Leaves rows, positions and slots of the sessions on the device, for
+   the sampler. */
 static tfm_status tfmi_logits_of(tfm_engine *e, tfm_session *const *sessions, size_t n) {
   tfmi_advance_job job = {sessions, n, NULL, NULL};
   tfm_mat x = tfmi_rows_of(e->picked, 0, (int32_t)n);
   tfmi_pass p;
   size_t i;
-  tfmi_ahead_stop(e);
   for (i = 0; i < n; i++) { /* a row that is not there is computed again from the last token */
     tfm_session *s = sessions[i];
     if (s->done == s->length && s->last_at != s->length) s->done--;
   }
   if (tfmi_advance(e, &job) != TFM_OK) return tfmi_error.status;
-  e->epoch++;
   for (i = 0; i < n; i++) {
     e->told.pick[i] = sessions[i]->last_row;
     e->told.at[i] = sessions[i]->length;
     e->told.slot[i] = sessions[i]->slot;
-    sessions[i]->logits_row = (int32_t)i;
-    sessions[i]->logits_at = sessions[i]->length;
-    sessions[i]->logits_epoch = e->epoch;
   }
+  tfmi_logits_are_of(e, sessions, n);
   tfmi_tell_device(e, e->told.pick, e->told.slot + n);
   TFMI_OP(&e->dev, gather)(&e->dev, x, e->stream, e->d_told.pick);
   p = tfmi_engine_pass(e, (int32_t)n);
@@ -17896,13 +17904,11 @@ static tfm_status tfmi_step_run(tfm_engine *e, tfm_session *const *sessions, siz
   tfmi_pass p = tfmi_step_pass(e, sessions, n, sampling);
   size_t i;
   if (!tfmi_pass_run(e, &p, (int32_t)n)) return tfmi_engine_cancelled(e);
-  e->epoch++;
   for (i = 0; i < n; i++) {
-    tfm_session *s = sessions[i];
-    s->done = s->last_at = s->logits_at = s->length;
-    s->last_row = s->logits_row = (int32_t)i;
-    s->logits_epoch = e->epoch;
+    sessions[i]->done = sessions[i]->last_at = sessions[i]->length;
+    sessions[i]->last_row = (int32_t)i;
   }
+  tfmi_logits_are_of(e, sessions, n);
   return tfmi_engine_sync(e);
 }
 
@@ -18040,20 +18046,12 @@ static int32_t tfmi_accept(tfm_session *s, int32_t id) {
 /* The next id of each session, into e->chosen. */
 static tfm_status tfmi_choose_next(tfm_engine *e, tfm_session *const *sessions, size_t n,
                                    const tfm_sampling *sampling) {
-  tfmi_ahead asked;
   tfm_status status = TFM_E_FULL;
   if (tfmi_ahead_serves(e, sessions, n, sampling)) status = tfmi_ahead_take(e);
-  if (status != TFM_E_FULL) return status;
-  asked = e->ahead;
-  tfmi_ahead_stop(e);
-  if (tfmi_is_step(e, sessions, n)) {
-    status = tfmi_step_run(e, sessions, n, sampling);
-  } else {
-    status = tfmi_logits_of(e, sessions, n);
-    if (status == TFM_OK) status = tfmi_sample(e, sessions, n, sampling);
-  }
-  e->ahead.last = asked.last; /* which the passes have forgotten */
-  return status;
+  if (status != TFM_E_FULL) return status; /* else nothing runs ahead */
+  if (tfmi_is_step(e, sessions, n)) return tfmi_step_run(e, sessions, n, sampling);
+  status = tfmi_logits_of(e, sessions, n);
+  return status == TFM_OK ? tfmi_sample(e, sessions, n, sampling) : status;
 }
 
 static void tfmi_time_call(tfm_engine *e, double start, double end) {

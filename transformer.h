@@ -1082,7 +1082,7 @@ typedef struct tfm_run_ahead {
 
 /* ---- The table ---- */
 
-#define TFM_BACKEND_ABI 5
+#define TFM_BACKEND_ABI 6
 
 struct tfm_backend {
   uint32_t abi; /* TFM_BACKEND_ABI */
@@ -1170,9 +1170,11 @@ struct tfm_backend {
   void (*sample)(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, const tfm_sampler *s);
   /* The k >= 1 best of each row, descending, the lower id first in a tie: ids, logprobs [R, k]. */
   void (*top)(tfm_dev *d, int32_t *ids, float *logprobs, tfm_mat logits, int32_t k);
-  /* Optional fusions; false: declined, nothing done, the caller takes the entries above. layer: x
-     [T, C] through one layer in place. decode: `steps` whole steps, sampling and next-token
-     feedback included, enqueued without waiting; results appear in s->ids. */
+  /* Optional fusions; false: declined, nothing done, the caller takes the entries above.
+     matmul_glu: y [M, F] = act(gate) * up, both halves of x W^T [M, 2F]. layer: x [T, C] through
+     one layer in place. decode: `steps` whole steps, sampling and next-token feedback included,
+     enqueued without waiting; results appear in s->ids. */
+  bool (*matmul_glu)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w, tfm_act act);
   bool (*layer)(tfm_dev *d, tfm_mat x, const tfm_net *net, int32_t index, const tfm_kv *kv,
                 const tfm_rows *rows);
   bool (*decode)(tfm_dev *d, const tfm_run_ahead *s, int32_t steps);
@@ -13285,7 +13287,7 @@ static const tfmi_entry tfmi_entries[] = {
   TFMI_ENTRY(kv_put, FORWARD), TFMI_ENTRY(attn, FORWARD), TFMI_ENTRY(glu, FORWARD),
   TFMI_ENTRY(route, FORWARD), TFMI_ENTRY(matmul_moe, FORWARD), TFMI_ENTRY(combine, FORWARD),
   TFMI_ENTRY(sample, FORWARD), TFMI_ENTRY(top, FORWARD),
-  TFMI_ENTRY(layer, OPTIONAL), TFMI_ENTRY(decode, OPTIONAL),
+  TFMI_ENTRY(matmul_glu, OPTIONAL), TFMI_ENTRY(layer, OPTIONAL), TFMI_ENTRY(decode, OPTIONAL),
   TFMI_ENTRY(loss, BACKWARD), TFMI_ENTRY(matmul_dx, BACKWARD), TFMI_ENTRY(matmul_dw, BACKWARD),
   TFMI_ENTRY(epilogue_bwd, BACKWARD), TFMI_ENTRY(norm_bwd, BACKWARD),
   TFMI_ENTRY(attn_bwd, BACKWARD), TFMI_ENTRY(glu_bwd, BACKWARD), TFMI_ENTRY(embed_bwd, BACKWARD),
@@ -16415,8 +16417,7 @@ static const tfm_backend tfmi_ref_table = { /* in tfm_backend's order, which the
   tfmi_ref_combine,
   tfmi_ref_sample,
   tfmi_ref_top,
-  NULL, /* layer */
-  NULL, /* decode */
+  NULL, NULL, NULL, /* matmul_glu layer decode */
 #ifndef TFM_NO_TRAINING
   tfmi_ref_loss,
   tfmi_ref_matmul_dx,
@@ -16656,6 +16657,18 @@ static void tfmi_attention(tfmi_pass *p, int32_t index) {
   tfmi_tell(p, "mid", index, b->mid);
 }
 
+/* Whether a device's fusions may be taken: all entries are its own, and nobody looks in between. */
+static bool tfmi_may_fuse(const tfmi_pass *p) {
+  return !p->tap && !p->kept && !p->dev->override_mask;
+}
+
+/* Gate and up at once, where the device has that. */
+static bool tfmi_gate_up(tfmi_pass *p, tfm_mat act, const tfm_layer *layer) {
+  tfm_dev *d = p->dev;
+  return d->table->matmul_glu && !layer->up_bias && tfmi_may_fuse(p) &&
+         d->table->matmul_glu(d, act, p->buffers.norm2, &layer->up, p->net->act);
+}
+
 /* act(up(norm2)): [T, F] of this layer, whose F may be less than others'. */
 static tfm_mat tfmi_hidden(tfmi_pass *p, int32_t index) {
   const tfm_net *net = p->net;
@@ -16667,6 +16680,7 @@ static tfm_mat tfmi_hidden(tfmi_pass *p, int32_t index) {
   up.bias = layer->up_bias;
   wide.cols = wide.data ? layer->up.rows : 0;
   if (net->gated) {
+    if (tfmi_gate_up(p, act, layer)) return act;
     TFMI_OP(p->dev, matmul)(p->dev, wide, b->norm2, &layer->up, &up);
     TFMI_OP(p->dev, glu)(p->dev, act, wide, net->act);
   } else {
@@ -16739,7 +16753,7 @@ static void tfmi_profile(const tfmi_pass *p, tfm_work kind) {
 /* The whole layer at once, where the device has that. */
 static bool tfmi_fused(tfmi_pass *p, int32_t layer) {
   tfm_dev *d = p->dev;
-  if (p->tap || p->kept || d->override_mask || !d->table->layer) return false;
+  if (!d->table->layer || !tfmi_may_fuse(p)) return false;
   tfmi_profile(p, TFM_WORK_LAYER);
   return d->table->layer(d, p->buffers.out, p->net, layer, &p->kv[layer], &p->rows);
 }

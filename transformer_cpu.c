@@ -88,11 +88,12 @@ enum {
   CPU_TILED_BLOCKS = 40,  /* where W is in blocks; */
   CPU_TILED_ROWS = 256,   /* rows at a time, */
   CPU_TILED_SLOTS = CPU_SCRATCH / 1024 + 512, /* of experts' rows: made tiles at a time, */
-  CPU_TILED_COLS = 1024,  /* columns of a panel, multiples of 256, */
-  CPU_TILED_PAST = 8 * CPU_SCRATCH, /* bytes of y from which on it is not worth a cache's room, */
-  CPU_TILED_PANELS = 32,  /* panels whose sums wait for more columns: each thread has room */
-  CPU_TILED_BYTES = 2 * 64 * CPU_TILED_COLS +
-                    4 * CPU_TILED_ROWS * (CPU_TILED_PANELS * CPU_ROWS + CPU_ALIGN / 4),
+  CPU_TILED_WHOLE = 2048, /* whole, if they have no more columns: the second cache keeps them; */
+  CPU_TILED_COLS = 256,   /* else by so many columns, which of a panel the first cache keeps, */
+  CPU_TILED_PANELS = 16,  /* panels whose sums wait together for more parts, */
+  CPU_TILED_FEW = 4,      /* or only to be written; even: gates, and what they let through */
+  CPU_TILED_SUMS = CPU_TILED_ROWS * (CPU_TILED_PANELS * CPU_ROWS + CPU_ALIGN / 4),
+  CPU_TILED_BYTES = 2 * 64 * CPU_TILED_WHOLE + 2 * 4 * CPU_TILED_SUMS, /* of each thread */
   CPU_DEPTH = 512,        /* training: terms of a sum that are added in registers, */
   CPU_PANELS = 8,         /* panels of a product that are packed together, */
   CPU_BLOCK = 264,        /* rows whose sums are kept meanwhile, */
@@ -884,6 +885,8 @@ typedef struct cpu_product { /* a matmul, or a matmul_moe, of x's rows first .. 
   uint8_t *quantised;         /* [rows] of these rows: groups; or tiles of bf16 */
   size_t quantised_bytes;     /* of a row */
   uint8_t *work;              /* CPU_TILE_BYTES of each thread; with tiles, CPU_TILED_BYTES */
+  const cpu_stripe *up;       /* y = act(x gate^T) * x up^T, of two stripes and the epilogue's act;
+                                 NULL: y is the product */
   bool tiles;                 /* AMX multiplies all of the weight that is not F32, */
   bool bytes;                 /* or 16 rows at a time by what of it is Q8_0 */
 } cpu_product;
@@ -1608,11 +1611,18 @@ CPU_INLINE void cpu_sums_end(float *out, size_t row, const bool both) {
   if (both) _tile_stored(3, below + 64, row);
 }
 
+/* 16 rows of a; `past`: they take no room in the first cache. */
+#define CPU_LOAD_ROWS(tile, at, past)                                      \
+  do {                                                                     \
+    if (past) _tile_stream_loadd(tile, at, 64);                            \
+    else _tile_loadd(tile, at, 64);                                        \
+  } while (0)
+
 /* Sums += 32 terms: rows of a times columns of b. */
-CPU_INLINE void cpu_sums_step(cpu_walk *a, cpu_walk *b, const bool both) {
-  _tile_loadd(4, a->at, 64);
+CPU_INLINE void cpu_sums_step(cpu_walk *a, cpu_walk *b, const bool both, const bool past) {
+  CPU_LOAD_ROWS(4, a->at, past);
   _tile_loadd(6, b->at, 64);
-  if (both) _tile_loadd(5, a->at + a->next, 64);
+  if (both) CPU_LOAD_ROWS(5, a->at + a->next, past);
   _tile_dpbf16ps(0, 4, 6);
   _tile_loadd(7, b->at + b->next, 64);
   if (both) _tile_dpbf16ps(2, 5, 6);
@@ -1625,7 +1635,7 @@ CPU_INLINE void cpu_sums_step(cpu_walk *a, cpu_walk *b, const bool both) {
 CPU_INLINE void cpu_tiles_multiply(float *out, size_t row, cpu_walk a, cpu_walk b, int32_t steps,
                                    bool more) {
   cpu_sums_begin(out, row, more, true);
-  for (; steps; steps--) cpu_sums_step(&a, &b, true);
+  for (; steps; steps--) cpu_sums_step(&a, &b, true, false);
   cpu_sums_end(out, row, true);
 }
 
@@ -2165,12 +2175,13 @@ static bool cpu_tiles_attn(tfm_dev *d, cpu_attn_bwd_job *t) {
 }
 
 /* ---- Prompts and batches, in tiles ----
-   x and W are rounded to bf16, W of whatever type but F32. Some columns of a panel of W wait as
-   tiles in the second cache, while all rows of x pass by, 32 at a time, of which there are as many
-   as stay in that cache too. Meanwhile, a few in each step, vectors unpack the columns that come
-   next, and the lines of y that the sums will go to are asked for. Sums of several panels wait in a
-   thread's memory: for more columns, and to be written in longer pieces. An element's sum has the
-   same order whatever is cut how. */
+   x and W are rounded to bf16, W of whatever type but F32. A panel of W waits as tiles while all
+   rows of x pass by, 32 at a time: as many as stay in the second cache, if they have no more than
+   2,048 columns. Longer rows are cut into parts. A part of a panel stays in the first cache, the
+   same part of x in the second, and sums of several panels wait in a thread's memory for the next.
+   While tiles multiply, vectors do the rest, a little in each step: they unpack the panel or part
+   that comes next, and sums of the panels before become y. An element's sum has the same order
+   whatever is cut how. */
 
 enum { CPU_UNIT = 4 }; /* columns of a panel that are unpacked together */
 
@@ -2242,28 +2253,76 @@ CPU_INLINE void cpu_unit_of_floats(uint8_t *to, const uint8_t *w, int32_t n, con
   }
 }
 
+typedef struct cpu_tiles { /* panels of a stripe, a thread's, times rows of x */
+  const cpu_product *t;
+  const cpu_slots *slots;      /* CPU_TILED_ROWS at most */
+  const cpu_stripe *stripe;
+  int32_t first, panels, col;  /* panel; how many; the first's first column of y */
+  int32_t wide, parts, group;  /* columns of a part of a panel, of which there are so many; panels
+                                  whose sums wait together */
+  uint8_t *room[2];            /* a part of a panel, as tiles: this one, and the next */
+  float *sums[2];              /* [rows][line]: of this group, and of the one before */
+  int32_t line;                /* [group][32], and more: rows are not in step */
+} cpu_tiles;
+
+typedef struct cpu_ending { /* a group's sums on their way to y, a row at a time */
+  const cpu_tiles *p;
+  const float *sums;
+  int32_t first, panels; /* the group's */
+  int32_t row, left;     /* the next to go; how many are to go */
+} cpu_ending;
+
+/* What the epilogue adds to the next row is asked for. */
+static void cpu_tiles_expect_residual(const cpu_ending *e, int32_t col, int32_t n) {
+  const tfm_epilogue *epilogue = e->p->t->e;
+  const float *next;
+  int32_t j;
+  if (e->left < 2 || !epilogue || !epilogue->residual.data) return;
+  next = cpu_row(epilogue->residual, cpu_slot_at(e->p->slots, e->p->slots->begin + e->row + 1));
+  for (j = 0; j < n; j += CPU_ALIGN / 4) __builtin_prefetch(next + col + j);
+}
+
+static void cpu_tiles_end(cpu_ending *e) {
+  const cpu_tiles *p = e->p;
+  const int32_t gated = p->t->up ? 2 : 1, wide = e->panels / gated * CPU_ROWS;
+  const int32_t from = e->first / gated * CPU_ROWS, col = p->col + from;
+  const int32_t n = cpu_min(wide, p->stripe->rows - p->first * CPU_ROWS - from);
+  const float *sums = e->sums + e->row * p->line;
+  const int32_t row = cpu_slot_at(p->slots, p->slots->begin + e->row);
+  cpu_tiles_expect_residual(e, col, n);
+  if (p->t->up) V(glu_values)(cpu_row(p->t->y, row) + col, sums, sums + wide, n, p->t->e->act);
+  else V(write)(p->t, sums, n, row, col);
+  e->row++, e->left--;
+}
+
 typedef struct cpu_ahead { /* what vectors do while tiles multiply */
-  uint8_t *to;                 /* tiles of columns of W that are needed next */
-  const uint8_t *w;            /* a panel, from these columns on */
-  int32_t cols, unit, units;   /* of these; what is done, and to be done in a step */
-  const float *y;              /* 32 columns of y that are written next, */
-  const cpu_slots *slots;      /* of these slots from `row` on */
-  int64_t stride;
-  int32_t row, rows, line, lines; /* rows; lines asked for, and to be asked for in a step */
+  uint8_t *to;         /* tiles of columns of W that are needed next */
+  const uint8_t *w;    /* a panel, from these columns on */
+  int32_t cols, unit;  /* of these; what is unpacked */
+  cpu_ending *ending;
+  int32_t units, ends; /* to be done in a square, */
+  int32_t of_units, of_ends, steps; /* evenly: both grow in a step, and what fills `steps` is due */
+  const uint8_t *x;    /* tiles of the next columns of x: the second cache is asked for them, */
+  int32_t lines;       /* so many lines in a step */
 } cpu_ahead;
 
+static int32_t cpu_units(const cpu_ahead *p) { return (p->cols + 31) / 32 * (32 / CPU_UNIT); }
+
+CPU_INLINE void cpu_unpack_unit(cpu_ahead *p, const int type) {
+  uint8_t *to = p->to + p->unit / 8 * (2 * CPU_TILE_SIZE) + p->unit % 8 * 128;
+  if (cpu_has_blocks(type)) cpu_unit_of_blocks(to, p->w, p->unit, type);
+  else cpu_unit_of_floats(to, p->w + (size_t)p->unit * (CPU_UNIT * 2 * CPU_ROWS),
+                          p->cols - p->unit * CPU_UNIT, type);
+  p->unit++;
+}
+
 CPU_INLINE void cpu_ahead_step(cpu_ahead *p, const int type) {
-  const int32_t line = cpu_min(p->line + p->lines, 2 * p->rows);
-  const int32_t last = cpu_min(p->unit + p->units, (p->cols + 31) / 32 * 8);
-  for (; p->unit < last; p->unit++) {
-    uint8_t *to = p->to + p->unit / 8 * (2 * CPU_TILE_SIZE) + p->unit % 8 * 128;
-    if (cpu_has_blocks(type)) cpu_unit_of_blocks(to, p->w, p->unit, type);
-    else cpu_unit_of_floats(to, p->w + (size_t)p->unit * (CPU_UNIT * 2 * CPU_ROWS),
-                            p->cols - p->unit * CPU_UNIT, type);
-  }
-  for (; p->line < line; p->line++)
-    __builtin_prefetch(p->y + cpu_slot_at(p->slots, p->row + p->line / 2) * p->stride +
-                       p->line % 2 * 16, 1);
+  int32_t i;
+  for (p->of_units += p->units; p->of_units >= p->steps; p->of_units -= p->steps)
+    cpu_unpack_unit(p, type);
+  for (p->of_ends += p->ends; p->of_ends >= p->steps; p->of_ends -= p->steps)
+    cpu_tiles_end(p->ending);
+  for (i = 0; i < p->lines; i++, p->x += CPU_ALIGN) __builtin_prefetch(p->x, 0, 2);
 }
 
 typedef struct cpu_square { /* 32 rows of x, or 16, times 32 columns of y: steps of 32 terms */
@@ -2281,7 +2340,7 @@ CPU_INLINE void cpu_square_of(const cpu_square *s, cpu_ahead *ahead, const int t
   int32_t i;
   cpu_sums_begin(s->out, s->row, s->more, both);
   for (i = 0; i < s->steps; i++) {
-    cpu_sums_step(&a, &b, both);
+    cpu_sums_step(&a, &b, both, true);
     cpu_ahead_step(&p, type);
   }
   cpu_sums_end(s->out, s->row, both);
@@ -2311,136 +2370,128 @@ static void (*const cpu_squares[])(const cpu_square *, cpu_ahead *) = {
   cpu_square_TFM_Q4_1, cpu_square_TFM_Q5_0, cpu_square_TFM_Q5_1, cpu_square_TFM_Q4_K,
   cpu_square_TFM_Q5_K, cpu_square_TFM_Q6_K};
 
-typedef struct cpu_tiles { /* panels of a stripe, a thread's, times rows of x */
-  const cpu_product *t;
-  const cpu_slots *slots;      /* CPU_TILED_ROWS at most */
-  const cpu_stripe *stripe;
-  int32_t first, panels, col;  /* panel; how many; the first's first column of y */
-  int32_t wide, parts, group;  /* columns of a part of a panel, of which there are so many; panels
-                                  whose sums wait together */
-  uint8_t *room[2];            /* a part of a panel, as tiles: this one, and the next */
-  float *sums;                 /* [rows][group][32], and a line more: rows are not in step */
-  size_t row;                  /* bytes from row to row of these */
-  bool past;                   /* they go to y past the caches */
-} cpu_tiles;
-
-typedef struct cpu_part { /* columns k .. k + cols - 1 of a panel; the slot of its sums */
-  int32_t panel, slot, k, cols;
-  bool last; /* of the group of panels */
+typedef struct cpu_part { /* columns k .. k + cols - 1 of a panel, one of a group */
+  int32_t first, panels, slot; /* the group's; which of them */
+  int32_t k, cols, left;       /* left: of the group's parts, with this one */
 } cpu_part;
+
+static int32_t cpu_shares(int32_t n, int32_t shares) { return (n + shares - 1) / shares; }
 
 /* Parts run through the panels of a group, then through their columns. Past the end: no columns. */
 static cpu_part cpu_part_at(const cpu_tiles *p, int32_t i) {
-  const int32_t first = i / (p->group * p->parts) * p->group;
-  const int32_t n = cpu_min(p->group, p->panels - first), within = i - first * p->parts;
-  cpu_part part = {0, 0, 0, 0, false};
-  if (n <= 0) return part;
-  part.slot = within % n;
-  part.panel = first + part.slot;
-  part.k = within / n * p->wide;
+  const int32_t first = i / (p->group * p->parts) * p->group, within = i - first * p->parts;
+  cpu_part part = {first, cpu_min(p->group, p->panels - first), 0, 0, 0, 0};
+  if (part.panels <= 0) return part;
+  part.slot = within % part.panels;
+  part.k = within / part.panels * p->wide;
   part.cols = cpu_min(p->wide, p->t->x.cols - part.k);
-  part.last = within == n * p->parts - 1;
+  part.left = part.panels * p->parts - within;
   return part;
 }
 
-/* The part is multiplied by all rows, while the next is unpacked. Lines of y are asked for where
-   there are few columns: with more, memory has enough to do. */
+/* The part's panel: the group's are gates, then as many of up, where there are gates. */
+static const uint8_t *cpu_part_panel(const cpu_tiles *p, const cpu_part *part) {
+  const int32_t gates = part->panels / 2;
+  const cpu_stripe *stripe = p->stripe;
+  int32_t i = part->first + part->slot;
+  if (p->t->up) {
+    i = part->first / 2 + part->slot % gates;
+    if (part->slot >= gates) stripe = p->t->up;
+  }
+  return stripe->data + (size_t)(p->first + i) * stripe->bytes;
+}
+
+static cpu_ahead cpu_tiles_ahead(const cpu_tiles *p, const cpu_part *part, cpu_ending *ending) {
+  cpu_ahead next = {NULL, NULL, 0, 0, ending, 0, 0, 0, 0, 1, NULL, 0};
+  next.to = p->room[1];
+  next.cols = part->cols;
+  if (part->cols > 0)
+    next.w = cpu_part_panel(p, part) + cpu_panel_span((int)p->stripe->type, part->k);
+  return next;
+}
+
+/* The second cache is asked for the columns of x that the group's panels are multiplied by next:
+   by each panel for a share of the lines. */
+static void cpu_tiles_expect_x(const cpu_tiles *p, const cpu_part *now, const cpu_square *s,
+                               cpu_ahead *next) {
+  const int32_t k = now->k + p->wide < p->t->x.cols ? now->k + p->wide : 0;
+  const int32_t of_16 = p->wide / 2; /* lines of 16 rows, of which a square has two */
+  const int32_t lines = cpu_shares(2 * of_16, now->panels), from = now->slot * lines;
+  next->lines = cpu_shares(lines, s->steps);
+  next->x = s->x + (size_t)(k - now->k) * CPU_ROWS + (size_t)(from / of_16) * s->group +
+            (size_t)(from % of_16) * CPU_ALIGN;
+}
+
+/* The part is multiplied by all rows, while the next is unpacked and the group before ends. */
 static void cpu_tiles_part(const cpu_tiles *p, const cpu_part *now, cpu_ahead *next) {
   const cpu_product *t = p->t;
-  const int32_t rows = p->slots->end - p->slots->begin;
+  const int32_t rows = p->slots->end - p->slots->begin, squares = cpu_shares(rows, CPU_ROWS);
   const uint8_t *x;
-  int32_t row, left;
   cpu_square s;
+  int32_t i;
   s.w = p->room[0];
-  s.row = p->row;
+  s.row = (size_t)p->line * sizeof *s.out;
   s.group = cpu_tiled_bytes(CPU_TILE_ROWS, t->x.cols);
-  s.steps = (now->cols + CPU_TERMS - 1) / CPU_TERMS;
+  s.steps = cpu_shares(now->cols, CPU_TERMS);
   s.more = now->k > 0;
+  next->steps = s.steps;
   x = t->quantised + (size_t)(p->slots->tiled / CPU_TILE_ROWS) * s.group;
-  next->y = cpu_row(t->y, 0) + p->col + now->panel * CPU_ROWS;
-  for (row = 0; row < rows; row += CPU_ROWS) {
-    left = (rows - row + CPU_ROWS - 1) / CPU_ROWS * s.steps;
-    next->units = ((next->cols + 31) / 32 * 8 - next->unit + left - 1) / left;
-    next->row = p->slots->begin + row;
-    next->rows = p->parts == 1 && !p->past ? cpu_min(CPU_ROWS, rows - row) : 0;
-    next->lines = (2 * next->rows + s.steps - 1) / s.steps;
-    next->line = 0;
-    s.x = x + (size_t)(row / CPU_TILE_ROWS) * s.group + (size_t)now->k * CPU_ROWS;
-    s.out = p->sums + now->slot * CPU_ROWS + (size_t)row * (p->row / sizeof *p->sums);
-    s.both = rows - row > CPU_TILE_ROWS;
+  for (i = 0; i < squares; i++) {
+    next->units = cpu_shares(cpu_units(next) - next->unit, squares - i);
+    next->ends = cpu_shares(next->ending->left, now->left * squares - i);
+    s.x = x + (size_t)(2 * i) * s.group + (size_t)now->k * CPU_ROWS;
+    s.out = p->sums[0] + now->slot * CPU_ROWS + i * CPU_ROWS * p->line;
+    s.both = rows - i * CPU_ROWS > CPU_TILE_ROWS;
+    if (p->parts > 1) cpu_tiles_expect_x(p, now, &s, next);
     cpu_squares[p->stripe->type](&s, next);
   }
 }
 
-/* Whether sums are y, as they are, which is so large that little of it stays in caches. */
-static bool cpu_tiles_past(const cpu_product *t) {
-  const tfm_epilogue *e = t->e;
-  if (4 * (int64_t)t->y.rows * t->y.cols < CPU_TILED_PAST) return false;
-  return !e || (e->act == TFM_ACT_NONE && !e->bias && e->softcap == 0 && !e->residual.data &&
-                !e->aux.data && e->dropout.rate == 0);
+/* All parts of a group are multiplied: its sums change places with those of the one before. */
+static cpu_ending cpu_tiles_ending(cpu_tiles *p, const cpu_part *last) {
+  const cpu_ending e = {p, p->sums[0], last->first, last->panels, 0,
+                        p->slots->end - p->slots->begin};
+  p->sums[0] = p->sums[1], p->sums[1] = (float *)(void *)e.sums;
+  return e;
 }
 
-/* n values, past the caches: a line that is not there is not read before it is written. */
-static void cpu_copy_past(float *to, const float *from, int32_t n) {
-  int32_t i = 0;
-  if ((uintptr_t)to % CPU_ALIGN == 0)
-    for (; i + 16 <= n; i += 16) _mm512_stream_ps(to + i, V(load)(from + i));
-  memcpy(to + i, from + i, (size_t)(n - i) * sizeof *to);
-}
-
-/* The sums of a group of panels, `part` being its last, go to y. */
-static void cpu_tiles_write(const cpu_tiles *p, const cpu_part *part) {
-  const int32_t first = part->panel - part->slot, col = first * CPU_ROWS;
-  const int32_t end = cpu_min((part->panel + 1) * CPU_ROWS, p->stripe->rows - p->first * CPU_ROWS);
-  int32_t i;
-  for (i = 0; i < p->slots->end - p->slots->begin; i++) {
-    const float *sums = p->sums + (size_t)i * (p->row / sizeof *p->sums);
-    const int32_t row = cpu_slot_at(p->slots, p->slots->begin + i);
-    if (p->past) cpu_copy_past(cpu_row(p->t->y, row) + p->col + col, sums, end - col);
-    else V(write)(p->t, sums, end - col, row, p->col + col);
-  }
-  if (p->past) _mm_sfence(); /* other threads read them */
-}
-
-static cpu_ahead cpu_tiles_ahead(const cpu_tiles *p, const cpu_part *part) {
-  cpu_ahead next = {NULL, NULL, 0, 0, 0, NULL, p->slots, 0, 0, 0, 0, 0};
-  next.to = p->room[1];
-  next.w = p->stripe->data + (size_t)(p->first + part->panel) * p->stripe->bytes +
-           cpu_panel_span((int)p->stripe->type, part->k);
-  next.cols = part->cols;
-  next.stride = p->t->y.stride;
-  return next;
+/* Of `panels`, so many in a group: even shares, gates with what they let through. */
+static int32_t cpu_tiles_group(const cpu_tiles *p, int32_t most) {
+  const int32_t n = cpu_shares(p->panels, cpu_shares(p->panels, most));
+  return p->t->up ? n + n % 2 : n;
 }
 
 /* The same, of as many rows as a thread has room for. */
 static void cpu_tiles_rows(const cpu_product *t, const cpu_slots *slots, const cpu_stripe *stripe,
                            int32_t panel, int32_t n, int32_t col, int32_t worker) {
-  cpu_tiles p = {t, slots, stripe, panel, n, col, 0, 0, 0, {NULL, NULL}, NULL, 0, false};
+  cpu_tiles p = {t, slots, stripe, panel, t->up ? 2 * n : n, col, t->x.cols, 1, 0, {NULL, NULL},
+                 {NULL, NULL}, 0};
+  cpu_ending ending = {&p, NULL, 0, 0, 0, 0};
   cpu_part part;
   cpu_ahead next;
   int32_t i;
-  p.parts = (t->x.cols + CPU_TILED_COLS - 1) / CPU_TILED_COLS;
-  p.wide = p.parts == 1 ? t->x.cols :
-           cpu_even_part((t->x.cols + 255) / 256, CPU_TILED_COLS / 256) * 256;
-  p.group = p.parts == 1 ? CPU_OUT / CPU_ROWS : CPU_TILED_PANELS;
-  p.row = (size_t)(p.group * CPU_ROWS) * sizeof *p.sums + CPU_ALIGN;
-  p.past = cpu_tiles_past(t);
+  if (t->x.cols > CPU_TILED_WHOLE) p.wide = CPU_TILED_COLS;
+  p.parts = cpu_shares(t->x.cols, p.wide);
+  p.group = cpu_tiles_group(&p, p.parts > 1 ? CPU_TILED_PANELS : CPU_TILED_FEW);
+  p.line = p.group * CPU_ROWS + CPU_ALIGN / 4;
   p.room[0] = t->work + (size_t)worker * CPU_TILED_BYTES;
-  p.room[1] = p.room[0] + 2 * CPU_ROWS * CPU_TILED_COLS;
-  p.sums = (float *)(void *)(p.room[1] + 2 * CPU_ROWS * CPU_TILED_COLS);
+  p.room[1] = p.room[0] + 2 * CPU_ROWS * CPU_TILED_WHOLE;
+  p.sums[0] = (float *)(void *)(p.room[1] + 2 * CPU_ROWS * CPU_TILED_WHOLE);
+  p.sums[1] = p.sums[0] + CPU_TILED_SUMS;
   part = cpu_part_at(&p, 0);
-  next = cpu_tiles_ahead(&p, &part);
-  next.units = next.cols;
+  next = cpu_tiles_ahead(&p, &part, &ending);
+  next.units = cpu_units(&next);
   cpu_squares[stripe->type](NULL, &next);
   for (i = 0; part.cols > 0; i++) {
     const cpu_part now = part;
     uint8_t *swap = p.room[0];
     p.room[0] = p.room[1], p.room[1] = swap;
     part = cpu_part_at(&p, i + 1);
-    next = cpu_tiles_ahead(&p, &part);
+    next = cpu_tiles_ahead(&p, &part, &ending);
     cpu_tiles_part(&p, &now, &next);
-    if (now.last) cpu_tiles_write(&p, &now);
+    if (now.left == 1) ending = cpu_tiles_ending(&p, &now);
   }
+  while (ending.left > 0) cpu_tiles_end(&ending);
 }
 
 /* n panels of a stripe, from `panel` on, times the rows of x that its expert has. */
@@ -2643,7 +2694,7 @@ static cpu_features cpu_detect(void) {
     cpu_pack_size, cpu_pack, cpu_unpack,                                                          \
     cpu_cast, cpu_embed, cpu_gather, of(norm), of(matmul), of(rope), cpu_kv_put,                  \
     of(attn), of(glu), cpu_route, of(matmul_moe), cpu_combine, cpu_sample, cpu_top,               \
-    NULL, NULL, /* layer decode */                                                                \
+    of(matmul_glu), NULL, NULL, /* layer decode */                                                \
     of(loss), of(matmul_dx), of(matmul_dw), of(epilogue_bwd), of(norm_bwd), of(attn_bwd),         \
     of(glu_bwd), cpu_embed_bwd, cpu_route_bwd, cpu_combine_bwd, of(moe_dx), of(moe_dw),           \
     of(sumsq), of(adamw), cpu_moe_bias, cpu_add_gated, cpu_moe_bias_bwd, cpu_add_gated_bwd,       \
@@ -3708,7 +3759,7 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
 }
 
 static void V(product)(tfm_dev *d, cpu_product *t) {
-  const cpu_weight *w = cpu_weight_of(t->w);
+  const int32_t panels = t->up ? cpu_panels(t->y.cols) : cpu_weight_of(t->w)->panels;
   int32_t all = t->x.rows, most, grain;
   t->work = (uint8_t *)d->work;
   t->tiles = cpu_in_tiles(d, t->w, t->y.rows / cpu_experts(t));
@@ -3731,8 +3782,8 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
       tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), t->tiles ? cpu_tiles_of_x : V(quantise),
                        t);
     grain = cpu_grain((int64_t)t->x.cols * CPU_ROWS * t->rows);
-    if (t->rows <= CPU_ASKING) tfm_parallel_for(d, w->panels, grain, V(columns), t);
-    else cpu_parallel_for(d, w->panels, grain > CPU_TAKEN ? grain : CPU_TAKEN, V(columns), t);
+    if (t->rows <= CPU_ASKING) tfm_parallel_for(d, panels, grain, V(columns), t);
+    else cpu_parallel_for(d, panels, grain > CPU_TAKEN ? grain : CPU_TAKEN, V(columns), t);
   }
 }
 
@@ -3743,14 +3794,33 @@ static void V(matmul_moe_rows)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weigh
 
 static void V(matmul)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                       const tfm_epilogue *e) {
-  cpu_product t = {y, x, w, e, NULL, false, false, 0, 0, NULL, 0, NULL, false, false};
+  cpu_product t = {y, x, w, e, NULL, false, false, 0, 0, NULL, 0, NULL, NULL, false, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_rows)(d, y, x, w, e);
 }
 
+/* Where tiles multiply, a row's gate and up are at hand together. They may be two stripes, or whole
+   panels of one. */
+static bool V(matmul_glu)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w, tfm_act act) {
+  const cpu_weight *packed = cpu_weight_of(w);
+  const int32_t panels = cpu_panels(y.cols);
+  tfm_epilogue e;
+  cpu_product t = {y, x, w, &e, NULL, false, false, 0, 0, NULL, 0, NULL, NULL, false, false};
+  cpu_stripe up = packed->stripe[packed->stripes - 1];
+  if (packed->stripes == 1 && y.cols % CPU_ROWS == 0) up.data += (size_t)panels * up.bytes;
+  else if (packed->stripes != 2 || packed->stripe->rows != up.rows) return false;
+  if (!packed->stripe->panels || packed->stripe->type != up.type || !cpu_in_tiles(d, w, x.rows))
+    return false;
+  memset(&e, 0, sizeof e);
+  e.act = act;
+  t.up = &up;
+  V(product)(d, &t);
+  return true;
+}
+
 static void V(matmul_moe)(tfm_dev *d, tfm_mat y, tfm_mat x, const tfm_weight *w,
                           const tfm_routing *r, bool spread) {
-  cpu_product t = {y, x, w, NULL, r, spread, false, 0, 0, NULL, 0, NULL, false, false};
+  cpu_product t = {y, x, w, NULL, r, spread, false, 0, 0, NULL, 0, NULL, NULL, false, false};
   if (cpu_weight_of(w)->stripe->panels) V(product)(d, &t);
   else V(matmul_moe_rows)(d, y, x, w, r, spread);
 }
@@ -3870,18 +3940,23 @@ static void V(rope)(tfm_dev *d, tfm_mat x, const int32_t *pos, const tfm_rope *p
   tfm_parallel_for(d, x.rows, cpu_grain(8 * (int64_t)x.cols), V(rope_rows), &t);
 }
 
+/* y = act(gate) * up, of n values. */
+static void V(glu_values)(float *y, const float *gate, const float *up, int32_t n, tfm_act act) {
+  int32_t i;
+  for (i = 0; i < n; i += CPU_LANES)
+    V(store_some)(y + i, V(mul)(V(act)(V(load_some)(gate + i, n - i), act),
+                                V(load_some)(up + i, n - i)), n - i);
+}
+
 static void V(glu_strips)(void *context, int32_t begin, int32_t end, int32_t worker) {
   const cpu_glu_job *t = (const cpu_glu_job *)context;
-  int32_t item, j;
+  int32_t item;
   (void)worker;
   for (item = begin; item < end; item++) {
     int32_t row = item / t->strips, col = item % t->strips * CPU_STRIP;
-    int32_t n = cpu_min(CPU_STRIP, t->y.cols - col);
-    const float *gate = cpu_row(t->gate_up, row) + col, *up = gate + t->y.cols;
-    float *y = cpu_row(t->y, row) + col;
-    for (j = 0; j < n; j += CPU_LANES)
-      V(store_some)(y + j, V(mul)(V(act)(V(load_some)(gate + j, n - j), t->act),
-                                  V(load_some)(up + j, n - j)), n - j);
+    const float *gate = cpu_row(t->gate_up, row) + col;
+    V(glu_values)(cpu_row(t->y, row) + col, gate, gate + t->y.cols,
+                  cpu_min(CPU_STRIP, t->y.cols - col), t->act);
   }
 }
 

@@ -7055,7 +7055,7 @@ static const tfm_backend cuda_table = {
   cuda_cast, cuda_embed, cuda_gather, cuda_norm_entry, cuda_matmul, cuda_rope,
   cuda_kv_put, cuda_attn_halves,
   cuda_glu, cuda_route, cuda_matmul_moe, cuda_combine, cuda_sample, cuda_top,
-  cuda_layer_entry, cuda_decode,
+  NULL, cuda_layer_entry, cuda_decode,                  /* matmul_glu */
   NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,       /* loss matmul_dx matmul_dw epilogue_bwd
                                                            norm_bwd attn_bwd glu_bwd embed_bwd */
   NULL, NULL, NULL, NULL, NULL, NULL,                   /* route_bwd combine_bwd moe_dx moe_dw sumsq

@@ -1,7 +1,7 @@
 /* AMX's tiles in C, for processors without them: what Intel's manual (volume 2, chapter 3 of the
-   instruction set extensions) says of LDTILECFG, TILELOADD, TILESTORED, TILEZERO, TDPBF16PS and
-   TDPBSUD, bit for bit. transformer_cpu.c includes it where TFM_CPU_AMX_STANDIN names it; the names
-   are those of the compilers' intrinsics, which it replaces. */
+   instruction set extensions) says of LDTILECFG, TILELOADD and TILELOADDT1, TILESTORED, TILEZERO,
+   TDPBF16PS and TDPBSUD, bit for bit. transformer_cpu.c includes it where TFM_CPU_AMX_STANDIN names
+   it; the names are those of the compilers' intrinsics, which it replaces. */
 #ifndef AMX_STANDIN_H
 #define AMX_STANDIN_H
 
@@ -118,6 +118,7 @@ static void standin_dpbsud(int c, int a, int b) {
 #undef _tile_release
 #undef _tile_zero
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #undef _tile_dpbsud
@@ -125,6 +126,7 @@ static void standin_dpbsud(int c, int a, int b) {
 #define _tile_release standin_release
 #define _tile_zero standin_zero
 #define _tile_loadd standin_load
+#define _tile_stream_loadd standin_load
 #define _tile_stored standin_store
 #define _tile_dpbf16ps standin_dpbf16ps
 #define _tile_dpbsud standin_dpbsud

@@ -475,7 +475,8 @@ static void test_tiles(device *t) {
   some_bits(t, TFM_F16, 290, 43, 70, 83);
   some_bits(t, TFM_Q6_K, 52, 43, 70, 256);
   matmul_plain(t, 19, 70, 2400, TFM_BF16, 1, 0); /* columns in parts, */
-  some_bits(t, TFM_Q8_0, 44, 43, 1100, 1056);       /* and more panels than wait */
+  matmul_plain(t, 45, 600, 288, TFM_Q8_0, 2, 1); /* and more panels than wait */
+  some_bits(t, TFM_Q8_0, 44, 43, 560, 2080);
   t->d.deterministic = true;
 }
 TEST(matmul_in_tiles) { on_tables(test_tiles); }
@@ -1103,6 +1104,41 @@ static void test_glu(device *t) {
   }
 }
 TEST(glu) { on_tables(test_glu); }
+
+/* Bit by bit what matmul and glu make of it; whether it was done at all. */
+static bool matmul_glu(device *t, tfm_type type, int m, int f, int k, int parts) {
+  weight w = weight_new(t, 2 * f, k, 0, type, TFM_TYPE_DEFAULT, false, parts, 0);
+  matrix x = matrix_new(t, m, k, 3), both = matrix_new(t, m, 2 * f, 1);
+  matrix y = matrix_new(t, m, f, 5), z = matrix_new(t, m, f, 2);
+  bool done = t->b->matmul_glu(&t->d, y.m, x.m, &w.w, TFM_ACT_SILU);
+  t->b->matmul(&t->d, both.m, x.m, &w.w, NULL);
+  t->b->glu(&t->d, z.m, both.m, TFM_ACT_SILU);
+  matrix_get(t, &y);
+  matrix_get(t, &z);
+  if (done) CHECK(!memcmp(y.v, z.v, (size_t)m * (size_t)f * sizeof *y.v));
+  matrix_free(t, &x);
+  matrix_free(t, &both);
+  matrix_free(t, &y);
+  matrix_free(t, &z);
+  weight_free(t, &w);
+  return done;
+}
+
+static void test_matmul_glu(device *t) {
+  if (!t->b->matmul_glu) return;
+  t->d.deterministic = false;
+  CHECK(matmul_glu(t, TFM_BF16, 41, 32, 100, 1) == in_tiles(t, TFM_BF16, 41));
+  CHECK(matmul_glu(t, TFM_Q8_0, 45, 320, 544, 1) == in_tiles(t, TFM_Q8_0, 45));
+  CHECK(matmul_glu(t, TFM_Q8_0, 45, 330, 544, 2) == in_tiles(t, TFM_Q8_0, 45));
+  CHECK(matmul_glu(t, TFM_Q4_K, 300, 160, 256, 2) == in_tiles(t, TFM_Q4_K, 300));
+  CHECK(matmul_glu(t, TFM_F16, 40, 300, 2080, 2) == in_tiles(t, TFM_F16, 40));
+  CHECK(!matmul_glu(t, TFM_BF16, 41, 48, 100, 1)); /* gate's last panel is up's first */
+  CHECK(!matmul_glu(t, TFM_BF16, 41, 48, 100, 3));
+  CHECK(!matmul_glu(t, TFM_F32, 41, 32, 100, 2));
+  t->d.deterministic = true;
+  CHECK(!matmul_glu(t, TFM_BF16, 41, 32, 100, 2));
+}
+TEST(gate_and_up_at_once) { on_tables(test_matmul_glu); }
 
 /* ---- Mixture of experts ---- */
 

@@ -11,8 +11,9 @@
 
    "shape:" names an architecture: small random weights, made in memory. The limit of a workload is
    the slower of: its bytes at the read bandwidth measured over as many bytes, and its operations at
-   the peak of fused float32 multiply-adds, or, for weights in blocks on a processor with AVX-512
-   VNNI, of products of bytes; all measured with the same threads. --write gives a shape to other
+   the peak of fused float32 multiply-adds; or of products of BF16 in tiles, for prompts by AMX; or
+   of products of bytes, for weights in blocks on a processor with AVX-512 VNNI; all measured with
+   the same threads. --write gives a shape to other
    programs, as llama2.c (with FILE.tokenizer) or safetensors (with config.json). */
 #define TRANSFORMER_IMPLEMENTATION
 #include "../transformer.h"
@@ -48,10 +49,20 @@ static int by_value(const void *a, const void *b) {
 
 typedef float lanes __attribute__((vector_size(64)));
 
+typedef enum product { FLOATS, BYTES, TILES, PRODUCTS } product;
+
+static const struct {
+  const char *bound, *title, *key, *unit;
+  double each; /* multiplications and additions in a count */
+} product_kinds[PRODUCTS] = {
+  {"fma", "float32 FMA", "gflops", "GFLOP/s", 2.0 * 16 * 12},
+  {"int8", "bytes, VNNI", "gops", "GOP/s", 2.0 * 64 * 24},
+  {"tiles", "bf16, AMX", "gflops", "GFLOP/s", 4 * 2.0 * 16 * 16 * 32}};
+
 typedef struct ceiling_job {
   pthread_barrier_t *start;
   const lanes *data; /* to read; NULL: multiply and add */
-  bool bytes;        /* products of bytes, not of floats */
+  product product;
   size_t count;
   float result;      /* kept, or the compiler would leave the work out */
   double began, ended;
@@ -109,19 +120,53 @@ static float multiply_bytes(size_t count) {
 #endif
 }
 
+#if defined(__x86_64__) && defined(__linux__) && \
+    (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
+#include <immintrin.h>
+/* Four products a count, and as many loads, which is what a block of 32 x 32 sums takes: all from
+   the first cache. */
+__attribute__((target("amx-tile,amx-bf16"))) static float multiply_tiles(size_t count) {
+  uint8_t data[4][1024] __attribute__((aligned(64))) = {{0}};
+  uint8_t config[64] __attribute__((aligned(64))) = {1};
+  size_t i;
+  for (i = 0; i < 8; i++) config[16 + 2 * i] = 64, config[48 + i] = 16;
+  __asm__ volatile("" : : "r"(config) : "memory");
+  _tile_loadconfig(config);
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (i = 0; i < count; i++) {
+    _tile_loadd(4, data[0], 64);
+    _tile_loadd(6, data[1], 64);
+    _tile_loadd(5, data[2], 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(7, data[3], 64);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+  return 0;
+}
+#else
+static float multiply_tiles(size_t count) { return 0 * (float)count; }
+#endif
+
 static void *ceiling_thread(void *context) {
   ceiling_job *job = (ceiling_job *)context;
   pthread_barrier_wait(job->start);
   job->began = seconds();
-  job->result = job->data    ? read_once(job->data, job->count)
-                : job->bytes ? multiply_bytes(job->count)
-                             : multiply_add(job->count);
+  job->result = job->data               ? read_once(job->data, job->count)
+                : job->product == BYTES ? multiply_bytes(job->count)
+                : job->product == TILES ? multiply_tiles(job->count)
+                                        : multiply_add(job->count);
   job->ended = seconds();
   return NULL;
 }
 
 /* Seconds from the first thread's beginning to the last one's end. */
-static double ceiling_time(int32_t threads, const lanes *data, size_t count_each, bool bytes) {
+static double ceiling_time(int32_t threads, const lanes *data, size_t count_each, product product) {
   pthread_t thread[THREADS_MAX];
   ceiling_job job[THREADS_MAX];
   pthread_barrier_t start;
@@ -132,7 +177,7 @@ static double ceiling_time(int32_t threads, const lanes *data, size_t count_each
     job[i].start = &start;
     job[i].data = data ? data + (size_t)i * count_each : NULL;
     job[i].count = count_each;
-    job[i].bytes = bytes;
+    job[i].product = product;
     if (pthread_create(&thread[i], NULL, ceiling_thread, &job[i]) != 0) {
       fprintf(stderr, TOOL ": the system gave %d threads of %d\n", (int)i, (int)threads);
       exit(TOOL_FAILED);
@@ -157,7 +202,7 @@ static double read_ceiling(int32_t threads, uint64_t bytes) {
   if (!data) return 0;
   memset(data, 0, whole);
   for (i = 0; i < 5 || (spent < 0.2 && i < 1000); i++) {
-    double time = ceiling_time(threads, data, each, false), rate = (double)whole / time;
+    double time = ceiling_time(threads, data, each, FLOATS), rate = (double)whole / time;
     spent += time;
     if (rate > best) best = rate;
   }
@@ -165,24 +210,17 @@ static double read_ceiling(int32_t threads, uint64_t bytes) {
   return best;
 }
 
-/* Multiplications and additions per second, best of several. `each`: in a count. */
-static double product_ceiling(int32_t threads, bool bytes, double each) {
+/* Multiplications and additions per second, best of several. */
+static double product_ceiling(int32_t threads, product product) {
   const size_t count = 1 << 21;
+  const double all = product_kinds[product].each * (double)count * threads;
   double best = 0;
   int i;
   for (i = 0; i < 7; i++) {
-    double rate = each * (double)count * threads / ceiling_time(threads, NULL, count, bytes);
+    double rate = all / ceiling_time(threads, NULL, count, product);
     if (rate > best) best = rate;
   }
   return best;
-}
-
-static double multiply_ceiling(int32_t threads) { /* of floats */
-  return product_ceiling(threads, false, 2.0 * 16 * 12);
-}
-
-static double byte_ceiling(int32_t threads) {
-  return product_ceiling(threads, true, 2.0 * 64 * 24);
 }
 
 static bool multiplies_bytes(void) {
@@ -191,6 +229,22 @@ static bool multiplies_bytes(void) {
 #else
   return false;
 #endif
+}
+
+/* Whether the tuned CPU table has tiles: the system saves them for a process that asked. */
+static bool multiplies_tiles(void) {
+  tfmi_heap heap;
+  tfm_dev d;
+  bool tiles;
+  memset(&heap, 0, sizeof heap);
+  if (tfmi_dev_open(&d, &heap, TFM_CPU, 0, 1, NULL, true) != TFM_OK) return false;
+  tiles = d.has_bf16;
+  tfmi_dev_close(&d, &heap);
+  return tiles;
+}
+
+static bool has_product(product product) {
+  return product == FLOATS || (product == BYTES ? multiplies_bytes() : multiplies_tiles());
 }
 
 static void do_nothing(void *context, int32_t begin, int32_t end, int32_t worker) {
@@ -233,13 +287,15 @@ static int print_ceilings(const options *o) {
              mebibytes[i], (int)threads, rate);
     else printf("read, %4d MiB  %3d threads  %9.1f GB/s\n", mebibytes[i], (int)threads, rate);
   }
-  printf(o->json ? "{\"ceiling\": \"fma\", \"threads\": %d, \"gflops\": %.1f}\n"
-                 : "float32 FMA     %3d threads  %9.1f GFLOP/s\n",
-         (int)threads, multiply_ceiling(threads) / 1e9);
-  if (multiplies_bytes())
-    printf(o->json ? "{\"ceiling\": \"int8\", \"threads\": %d, \"gops\": %.1f}\n"
-                   : "bytes, VNNI     %3d threads  %9.1f GOP/s\n",
-           (int)threads, byte_ceiling(threads) / 1e9);
+  for (i = 0; i < PRODUCTS; i++) {
+    double rate = has_product((product)i) ? product_ceiling(threads, (product)i) / 1e9 : 0;
+    if (rate == 0) continue;
+    if (o->json)
+      printf("{\"ceiling\": \"%s\", \"threads\": %d, \"%s\": %.1f}\n", product_kinds[i].bound,
+             (int)threads, product_kinds[i].key, rate);
+    else printf("%-14s  %3d threads  %9.1f %s\n", product_kinds[i].title, (int)threads, rate,
+                product_kinds[i].unit);
+  }
   printf(o->json ? "{\"ceiling\": \"dispatch\", \"threads\": %d, \"microseconds\": %.2f}\n"
                  : "empty dispatch  %3d threads  %9.2f us\n",
          (int)threads, dispatch_time(threads) * 1e6);
@@ -634,7 +690,7 @@ typedef struct figure {
   double median, best;         /* tokens per second */
   double gb_per_s, gflops;     /* at the median */
   double share;                /* of the limit; below zero: no ceiling was measured */
-  const char *bound;           /* "read", "fma", "int8" or a GPU's "products" */
+  const char *bound;           /* "read", one of products, or a GPU's "products" */
 } figure;
 
 static figure figure_of(const workload *w, double *rates, int32_t n, double read, double multiply,
@@ -678,11 +734,19 @@ static void print_figure(const options *o, const tfm_model_info *info, const wor
   fflush(stdout);
 }
 
+/* What multiplies in a workload. */
+static product product_of(const options *o, const tfm_model_info *info, const workload *w) {
+  const bool blocks = tfmi_types[info->weights].block_values > 1;
+  if (strcmp(info->device, "cpu")) return FLOATS;
+  if (w->kind[0] == 'p' && info->weights != TFM_F32 && !o->deterministic && has_product(TILES))
+    return TILES;
+  return blocks && has_product(BYTES) ? BYTES : FLOATS;
+}
+
 static int measure(const options *o, const tfm_model_info *info, const run_state *r,
                    const workload *w) {
   double rates[REPEAT_MAX], read = 0, multiply = 0, each = (double)w->tokens * o->batch;
-  bool bytes = multiplies_bytes() && !strcmp(info->device, "cpu") &&
-               tfmi_types[info->weights].block_values > 1;
+  const product product = product_of(o, info, w);
   tfm_stats stats;
   figure f;
   int32_t i;
@@ -692,8 +756,7 @@ static int measure(const options *o, const tfm_model_info *info, const run_state
   if (strcmp(info->device, "cuda")) {
     uint64_t set = info->token_bytes < 1 << 20 ? 1 << 20 : info->token_bytes;
     read = read_ceiling(cores_or(stats.threads), set < 1 << 30 ? set : 1 << 30);
-    multiply = bytes ? byte_ceiling(cores_or(stats.threads))
-                     : multiply_ceiling(cores_or(stats.threads));
+    multiply = product_ceiling(cores_or(stats.threads), product);
   }
   if (run_once(r, w, r->ids + w->tokens) < 0) return tool_fail(); /* warm */
   for (i = 0; i < o->repeat; i++) {
@@ -702,7 +765,7 @@ static int measure(const options *o, const tfm_model_info *info, const run_state
     rates[i] = each / time;
   }
   f = figure_of(w, rates, o->repeat, read, multiply,
-                bytes ? "int8" : o->product_rate > 0 ? "products" : "fma");
+                o->product_rate > 0 ? "products" : product_kinds[product].bound);
   print_figure(o, info, w, &f, stats.threads);
   return 0;
 }
@@ -881,7 +944,7 @@ static void print_training(const options *o, const training *g, const double *ms
                            const tfm_trainer_info *info) {
   double rate = (double)g->batch * g->context / ms[WHOLE] * 1e3;
   double share = 100 * train_operations(g, info->parameters) / ms[WHOLE] * 1e3 /
-                 multiply_ceiling(cores_or(o->model.threads));
+                 product_ceiling(cores_or(o->model.threads), FLOATS);
   printf(o->json ? "{\"workload\": \"train:%s\", \"ms\": %.2f, \"forward\": %.2f, \"backward\": "
                    "%.2f, \"clip\": %.2f, \"adamw\": %.2f, \"tokens_per_s\": %.0f, "
                    "\"percent_of_fma\": %.0f, \"memory_bytes\": %llu, \"precision\": \"%s\"}\n"

@@ -5,7 +5,8 @@
 #   bench/compare.sh table [ROUNDS [THREADS]]    every row of README's table, the ceilings first
 # Needs what `make examples bench` builds, and a Python ($PYTHON) with llama-cpp-python; with torch
 # and transformers too, PyTorch takes part where TYPE is f32 or bf16. Prints medians of tokens/s,
-# the share of what the machine could do (see bench.c), and ratios.
+# the share of what the machine could do (see bench.c), and ratios. One that fails takes no further
+# part, with the reason; ours goes on alone.
 # KEEP=DIR leaves the models there for the next call: with 0 ROUNDS it only makes them, so that the
 # measuring itself can have the machine to itself.
 set -eu
@@ -45,7 +46,8 @@ if [ ! -e "$models/$type.gguf" ]; then
   made "$source" build/bench "shape:$shape" --write "$source"
   if [ "$type" = q4_k_m ]; then
     made "$models/bf16.gguf" build/convert "$source" "$models/bf16.gguf" -t bf16
-    "$python" bench/peers.py q4_k_m "$models/bf16.gguf" "$models/$type.gguf" 2> "$work/log"
+    "$python" bench/peers.py q4_k_m "$models/bf16.gguf" "$models/$type.gguf" 2> "$work/log" ||
+      { tail -1 "$work/log" >&2; exit 1; }
   else
     build/convert "$source" "$models/$type.gguf" -t "$type"
   fi
@@ -82,18 +84,21 @@ median() { # of column $2 in a file; of an even number, the mean of the two in t
 
 for ((round = 0; round < rounds; round++)); do
   ours >> "$work/ours"
-  for p in $peers; do peer "$p" >> "$work/$p" || { tail -3 "$work/log"; exit 1; }; done
+  for p in $peers; do
+    peer "$p" >> "$work/$p" && continue
+    echo "$shape $type: no $p: $(tail -1 "$work/log")" >&2
+    peers=$(tr ' ' '\n' <<< "$peers" | grep -vx "$p" | paste -sd' ')
+  done
 done
 column=0
 for name in $workloads; do
   column=$((column + 1))
-  a=$(median "$work/ours" $column)
+  line=$(printf '%s %s, %d threads, %s: transformer.h %.1f (%.2f of the limit)' "$shape" "$type" \
+    "$threads" "$name" "$(median "$work/ours" $column)" "$(median "$work/share" $column)")
+  [ "$peers" ] || echo "$line"
   for p in $peers; do
-    awk -v name="$name" -v shape="$shape" -v p="$p" -v type="$type" \
-      -v n="$threads" -v a="$a" -v b="$(median "$work/$p" $column)" \
-      -v share="$(median "$work/share" $column)" 'BEGIN {
-      printf "%s %s, %d threads, %s: transformer.h %.1f (%.2f of the limit), ",
-             shape, type, n, name, a, share
-      printf "%s %.1f tokens/s, ratio %.2f\n", p, b, a / b }'
+    awk -v line="$line" -v p="$p" -v a="$(median "$work/ours" $column)" \
+      -v b="$(median "$work/$p" $column)" \
+      'BEGIN { printf "%s, %s %.1f tokens/s, ratio %.2f\n", line, p, b, a / b }'
   done
 done

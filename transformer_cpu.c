@@ -2449,9 +2449,9 @@ static void cpu_tiles_part(const cpu_tiles *p, const cpu_part *now, cpu_ahead *n
 
 /* All parts of a group are multiplied: its sums change places with those of the one before. */
 static cpu_ending cpu_tiles_ending(cpu_tiles *p, const cpu_part *last) {
-  const cpu_ending e = {p, p->sums[0], last->first, last->panels, 0,
-                        p->slots->end - p->slots->begin};
-  p->sums[0] = p->sums[1], p->sums[1] = (float *)(void *)e.sums;
+  float *sums = p->sums[0];
+  const cpu_ending e = {p, sums, last->first, last->panels, 0, p->slots->end - p->slots->begin};
+  p->sums[0] = p->sums[1], p->sums[1] = sums;
   return e;
 }
 

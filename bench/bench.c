@@ -49,7 +49,7 @@ static int by_value(const void *a, const void *b) {
 
 typedef float lanes __attribute__((vector_size(64)));
 
-typedef enum product { FLOATS, BYTES, TILES, PRODUCTS } product;
+typedef enum product_kind { FLOATS, BYTES, TILES, PRODUCTS } product_kind;
 
 static const struct {
   const char *bound, *title, *key, *unit;
@@ -62,7 +62,7 @@ static const struct {
 typedef struct ceiling_job {
   pthread_barrier_t *start;
   const lanes *data; /* to read; NULL: multiply and add */
-  product product;
+  product_kind product;
   size_t count;
   float result;      /* kept, or the compiler would leave the work out */
   double began, ended;
@@ -166,7 +166,7 @@ static void *ceiling_thread(void *context) {
 }
 
 /* Seconds from the first thread's beginning to the last one's end. */
-static double ceiling_time(int32_t threads, const lanes *data, size_t count_each, product product) {
+static double ceiling_time(int32_t threads, const lanes *data, size_t count_each, product_kind product) {
   pthread_t thread[THREADS_MAX];
   ceiling_job job[THREADS_MAX];
   pthread_barrier_t start;
@@ -211,7 +211,7 @@ static double read_ceiling(int32_t threads, uint64_t bytes) {
 }
 
 /* Multiplications and additions per second, best of several. */
-static double product_ceiling(int32_t threads, product product) {
+static double product_ceiling(int32_t threads, product_kind product) {
   const size_t count = 1 << 21;
   const double all = product_kinds[product].each * (double)count * threads;
   double best = 0;
@@ -243,7 +243,7 @@ static bool multiplies_tiles(void) {
   return tiles;
 }
 
-static bool has_product(product product) {
+static bool has_product(product_kind product) {
   return product == FLOATS || (product == BYTES ? multiplies_bytes() : multiplies_tiles());
 }
 
@@ -288,7 +288,7 @@ static int print_ceilings(const options *o) {
     else printf("read, %4d MiB  %3d threads  %9.1f GB/s\n", mebibytes[i], (int)threads, rate);
   }
   for (i = 0; i < PRODUCTS; i++) {
-    double rate = has_product((product)i) ? product_ceiling(threads, (product)i) / 1e9 : 0;
+    double rate = has_product((product_kind)i) ? product_ceiling(threads, (product_kind)i) / 1e9 : 0;
     if (rate == 0) continue;
     if (o->json)
       printf("{\"ceiling\": \"%s\", \"threads\": %d, \"%s\": %.1f}\n", product_kinds[i].bound,
@@ -735,7 +735,7 @@ static void print_figure(const options *o, const tfm_model_info *info, const wor
 }
 
 /* What multiplies in a workload. */
-static product product_of(const options *o, const tfm_model_info *info, const workload *w) {
+static product_kind product_of(const options *o, const tfm_model_info *info, const workload *w) {
   const bool blocks = tfmi_types[info->weights].block_values > 1;
   if (strcmp(info->device, "cpu")) return FLOATS;
   if (w->kind[0] == 'p' && info->weights != TFM_F32 && !o->deterministic && has_product(TILES))
@@ -746,7 +746,7 @@ static product product_of(const options *o, const tfm_model_info *info, const wo
 static int measure(const options *o, const tfm_model_info *info, const run_state *r,
                    const workload *w) {
   double rates[REPEAT_MAX], read = 0, multiply = 0, each = (double)w->tokens * o->batch;
-  const product product = product_of(o, info, w);
+  const product_kind product = product_of(o, info, w);
   tfm_stats stats;
   figure f;
   int32_t i;

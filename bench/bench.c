@@ -166,7 +166,8 @@ static void *ceiling_thread(void *context) {
 }
 
 /* Seconds from the first thread's beginning to the last one's end. */
-static double ceiling_time(int32_t threads, const lanes *data, size_t count_each, product_kind product) {
+static double ceiling_time(int32_t threads, const lanes *data, size_t count_each,
+                           product_kind product) {
   pthread_t thread[THREADS_MAX];
   ceiling_job job[THREADS_MAX];
   pthread_barrier_t start;
@@ -288,7 +289,8 @@ static int print_ceilings(const options *o) {
     else printf("read, %4d MiB  %3d threads  %9.1f GB/s\n", mebibytes[i], (int)threads, rate);
   }
   for (i = 0; i < PRODUCTS; i++) {
-    double rate = has_product((product_kind)i) ? product_ceiling(threads, (product_kind)i) / 1e9 : 0;
+    const product_kind product = (product_kind)i;
+    double rate = has_product(product) ? product_ceiling(threads, product) / 1e9 : 0;
     if (rate == 0) continue;
     if (o->json)
       printf("{\"ceiling\": \"%s\", \"threads\": %d, \"%s\": %.1f}\n", product_kinds[i].bound,

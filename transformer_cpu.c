@@ -2457,7 +2457,7 @@ static cpu_ending cpu_tiles_ending(cpu_tiles *p, const cpu_part *last) {
 
 /* Of `panels`, so many in a group: even shares, gates with what they let through. */
 static int32_t cpu_tiles_group(const cpu_tiles *p, int32_t most) {
-  const int32_t n = cpu_shares(p->panels, cpu_shares(p->panels, most));
+  const int32_t n = cpu_even_part(p->panels, most);
   return p->t->up ? n + n % 2 : n;
 }
 

@@ -76,7 +76,7 @@ enum {
   CPU_ASKING = 16,        /* or, of rows of x, while so many are multiplied by the chunk before; */
   CPU_BYTES_ASKED = 8,    /* in tiles of bytes so many times with a block of half a panel */
   CPU_SCRATCH = TFM_CPU_SCRATCH, /* for quantised activations; rows are worked off in parts of it */
-  CPU_TAKEN = 8,          /* panels that a thread takes at a time, at least, for many rows of x */
+  CPU_TAKEN = 4,          /* panels that a thread takes at a time, at least */
   CPU_WIDTH = 256,        /* widest head of attention here */
   CPU_QUERIES = 64,       /* query heads that share a tile of keys, */
   CPU_KEYS = 64,          /* of so many positions */
@@ -92,6 +92,7 @@ enum {
   CPU_TILED_COLS = 256,   /* else by so many columns, which of a panel the first cache keeps, */
   CPU_TILED_PANELS = 16,  /* panels whose sums wait together for more parts, */
   CPU_TILED_FEW = 4,      /* or only to be written; even: gates, and what they let through */
+  CPU_TILED_TAKEN = 8,    /* panels that a thread takes at a time, at least */
   CPU_TILED_SUMS = CPU_TILED_ROWS * (CPU_TILED_PANELS * CPU_ROWS + CPU_ALIGN / 4),
   CPU_TILED_BYTES = 2 * 64 * CPU_TILED_WHOLE + 2 * 4 * CPU_TILED_SUMS, /* of each thread */
   CPU_DEPTH = 512,        /* training: terms of a sum that are added in registers, */
@@ -178,6 +179,9 @@ static bool cpu_record(tfm_dev *d, uint64_t key, bool begin) {
 /* ---- Small things ---- */
 
 static int32_t cpu_min(int32_t a, int32_t b) { return a < b ? a : b; }
+static int32_t cpu_max(int32_t a, int32_t b) { return a > b ? a : b; }
+/* Of n, the largest of so many even shares. */
+static int32_t cpu_shares(int32_t n, int32_t shares) { return (n + shares - 1) / shares; }
 
 static size_t cpu_align(size_t n) { return (n + CPU_ALIGN - 1) & ~(size_t)(CPU_ALIGN - 1); }
 
@@ -1003,7 +1007,7 @@ static void cpu_take(void *context, int32_t begin, int32_t end, int32_t worker) 
   (void)begin, (void)end;
   while (at < s->n) {
     to = (s->n - at) / (3 * s->threads) * 2;
-    to = cpu_min(at + (to > s->least ? to : s->least), s->n);
+    to = cpu_min(at + cpu_max(to, s->least), s->n);
     if (!__atomic_compare_exchange_n(&s->next, &at, to, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
       continue; /* at: what it is now */
     s->job(s->context, at, to, worker);
@@ -1014,9 +1018,9 @@ static void cpu_take(void *context, int32_t begin, int32_t end, int32_t worker) 
 /* As tfm_parallel_for, `least` items at a time at least, for long jobs: on a machine that has other
    work, too, one thread may be several times as fast as another. */
 static void cpu_parallel_for(tfm_dev *d, int32_t n, int32_t least, tfm_job job, void *context) {
-  cpu_shared s = {job, context, n, least, d->threads, 0};
-  if (d->threads == 1 || n <= least) tfm_parallel_for(d, n, least, job, context);
-  else tfm_parallel_for(d, d->threads, 1, cpu_take, &s);
+  cpu_shared s = {job, context, n, least, cpu_min(d->threads, cpu_shares(n, least)), 0};
+  if (s.threads < 2) tfm_parallel_for(d, n, least, job, context);
+  else tfm_parallel_for(d, s.threads, 1, cpu_take, &s);
 }
 #endif
 
@@ -2374,8 +2378,6 @@ typedef struct cpu_part { /* columns k .. k + cols - 1 of a panel, one of a grou
   int32_t first, panels, slot; /* the group's; which of them */
   int32_t k, cols, left;       /* left: of the group's parts, with this one */
 } cpu_part;
-
-static int32_t cpu_shares(int32_t n, int32_t shares) { return (n + shares - 1) / shares; }
 
 /* Parts run through the panels of a group, then through their columns. Past the end: no columns. */
 static cpu_part cpu_part_at(const cpu_tiles *p, int32_t i) {
@@ -3760,7 +3762,7 @@ static void V(columns)(void *context, int32_t begin, int32_t end, int32_t worker
 
 static void V(product)(tfm_dev *d, cpu_product *t) {
   const int32_t panels = t->up ? cpu_panels(t->y.cols) : cpu_weight_of(t->w)->panels;
-  int32_t all = t->x.rows, most, grain;
+  int32_t all = t->x.rows, most, taken;
   t->work = (uint8_t *)d->work;
   t->tiles = cpu_in_tiles(d, t->w, t->y.rows / cpu_experts(t));
   t->in_order = t->routing && (t->tiles || !t->spread);
@@ -3776,14 +3778,14 @@ static void V(product)(tfm_dev *d, cpu_product *t) {
     most = cpu_even_part(all, cpu_quantised_most(t->x.cols));
     t->bytes = d->state && (!t->routing || t->in_order); /* rows lie one after the other */
   }
+  taken = cpu_min(t->tiles ? CPU_TILED_TAKEN : CPU_TAKEN, cpu_shares(panels, d->threads));
   for (t->first = 0; t->first < all; t->first += t->rows) {
     t->rows = cpu_min(most, all - t->first);
     if (t->quantised)
       tfm_parallel_for(d, t->rows, cpu_grain(t->x.cols), t->tiles ? cpu_tiles_of_x : V(quantise),
                        t);
-    grain = cpu_grain((int64_t)t->x.cols * CPU_ROWS * t->rows);
-    if (t->rows <= CPU_ASKING) tfm_parallel_for(d, panels, grain, V(columns), t);
-    else cpu_parallel_for(d, panels, grain > CPU_TAKEN ? grain : CPU_TAKEN, V(columns), t);
+    cpu_parallel_for(d, panels, cpu_max(taken, cpu_grain((int64_t)t->x.cols * CPU_ROWS * t->rows)),
+                     V(columns), t);
   }
 }
 

@@ -7,6 +7,8 @@
 # and transformers too, PyTorch takes part where TYPE is f32 or bf16. Prints medians of tokens/s,
 # the share of what the machine could do (see bench.c), and ratios. One that fails takes no further
 # part, with the reason; ours goes on alone.
+# Whether llama.cpp uses AMX its llama_print_system_info tells; built by clang 14 it does not unless
+# -D__AMX_INT8__=1 is among the flags.
 # KEEP=DIR leaves the models there for the next call: with 0 ROUNDS it only makes them, so that the
 # measuring itself can have the machine to itself.
 set -eu

@@ -180,7 +180,7 @@ static bool cpu_record(tfm_dev *d, uint64_t key, bool begin) {
 
 static int32_t cpu_min(int32_t a, int32_t b) { return a < b ? a : b; }
 static int32_t cpu_max(int32_t a, int32_t b) { return a > b ? a : b; }
-/* Of n, the largest of so many even shares. */
+/* Of n, the largest of so many even shares; or how many shares there are of so much at most. */
 static int32_t cpu_shares(int32_t n, int32_t shares) { return (n + shares - 1) / shares; }
 
 static size_t cpu_align(size_t n) { return (n + CPU_ALIGN - 1) & ~(size_t)(CPU_ALIGN - 1); }
@@ -356,7 +356,7 @@ CPU_INLINE const uint8_t *cpu_piece_at(const uint8_t **front, const uint8_t *pan
   return *front + cpu_front_bytes(type) + b % pieces * cpu_piece_bytes(type);
 }
 
-static int32_t cpu_panels(int32_t rows) { return (rows + CPU_ROWS - 1) / CPU_ROWS; }
+static int32_t cpu_panels(int32_t rows) { return cpu_shares(rows, CPU_ROWS); }
 
 static tfm_type cpu_type_of(const tfm_weight_source *s, const tfm_part *p) {
   return s->type == TFM_TYPE_DEFAULT ? p->type : s->type;
@@ -1068,7 +1068,7 @@ static int32_t cpu_runs(const tfm_rows *rows) {
   return runs;
 }
 
-static int32_t cpu_pieces(int32_t positions) { return (positions + CPU_PIECE - 1) / CPU_PIECE; }
+static int32_t cpu_pieces(int32_t positions) { return cpu_shares(positions, CPU_PIECE); }
 
 /* The key, or the value, of the run's head at a position. */
 static const uint8_t *cpu_kv_at(const tfm_kv *kv, const cpu_run *run, int32_t pos, bool value) {
@@ -1170,7 +1170,7 @@ static int32_t cpu_gemm_chunk(int32_t rows, int32_t pairs, int32_t threads) {
   int64_t least = INT64_MAX;
   int32_t chunks, best = rows;
   for (chunks = 1; chunks <= 64 && chunks * CPU_TILE < rows + CPU_TILE; chunks++) {
-    int32_t each = ((rows + chunks - 1) / chunks + CPU_TILE - 1) / CPU_TILE * CPU_TILE;
+    int32_t each = cpu_shares(cpu_shares(rows, chunks), CPU_TILE) * CPU_TILE;
     int64_t share = ((int64_t)chunks * pairs + threads - 1) / threads, time = share * (each + 16);
     if (time < least) least = time, best = each;
   }
@@ -1560,7 +1560,7 @@ static void cpu_pack_groups(const cpu_tiled *p, bool a, int32_t first) {
 }
 
 static int32_t cpu_pack_items_of(int32_t n) { /* rows or columns */
-  return (n + CPU_GROUPS * CPU_TILE_ROWS - 1) / (CPU_GROUPS * CPU_TILE_ROWS);
+  return cpu_shares(n, CPU_GROUPS * CPU_TILE_ROWS);
 }
 
 /* Items of b, then of a. */
@@ -1653,7 +1653,7 @@ static void cpu_tiles_expect(const cpu_tiled *p, int32_t row, int32_t rows, int3
   }
 }
 
-static int32_t cpu_tiled_rows(const cpu_tiled *p) { return (p->rows + CPU_ROWS - 1) / CPU_ROWS; }
+static int32_t cpu_tiled_rows(const cpu_tiled *p) { return cpu_panels(p->rows); }
 
 /* The tiles of 32 rows of a: packed by all threads, or now. */
 static const uint8_t *cpu_tiles_of_a(const cpu_tiled *p, int32_t row, int32_t worker) {
@@ -1714,13 +1714,12 @@ static int32_t cpu_tiles_wide(const cpu_tiled *p) {
 static void cpu_tiles_block(cpu_tiled *p, bool packed) {
   tfm_dev *d = p->t->d;
   int32_t of_a = packed || p->t->form != CPU_DW ? 0 : cpu_pack_items_of(p->rows);
-  p->steps = (p->depth + CPU_TERMS - 1) / CPU_TERMS;
+  p->steps = cpu_shares(p->depth, CPU_TERMS);
   p->b = cpu_quantised_at(d) + (size_t)d->threads * CPU_TRAIN_BYTES;
   p->a = p->t->form == CPU_DW ? p->b + CPU_SIDE : NULL;
   p->wide = cpu_tiles_wide(p);
   tfm_parallel_for(d, cpu_pack_items_of(p->cols) + of_a, 1, cpu_pack_items, p);
-  tfm_parallel_for(d, cpu_tiled_rows(p) * ((p->cols + p->wide - 1) / p->wide), 1, cpu_tiles_items,
-                   p);
+  tfm_parallel_for(d, cpu_tiled_rows(p) * cpu_shares(p->cols, p->wide), 1, cpu_tiles_items, p);
 }
 
 /* Rows, or columns, of as many terms that fit a side: whole items of packing. */
@@ -2119,7 +2118,7 @@ static int32_t cpu_look_rows(const cpu_attn_bwd_job *t, const cpu_run *run) {
 
 static int32_t cpu_look_items_of(const cpu_attn_bwd_job *t, const cpu_run *run) {
   const int32_t rows = cpu_look_rows(t, run);
-  return t->dy.data ? 1 : (run->rows + rows - 1) / rows;
+  return t->dy.data ? 1 : cpu_shares(run->rows, rows);
 }
 
 static void cpu_look_backward(const cpu_attn_bwd_job *t, cpu_look *k, const cpu_run *run) {
@@ -3963,7 +3962,7 @@ static void V(glu_strips)(void *context, int32_t begin, int32_t end, int32_t wor
 }
 
 static void V(glu)(tfm_dev *d, tfm_mat y, tfm_mat gate_up, tfm_act act) {
-  cpu_glu_job t = {y, gate_up, act, (y.cols + CPU_STRIP - 1) / CPU_STRIP};
+  cpu_glu_job t = {y, gate_up, act, cpu_shares(y.cols, CPU_STRIP)};
   tfm_parallel_for(d, y.rows * t.strips, 4, V(glu_strips), &t);
 }
 
@@ -4361,8 +4360,8 @@ static void V(attn)(tfm_dev *d, tfm_mat y, tfm_mat q, const tfm_kv *kv, const tf
     if (cpu_tiles_attn(d, &tiled)) return;
   }
   /* rows of one sequence share its keys; others might as well be apart */
-  t.tile = cpu_min(CPU_QUERIES / t.group, runs ? (rows->n + runs - 1) / runs : 1);
-  t.tiles = (rows->n + t.tile - 1) / t.tile;
+  t.tile = cpu_min(CPU_QUERIES / t.group, runs ? cpu_shares(rows->n, runs) : 1);
+  t.tiles = cpu_shares(rows->n, t.tile);
   if (V(attn_shares)(d, &t)) {
     t.sums = (float *)(void *)cpu_quantised_at(d);
     tfm_parallel_for(d, kv->heads * t.tiles * t.pieces, 1, V(attn_share), &t);
@@ -4582,8 +4581,8 @@ static void V(gemm_rows)(const cpu_gemm *t, const V(gemm_part) *p) {
 
 /* packed: the rows before had the same columns, whose terms, if few, are still there. */
 static void V(gemm_part_run)(const cpu_gemm *t, V(gemm_part) *p, bool packed) {
-  int32_t blocks = (t->depth + CPU_DEPTH - 1) / CPU_DEPTH, i;
-  int32_t most = ((t->depth + blocks - 1) / blocks + 7) / 8 * 8;
+  int32_t blocks = cpu_shares(t->depth, CPU_DEPTH), i;
+  int32_t most = cpu_shares(cpu_shares(t->depth, blocks), 8) * 8;
   bool pack = blocks > 1 || !packed;
   p->waiting = blocks > 1 ? p->rows : CPU_TILE; /* so few stay in the first cache */
   for (p->k = 0; p->k < t->depth; p->k += p->depth) {
@@ -4627,7 +4626,7 @@ static void V(gemm)(tfm_dev *d, cpu_gemm *t) {
   t->work = cpu_quantised_at(d);
   t->pairs = (cpu_panels(t->cols) + 1) / 2;
   t->chunk = cpu_gemm_chunk(t->rows, t->pairs, d->threads);
-  chunks = (t->rows + t->chunk - 1) / t->chunk;
+  chunks = cpu_shares(t->rows, t->chunk);
   tfm_parallel_for(d, chunks * t->pairs, cpu_grain((int64_t)t->depth * t->chunk * 2 * CPU_ROWS),
                    V(gemm_items), t);
 }
@@ -4653,7 +4652,7 @@ static void V(column_sums)(void *context, int32_t begin, int32_t end, int32_t wo
   int32_t col, row, i;
   (void)worker;
   for (col = begin; col < end; col += 64) {
-    int32_t some = cpu_min(ABREAST, (end - col + CPU_LANES - 1) / CPU_LANES), n = end - col;
+    int32_t some = cpu_min(ABREAST, cpu_shares(end - col, CPU_LANES)), n = end - col;
     for (i = 0; i < some; i++)
       sum[i] = V(load_some)(t->sums + col + i * CPU_LANES, n - i * CPU_LANES);
     for (row = 0; row < t->x.rows; row++) {
@@ -4807,7 +4806,7 @@ static void V(norm_bwd_columns)(void *context, int32_t begin, int32_t end, int32
   const cpu_norm_bwd_job *t = (const cpu_norm_bwd_job *)context;
   int32_t n = t->x.cols / t->groups, piece, i;
   (void)worker;
-  for (piece = 0; piece < (t->x.rows + t->rows - 1) / t->rows; piece++) {
+  for (piece = 0; piece < cpu_shares(t->x.rows, t->rows); piece++) {
     const float *dw = t->sums + (int64_t)piece * 2 * n, *db = dw + n;
     for (i = begin; i < end; i++) t->dw[i] += dw[i];
     for (i = begin; i < end && t->db; i++) t->db[i] += db[i];
@@ -4825,8 +4824,8 @@ static void V(norm_bwd)(tfm_dev *d, tfm_mat dx, float *dw, float *db, tfm_mat dy
     tfm_backend_ref()->norm_bwd(d, dx, dw, db, dy, x, w, residual, stats, p);
     return;
   }
-  t.rows = (x.rows + pieces - 1) / pieces;
-  pieces = (x.rows + t.rows - 1) / t.rows;
+  t.rows = cpu_shares(x.rows, pieces);
+  pieces = cpu_shares(x.rows, t.rows);
   tfm_parallel_for(d, pieces, cpu_grain(8 * (int64_t)x.cols * t.rows), V(norm_bwd_pieces), &t);
   tfm_parallel_for(d, n, cpu_grain(2 * pieces), V(norm_bwd_columns), &t);
 }
